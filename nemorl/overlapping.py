@@ -7,8 +7,6 @@ from threading import Lock
 class Overlapping:
     """A block, for `with`, of which several may overlap, in any threads: the first one changes a
     setting of the process, and the last one to end restores it.
-
-    A block that is never left, as of a backend without `shutdown`, does nothing at exit.
     """
 
     def __init__(self, change: Callable[[], Callable[[], None]]) -> None:

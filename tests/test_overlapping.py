@@ -1,7 +1,5 @@
 """Settings of the process that several blocks need: changed by the first, restored by the last."""
 
-import subprocess
-import sys
 import threading
 
 from nemorl.overlapping import Overlapping
@@ -30,10 +28,3 @@ def test_the_first_changes_and_the_last_restores():
     with block:
         pass
     assert done == ["change", "restore"] * 2
-
-
-def test_a_block_that_is_never_left_says_nothing_at_exit():
-    """As of a backend in a script without `shutdown`."""
-    code = "from nemorl.models.attention import without_cudnn_attention as block; block.__enter__()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""

@@ -1,6 +1,7 @@
 """Run the parts, and write down what they find: `python -m benchmarks.gpu --help`."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -147,9 +148,13 @@ def main(options: Options) -> int:
             print("  ".join([name, *outcome(row)]))
             write(path, results)
             continue
+        # A rest in which no later part could begin is this one's.
+        limit, rest = min(left, max(least, share * left)), parts[place + 1 :]
+        if left - limit < min((LEAST_S[each] for each in rest), default=math.inf):
+            limit = left
         command = [sys.executable, "-m", "benchmarks.gpu.part", name, *["--small"] * options.small]
         found = {"parts": {name: []}}
-        for row in rows(command, min(left, max(least, share * left))):
+        for row in rows(command, limit):
             if "refused" in row:
                 print(row["refused"], file=sys.stderr)
                 return 2

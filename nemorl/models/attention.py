@@ -38,7 +38,14 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
 ) -> Float[Tensor, "batch new heads value_dim"]:
-    """Return the attention of each query; several query heads may share a key and value head."""
+    """Return the attention of each query; several query heads may share a key and value head.
+
+    Args:
+        mask: True, or the number that is added, where a query sees a key, `[batch, 1, new, seq]`.
+        causal: whether a query sees the keys up to its own place alone, instead of a mask.
+        dropout: share of the weights that is dropped.
+        scaling: factor of query · key. None: 1 / sqrt(dim).
+    """
     if mask is not None and is_accelerator(query.device):
         # With a mask no kernel of torch's but cuDNN's takes heads in groups: attention would be
         # computed whole, in memory that grows with the square of the length.

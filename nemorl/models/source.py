@@ -74,7 +74,7 @@ class ModelSource:
         return self._outline
 
     def load(self) -> Any:
-        """Return the live model, which is made by the first call: a folder's in float32."""
+        """Return the live model. The first call makes it: from a folder in float32."""
         if self._live is None:
             device = usable_device(self._device)
             if self._name:

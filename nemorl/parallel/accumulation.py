@@ -5,7 +5,9 @@ gradients that are added up over batches.
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ class Accumulating(ABC):
 
     def __init__(self) -> None:
         self.config = BackendConfig()
+        self._settings = ExitStack()
+        """Settings of the process, restored by `shutdown`, or where nobody has the backend."""
+        weakref.finalize(self, self._settings.close)
         self.optimizer: Any = None
         """None for a model that does not train."""
         self._batches: list[TokenBatch] = []

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from nemorl.checks import require
 from nemorl.models.attention import attend
-from nemorl.parallel.varlen import KERNELS, Kernel
+from nemorl.parallel.varlen import Kernel, varlen_attention
 
 ATTENTION_NAME = "nemorl_segments"
 
@@ -186,8 +186,8 @@ def _at_once(
     flat = [x.to(flat[2].dtype) for x in flat]
     if segments.tokens is not None:
         flat = [x.index_select(0, segments.tokens) for x in flat]
-    kernel = KERNELS[segments.kernel]
-    return kernel(*flat, segments.cu_seqlens, segments.longest, scaling).flatten(1)
+    rows: Any = (*flat, segments.cu_seqlens, segments.longest, scaling)
+    return varlen_attention(segments.kernel, *rows).flatten(1)
 
 
 def _in_buckets(

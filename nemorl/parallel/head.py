@@ -100,7 +100,7 @@ def planned(
     """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
 
     share: compute equal prompts once, unless cp splits the rows.
-    kernel: that attention is computed by, unless cp gathers keys.
+    kernel: computes attention, unless cp gathers keys.
     """
     plan = world.plan
     if world.cp_group is None:

@@ -92,7 +92,7 @@ def work_of(
     """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch.
 
     share: compute equal prompts once. multiple_of: of the width of the row that this makes.
-    kernel: that attention is computed by.
+    kernel: computes attention.
     """
     ids, positions, segment_ids = (
         values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
@@ -131,7 +131,7 @@ def split_work(
 ) -> Work:
     """Return what this rank computes of a microbatch of which all ranks of `split` have parts.
 
-    kernel: that attention on whole rows of some heads is computed by; None: it works on parts.
+    kernel: computes attention on whole rows of some heads; None: it works on parts of rows.
     """
     ids, positions, segment_ids, wanted = (
         x.cpu() for x in (batch.input_ids, batch.position_ids, batch.segment_ids, wanted)

@@ -1,6 +1,6 @@
 """Causal attention over sequences of any lengths in one call, by kernels of FlashAttention."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from inspect import signature
 from typing import Any, Literal
 
@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
+KERNELS: tuple[Kernel, ...] = ("varlen_attn", "flash_attn")
+"""For sequences of any lengths; the first is preferred."""
 
 
 def choose_kernel(
@@ -22,7 +24,7 @@ def choose_kernel(
     """Return the kernel for segments: PyTorch's, that of the package flash-attn, or, where neither
     can be used, dense attention over buckets of similar lengths.
 
-    capability: of an NVIDIA GPU; None: another device. dtype: that attention is computed in.
+    capability: of an NVIDIA GPU; None: another device. dtype: of queries, keys and values.
     """
     fits = (
         capability is not None
@@ -37,7 +39,10 @@ def choose_kernel(
 
 
 def kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the kernel for the segments of a model, by its configuration."""
+    """Return the kernel for the segments of a model, by its Hugging Face configuration.
+
+    dtype: of queries, keys and values.
+    """
     if device.type != "cuda" or torch.version.cuda is None:
         return "buckets"
     return choose_kernel(
@@ -64,7 +69,8 @@ def installed() -> list[Kernel]:
     return [*found, "flash_attn"]
 
 
-def of_torch(
+def varlen_attention(
+    kernel: Kernel,
     query: Float[Tensor, "tokens heads dim"],
     key: Float[Tensor, "tokens kv_heads dim"],
     value: Float[Tensor, "tokens kv_heads dim"],
@@ -72,39 +78,26 @@ def of_torch(
     longest: int,
     scaling: float | None,
 ) -> Float[Tensor, "tokens heads dim"]:
-    """Return the attention by PyTorch's kernel: of each token to those before it in its sequence,
-    and to itself.
+    """Return the attention of each token to those before it in its sequence, and to itself.
 
-    cu_seqlens: the first token of each sequence, and the end. longest: tokens of the longest one.
+    Args:
+        kernel: varlen_attn or flash_attn.
+        query, key, value: of all sequences, laid end to end; query heads may share keys and values.
+        cu_seqlens: the first token of each sequence, and the end.
+        longest: tokens of the longest sequence.
+        scaling: factor of query · key. None: 1 / sqrt(dim).
     """
-    from torch.nn.attention.varlen import varlen_attn
+    rows = (cu_seqlens, cu_seqlens, longest, longest)
+    options: dict[str, Any]
+    if kernel == "varlen_attn":
+        from torch.nn.attention.varlen import varlen_attn
 
-    rows, window = (cu_seqlens, cu_seqlens, longest, longest), (-1, 0)  # all tokens before: causal
-    grouped = query.shape[1] != key.shape[1]
-    options: Any = {"scale": scaling, "window_size": window, "enable_gqa": grouped}
-    return varlen_attn(query, key, value, *rows, **options)  # type: ignore[return-value]
-
-
-def of_flash_attn(
-    query: Float[Tensor, "tokens heads dim"],
-    key: Float[Tensor, "tokens kv_heads dim"],
-    value: Float[Tensor, "tokens kv_heads dim"],
-    cu_seqlens: Int[Tensor, "_"],
-    longest: int,
-    scaling: float | None,
-) -> Float[Tensor, "tokens heads dim"]:
-    """Return the same, by the kernel of the package flash-attn."""
+        grouped = query.shape[1] != key.shape[1]
+        options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": grouped}  # all before
+        return varlen_attn(query, key, value, *rows, **options)  # type: ignore[return-value]
     from flash_attn import flash_attn_varlen_func
 
-    rows = (cu_seqlens, cu_seqlens, longest, longest)
     # PyTorch's asks for this setting by itself.
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options: Any = {"softmax_scale": scaling, "causal": True, "deterministic": deterministic}
+    options = {"softmax_scale": scaling, "causal": True, "deterministic": deterministic}
     return flash_attn_varlen_func(query, key, value, *rows, **options)
-
-
-KERNELS: dict[Kernel, Callable[..., Tensor]] = {
-    "varlen_attn": of_torch,
-    "flash_attn": of_flash_attn,
-}
-"""Function that computes a kernel, by its name; the first is preferred."""

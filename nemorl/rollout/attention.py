@@ -40,7 +40,7 @@ def cached_attention(
 def decoding(model: nn.Module) -> Iterator[None]:
     """Give the model this attention and no dropout inside the block.
 
-    Each pass has a key more, and for each number of keys cuDNN would make a plan.
+    cuDNN would make a plan for each number of sequences and keys.
     """
     before = model.config._attn_implementation  # type: ignore[union-attr]
     was_training = model.training

@@ -1,14 +1,18 @@
 """Kernels that give the same bits, and what was set before afterwards."""
 
+import gc
 import os
 
 import pytest
 import torch
 
+from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.determinism import deterministic_kernels
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 from nemorl.rollout.scheduler import Request
+from tests.tiny_models import tiny_model
 
 
 def settings():
@@ -34,6 +38,17 @@ def test_it_is_on_and_then_as_before(monkeypatch, workspace):
         assert settings() == (True, False, True, False, False, workspace or ":4096:8")
     assert settings() == before
     torch.backends.cudnn.benchmark = False
+
+
+def test_a_backend_that_nobody_shuts_down_restores_them():
+    before = settings()
+    backend = DTensorBackend(tiny_model())
+    trainer = TrainerConfig(device="cpu", deterministic=True)
+    backend.setup(BackendConfig(trainer=trainer))
+    assert settings() != before
+    del backend
+    gc.collect()
+    assert settings() == before
 
 
 def check_sampling(device: torch.device) -> None:

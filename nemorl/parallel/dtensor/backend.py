@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,6 @@ class DTensorBackend(Accumulating):
         self._given = model
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
-        self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
         self._away = Offloaded()
 

@@ -7,7 +7,7 @@ without.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,6 @@ class MegatronBackend(Accumulating):
         self._stages: Any = None
         self._reference: Any = None
         self._engine: Engine | None = None
-        self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
 
     def setup(self, config: BackendConfig) -> None:

@@ -1,7 +1,7 @@
 """`nemorl plan`: all plans for a model on so many GPUs, with their memory and time."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
@@ -18,7 +18,14 @@ from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traf
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Memory, Step
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
-from nemorl.parallel.planner.sharing import GB, Sharing, sharing, with_offloading
+from nemorl.parallel.planner.sharing import (
+    GB,
+    Sharing,
+    sharing,
+    stages_of,
+    states_of,
+    with_offloading,
+)
 from nemorl.rollout.config import GenerationConfig
 
 if TYPE_CHECKING:
@@ -163,18 +170,6 @@ def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
 
-def stages_of(step: Step) -> Sequence[Step | Stage]:
-    """Return the stages of a pipeline, or the step alone."""
-    if step.traits.shards != "optimizer":
-        return [step]
-    return [Stage(step, index) for index in range(step.plan.pp)]
-
-
-def states_of(step: Step) -> Memory:
-    """Return what the fullest device keeps from step to step."""
-    return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
-
-
 def estimate(step: Step) -> Candidate:
     """Return the memory, traffic and time of a step."""
     stages, traffic = stages_of(step), step_traffic(step)
@@ -182,13 +177,12 @@ def estimate(step: Step) -> Candidate:
         traffic = max((stage.traffic() for stage in pipeline), key=lambda sent: sent.total)
     moments, shared = [stage.training_memory() for stage in stages], None
     if step.work.engines:
-        states = states_of(step)
         can_offload = step.traits.shards == "parameters" and not step.plan.cpu_offload
         with suppress(ValueError):  # the plan is too large
             card = GB * step.work.gpu_memory
-            shared = sharing(step, states, card=card, can_offload=can_offload)
+            shared = sharing(step, card=card, can_offload=can_offload)
         step = with_offloading(step, shared.offloads if shared else can_offload)
-        moments.append(step.generation_memory(states))
+        moments.append(step.generation_memory(states_of(step)))
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),

@@ -11,7 +11,7 @@ from nemorl.parallel.traits import TrainingTraits
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ENGINE = 2 * 10**9
-"""Bytes of an engine's activations, CUDA graphs and sampler."""
+"""Bytes of an engine's activations and sampler, without CUDA graphs; an estimate."""
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
 

@@ -1,12 +1,16 @@
-"""What an engine gets of a GPU that it has in turns with a trainer."""
+"""The share of a GPU for an engine that takes turns with a trainer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
+from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import STATE, Memory, Step, engine_memory
 
 GB = 1e9
+SEQUENCES = 64
+"""Sequences of the greatest length for which an engine should have room, if it decodes as many."""
 
 
 def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.1) -> float:
@@ -47,7 +51,11 @@ class Sharing:
     resident: int
     """Bytes that the trainer keeps while engines generate, unless it is offloaded."""
     wanted: int
-    """Bytes of an engine with a cache for all sequences of a batch."""
+    """Bytes of an engine with a cache for the sequences of a batch, 64 at most."""
+    training: int
+    """Bytes that training takes at its peak, activations included."""
+    micro_batch_tokens: int | None
+    """trainer.micro_batch_tokens, as it was given or chosen."""
     kept: int
     """Bytes that the trainer keeps while engines generate."""
     offloads: bool
@@ -58,9 +66,12 @@ class Sharing:
     """The engine's gpu_memory_utilization."""
 
     def __str__(self) -> str:
+        sized = f", with microbatches of {self.micro_batch_tokens} tokens"
         said = (
             f"engines get {self.share:g} of each GPU's {self.card / GB:.1f} GB"
-            f" (gpu_memory_utilization) beside {self.kept / GB:.1f} GB of the trainer's"
+            f" (gpu_memory_utilization) beside {self.kept / GB:.1f} GB of the trainer's; training"
+            f" takes {self.training / GB:.1f} GB at its peak"
+            f"{sized * (self.micro_batch_tokens is not None)}"
         )
         if not self.chosen:
             return said
@@ -69,27 +80,49 @@ class Sharing:
         return f"{said}; trainer.offload_during_generation is {on}: the {both} {why} together"
 
 
+def stages_of(step: Step) -> Sequence[Step | Stage]:
+    """Return the stages of a pipeline, or the step alone."""
+    if step.traits.shards != "optimizer":
+        return [step]
+    return [Stage(step, index) for index in range(step.plan.pp)]
+
+
+def states_of(step: Step) -> Memory:
+    """Return what the fullest device keeps from step to step."""
+    return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
+
+
+def training_of(step: Step) -> int:
+    """Return the bytes that training takes of the fullest device at its peak."""
+    return max(stage.training_memory().total for stage in stages_of(step))
+
+
 def sharing(
     step: Step,
-    states: Memory,
     *,
     card: float,
     can_offload: bool,
     given: float | None = None,
     sleeps: bool = True,
 ) -> Sharing:
-    """Return how engines share GPUs with a trainer that keeps `states`.
+    """Return how engines share GPUs with a trainer.
 
-    can_offload: whether the training backend can move them to main memory. given: the engine's
-    share, as the user gave it. sleeps: whether engines give their memory back while the model
-    trains; else it is beside all that training takes. Raises what `engine_share` does.
+    Args:
+        card: memory of a GPU, in bytes.
+        can_offload: whether the training backend can move what it keeps to main memory.
+        given: the engine's share, as the user gave it.
+        sleeps: whether engines give their memory back while the model trains; otherwise they have
+            it beside all that training takes.
+    Raises: ValueError where an engine does not fit beside the trainer, or a GPU does not hold the
+        trainer's parameters, gradients and optimizer state.
     """
-    work = step.work
+    work, states = step.work, states_of(step)
+    training = training_of(step)
     asked = work.trainer.offload_during_generation
 
     def kept(offloads: bool) -> int:
         if not sleeps:
-            return step.training_memory().total
+            return training
         memory = with_offloading(step, offloads).generation_memory(states)
         return memory.total - memory.generation
 
@@ -103,7 +136,10 @@ def sharing(
         step.plan.num_ranks,
         "add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)",
     )
-    resident, wanted = kept(False), engine_memory(step, work.generation.max_batch_size)
+    resident, wanted = (
+        kept(False),
+        engine_memory(step, min(work.generation.max_batch_size, SEQUENCES)),
+    )
     if given is not None:
         wanted = int(given * card)
     fits = resident + wanted <= card * (1 - work.reserve)
@@ -116,6 +152,8 @@ def sharing(
         card=card,
         resident=resident,
         wanted=wanted,
+        training=training,
+        micro_batch_tokens=work.trainer.micro_batch_tokens,
         kept=left,
         offloads=offloads,
         chosen=asked is None,

@@ -37,6 +37,8 @@ class Backends:
     """The checkpoint to go on from."""
     ranks: Any
     """The policy's backend on ranks, not set up yet; None in one process."""
+    micro_batch_tokens: int | None = None
+    """trainer.micro_batch_tokens, where the memory of a GPU with engines decided about it."""
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
@@ -153,9 +155,12 @@ class Backends:
 
     def _config(self) -> BackendConfig:
         launch, config = self.launch, self.launch.config
+        trainer = config.trainer
+        if self.micro_batch_tokens is not None:
+            trainer = replace(trainer, micro_batch_tokens=self.micro_batch_tokens)
         return BackendConfig(
             model=replace(config.model, path=launch.folder),
-            trainer=config.trainer,
+            trainer=trainer,
             optimizer=config.optimizer,
             seed=config.run.seed,
             parallel=launch.devices.plan,

@@ -294,13 +294,11 @@ def this_machine() -> Machine:
 
 
 def _cluster_has_gpus(address: str) -> bool:
-    import ray
-
-    from nemorl.runtime.cluster.connection import connect, release
+    from nemorl.runtime.cluster.connection import connect, has_gpus, release
 
     connect(address)
     try:
-        return ray.cluster_resources().get("GPU", 0) > 0
+        return has_gpus()
     finally:
         release()
 

@@ -60,7 +60,7 @@ class Live:
             show(sharing, quiet=launch.quiet)
             share = {"gpu_memory_utilization": sharing.share}
             engines = replace(engines, engine={**share, **engines.engine})
-        in_turns = sharing is not None or bool(config.trainer.offload_during_generation)
+        in_turns = self._share(run) or bool(config.trainer.offload_during_generation)
         trainer = self.stack.enter_context(self._of(run).policy())
         shared = engines is not None and shares_weights(launch, engines.traits)
         # To ask for the model ends `offload`: once, before.
@@ -117,14 +117,14 @@ class Live:
         for backend in backends:
             if offloads:
                 backend.offload(keep_weights=keep_weights)
-            elif sharing is not None and has_method(self.launch, backend, "empty_cache"):
+            elif self._share(run) and has_method(self.launch, backend, "empty_cache"):
                 backend.empty_cache()
 
     def sharing(self, run: OpenRun) -> Sharing | None:
-        """Return how trainer and engines share GPUs, if they do."""
+        """Return how trainer and engines share GPUs, if they do and the model's sizes are known."""
         if self._sharing is None:
             launch, engines, found = self.launch, self._engines(run), None
-            if engines is not None and shares_gpus(launch.devices, engines):
+            if engines is not None and self._share(run):
                 found = sharing_of(
                     launch.config,
                     launch.devices,
@@ -135,6 +135,11 @@ class Live:
                 )
             self._sharing = (found,)
         return self._sharing[0]
+
+    def _share(self, run: OpenRun) -> bool:
+        """Return whether engines are on GPUs on which the model trains."""
+        engines = self._engines(run)
+        return engines is not None and shares_gpus(self.launch.devices, engines)
 
     def _engines(self, run: OpenRun) -> GenerationConfig | None:
         """Return what an engine is set up with, if the run samples."""
@@ -159,7 +164,9 @@ class Live:
             found = None
             if launch.config.run.resume:
                 found = checkpoint.latest(launch.directory.path, quiet=True)
-            self._backends = Backends(launch, run, found, ranks)
+            sharing = self.sharing(run)
+            tokens = None if sharing is None else sharing.micro_batch_tokens
+            self._backends = Backends(launch, run, found, ranks, tokens)
         return self._backends
 
 

@@ -4,17 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from nemorl.parallel.backends import limits_of
-from nemorl.parallel.planner.command import states_of
+from nemorl.parallel.config import MICRO_BATCH_TOKENS
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import Step
 from nemorl.parallel.planner.model_shape import LINEAR, model_shape
-from nemorl.parallel.planner.sharing import Sharing, sharing
+from nemorl.parallel.planner.sharing import GB, Sharing, sharing, training_of
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.start.devices import Devices
-
-SEQUENCES = 64
-"""Sequences of the greatest length for which engines should have room, if they decode as many."""
+from nemorl.warn import warn
 
 
 def sharing_of(
@@ -39,11 +37,37 @@ def sharing_of(
     except ValueError:
         return None
     step = Step(shape, devices.plan, workload(config, devices, engines))
+    room = card * (1 - step.work.reserve)
+    if not devices.torchrun:  # where machines may have other GPUs, and all must cut alike
+        step = with_room(step, room, longest=config.data.max_total_sequence_length)
     limits = limits_of(config.trainer.backend)
     can_offload &= limits.traits.shards == "parameters" and not devices.plan.cpu_offload
     given = engines.engine.get("gpu_memory_utilization")
-    sleeps, states = engines.sleep_level != 0, states_of(step)
-    return sharing(step, states, card=card, can_offload=can_offload, given=given, sleeps=sleeps)
+    sleeps = engines.sleep_level != 0
+    found = sharing(step, card=card, can_offload=can_offload, given=given, sleeps=sleeps)
+    if found.training > room:
+        warn(
+            f"training is estimated to take {found.training / GB:.1f} of each GPU's"
+            f" {card / GB:.1f} GB, beside what a sleeping engine keeps: if memory runs out, lower"
+            " --trainer.micro-batch-tokens or add --parallel.activation-checkpointing full"
+        )
+    return found
+
+
+def with_room(step: Step, room: float, *, longest: int) -> Step:
+    """Return a step with the largest default microbatch for which training has room, halved until
+    it would not hold the longest sequence; with sizes that were given, as it is.
+    """
+    trainer = step.work.trainer
+    if trainer.micro_batch_tokens or trainer.train_micro_batch_size:
+        return step
+    tokens = max(MICRO_BATCH_TOKENS, longest)
+    while True:
+        sized = replace(trainer, micro_batch_tokens=tokens)
+        tried = replace(step, work=replace(step.work, trainer=sized))
+        if tokens == longest or training_of(tried) <= room:
+            return tried
+        tokens = max(longest, tokens // 2)
 
 
 def shares_gpus(devices: Devices, engines: GenerationConfig) -> bool:
@@ -58,9 +82,7 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig) ->
     """Return a run's settings as `nemorl plan` has them."""
     targets = config.lora.target_modules
     lora = replace(config.lora, target_modules=targets if {*targets} <= {*LINEAR} else ())
-    sequences = min(engines.max_batch_size, SEQUENCES)
-    sections = {"trainer": config.trainer, "lora": lora}
-    sections["generation"] = replace(engines, max_batch_size=sequences)
+    sections = {"trainer": config.trainer, "lora": lora, "generation": engines}
     return PlanConfig(
         gpus=devices.plan.num_ranks * engines.tensor_parallel_size,
         seq_len=engines.max_model_len or config.data.max_total_sequence_length,

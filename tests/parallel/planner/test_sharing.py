@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.command import states_of
 from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
 from nemorl.parallel.planner.model_shape import model_shape
-from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing
+from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing, states_of
 from tests.parallel.planner.test_command import config_of, shown
 
 QWEN_7B = {
@@ -49,7 +48,7 @@ def step_of(models: Path, name: str, *, gpus: int = 1, **options: Any) -> Step:
 
 def shared(step: Step, card: float = 80e9, **options: Any) -> Sharing:
     options = {"can_offload": True, **options}
-    return sharing(step, states_of(step), card=card, **options)
+    return sharing(step, card=card, **options)
 
 
 @given(

@@ -11,6 +11,7 @@ import pytest
 
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.cluster import connection
 from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
 from nemorl.runtime.start import devices
 from nemorl.runtime.start.devices import Devices
@@ -404,6 +405,7 @@ def test_the_precision_follows_from_the_devices(
 def test_a_cluster_is_asked_for_its_gpus(monkeypatch):
     ray_cpus()
     monkeypatch.undo()
+    monkeypatch.setitem(connection._STATE, "local", False)
     assert devices._cluster_has_gpus("auto") == (NUM_GPUS > 0)
     monkeypatch.setattr("ray.cluster_resources", dict)
     assert not devices._cluster_has_gpus("auto")

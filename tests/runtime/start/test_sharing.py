@@ -31,16 +31,24 @@ QWEN_7B = Qwen2Config(
 )
 
 
+LORA = nemorl.LoRAConfig(rank=16)
+
+
 def found(
-    model: Any = QWEN_7B, gpus: int = 1, *, plan: dict[str, Any] | None = None, **options: Any
-) -> Sharing | None:
+    model: Any = QWEN_7B,
+    gpus: int = 1,
+    *,
+    plan: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+    **options: Any,
+) -> Any:
     """For a run with defaults on GPUs of 80 GB."""
     generation = nemorl.GenerationConfig(backend="vllm", **options.pop("generation", {}))
     plan = {"param_dtype": "bfloat16", **(plan or {})}
     config = nemorl.GRPOConfig(
         reward="exact", generation=generation, parallel=nemorl.ParallelPlan(**plan), **options
     )
-    places = Devices.of(config, {}, num_gpus=gpus)
+    places = Devices.of(config, environ or {}, num_gpus=gpus)
     return sharing_of(config, places, generation, model, card=80e9, can_offload=True)
 
 
@@ -48,6 +56,22 @@ def test_a_run_of_7b_with_adapters_has_room_on_one_gpu():
     sharing = found(lora=nemorl.LoRAConfig(rank=16, target_modules=("q_proj", "lm_head")))
     assert sharing is not None and not sharing.offloads
     assert sharing.kept == pytest.approx(31e9, rel=0.02) and 0.5 < sharing.share < 0.52
+
+
+def test_microbatches_are_halved_until_training_fits():
+    """Those that nobody gave; the longest sequence is in one."""
+    sharing = found(lora=LORA)
+    assert sharing.micro_batch_tokens == 2048 and sharing.training <= 0.9 * 80e9
+    assert found(Qwen2Config(num_hidden_layers=2), lora=LORA).micro_batch_tokens == 16_384
+    mine = found(lora=LORA, trainer=nemorl.TrainerConfig(micro_batch_tokens=4096))
+    assert mine.micro_batch_tokens == 4096 and mine.training > 0.9 * 80e9 > sharing.training
+    rows = found(lora=LORA, trainer=nemorl.TrainerConfig(train_micro_batch_size=1))
+    assert rows.micro_batch_tokens is None and rows.training == sharing.training
+    long = nemorl.DataConfig(max_total_sequence_length=10_000)
+    with pytest.warns(UserWarning, match=r"training is estimated to take 1\d\d\.\d of each GPU's"):
+        assert found(lora=LORA, data=long).micro_batch_tokens == 10_000
+    same = found(lora=LORA, plan={"dp_shard": 1}, environ={"WORLD_SIZE": "1", "RANK": "0"})
+    assert same.micro_batch_tokens is None, "torchrun's machines may differ"
 
 
 def test_what_does_not_fit_is_offloaded_where_the_backend_can():
@@ -194,10 +218,14 @@ def test_what_does_not_fit_is_offloaded(
     monkeypatch.setattr(live, "smallest_gpu", lambda: 10**10)
     roomy = go(tmp_path / "roomy")
     seen.clear()
+    setups: list[Any] = []
+    setup = DTensorBackend.setup
+    monkeypatch.setattr(DTensorBackend, "setup", lambda *x: (setups.append(x[1]), setup(*x))[1])
     monkeypatch.setattr(live, "smallest_gpu", lambda: int(shown[0].wanted / 0.9))
     tight = go(tmp_path / "tight")
     assert [each.offloads for each in shown] == [False, True]
     assert "empty_cache" not in seen and seen[0] == "offload"
+    assert setups[0].trainer.micro_batch_tokens == shown[1].micro_batch_tokens == 16_384
     assert InTurns.held[-2] > 0 and InTurns.held[-1] == 0
     assert without(seen[2:], "generate", "update") == in_turns("offload")
     assert list(map(numbers, roomy.history)) == list(map(numbers, tight.history))

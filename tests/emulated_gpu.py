@@ -1,7 +1,9 @@
 """A GPU emulated on a CPU: a second device, "fakegpu", with main memory behind it.
 
 Inside `emulated()` its tensors compute real numbers; an operator that gets tensors of both devices
-raises, as CUDA does; and every wait of the host for the device is counted by its kind and place.
+raises, as CUDA does; and waits of the host for the device are counted by their kind and place:
+reads, copies from and to pageable memory, results whose shape depends on numbers, synchronization.
+What a kernel itself waits for is known for the operators in READS alone.
 """
 
 import sys
@@ -29,9 +31,12 @@ READS = {
     *(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default),
     *(aten.nonzero.default, aten.masked_select.default, aten.bincount.default),
     *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
-    aten.repeat_interleave.Tensor,
+    *(aten.repeat_interleave.Tensor, aten.allclose.default, aten.multinomial.default),
+    aten._linalg_check_errors.default,
 }
-"""Operators whose results, or their shapes, the host must know."""
+"""Operators of which the host must know results, their shapes or errors."""
+NUMBERS = ("fill", "masked_fill", "index_fill", "_foreach_", "_fused_", "lift_fresh")
+"""Operators that take a number of the host besides the pointwise ones, by how names begin."""
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {
     *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
@@ -67,6 +72,9 @@ class _Moment:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: self
+
+    def synchronize(self) -> None:
+        gpu.waits.add("synchronize")
 
     def __enter__(self) -> "_Moment":
         return self
@@ -146,6 +154,9 @@ class Storage(torch.UntypedStorage):
 
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
 
+    def cpu(self) -> torch.UntypedStorage:  # type: ignore[override]
+        raise NotImplementedError("a wait that is not counted")
+
 
 class Emulated(Tensor):
     """A tensor of the device; `raw` has its numbers, in main memory."""
@@ -170,6 +181,7 @@ class Emulated(Tensor):
     def __init__(self, raw: Tensor) -> None: ...
 
     def __repr__(self) -> str:  # type: ignore[override]
+        gpu.waits.add("print")
         return f"Emulated({self.raw})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -236,8 +248,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Emulated)]
     target = kwargs.get("device")
     _count(func, args, kwargs, ours=bool(ours), others=others)
-    may_mix = func in COPIES or func in INDEXED or func.namespace == "c10d"
-    if ours and not may_mix and any(x.dim() for x in others):
+    if ours and others and _mixes(func, args, others):
         shapes = [tuple(x.shape) for x in others]
         raise RuntimeError(
             f"{func}: Expected all tensors to be on the same device, but found {DEVICE} and cpu"
@@ -260,6 +271,18 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
+def _mixes(func: Any, args: Any, others: list[Tensor]) -> bool:
+    """Return whether CUDA would refuse an operator with some tensors of the device and `others`."""
+    if func in COPIES or func.namespace == "c10d":
+        return False
+    if func in INDEXED:  # indices may be in main memory
+        values = args[2:3] if len(args) > 2 and args[2].dim() else ()
+        return any(not isinstance(x, Emulated) for x in (args[0], *values))
+    name = func._schema.name.rpartition("::")[2]
+    takes_numbers = torch.Tag.pointwise in func.tags or name.startswith(NUMBERS)
+    return any(x.dim() or not takes_numbers for x in others)
+
+
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operator with results of their own writes to and returns."""
     if not any(each.alias_info and each.alias_info.is_write for each in func._schema.returns):
@@ -272,6 +295,8 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 def _count(func: Any, args: Any, kwargs: Any, *, ours: bool, others: list[Tensor]) -> None:
     """Count what an operator makes the host wait for."""
+    if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return
     if ours and func in READS:
         gpu.waits.add(str(func).removeprefix("aten.").partition(".")[0].strip("_"))
     elif ours and func in INDEXED:
@@ -288,11 +313,11 @@ def _count(func: Any, args: Any, kwargs: Any, *, ours: bool, others: list[Tensor
 
 
 def _count_copy(source: Tensor, device: torch.device, *, waits: bool) -> None:
-    """Count a copy between devices, but not of a number that the host sends."""
+    """Count a copy between devices."""
     leaves, comes = isinstance(source, Emulated), is_ours(device)
     if leaves and not comes:  # also one that needn't wait: nobody knows when it has arrived
         gpu.waits.add("copy to main memory")
-    elif comes and not leaves and source.dim() and (waits or not _is_pinned(source)):
+    elif comes and not leaves and (waits or not _is_pinned(source)):
         gpu.waits.add("copy from main memory")
 
 

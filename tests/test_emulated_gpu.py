@@ -68,6 +68,31 @@ class TestTheDevice:
                 ours + torch.ones(2, 3)
 
     @pytest.mark.parametrize(
+        "what",
+        [
+            "cpu[index]",
+            "cpu.index_put((index,), ours[:2])",
+            "ours.index_put((index,), cpu[:2])",
+            "torch.stack([ours.sum(), cpu.sum()])",
+            "torch.cat([ours, cpu])",
+            "ours.index_select(0, torch.tensor(1))",
+            "ours.gather(0, torch.tensor(1))",
+            "ours.scatter(0, index, cpu[:2])",
+            "torch.nn.functional.embedding(torch.tensor(1), ours[:, None])",
+            "torch.where(cpu > 1, ours, 0.0)",
+            "ours.copy_(ours + cpu)",
+            "torch.searchsorted(ours, cpu)",
+        ],
+    )
+    def test_it_refuses_tensors_of_both_devices(self, what: str):
+        cpu = torch.arange(3.0)
+        with emulated():
+            ours = torch.arange(3.0, device=NAME)
+            names = {"torch": torch, "ours": ours, "cpu": cpu, "index": ours[:2].long()}
+            with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+                eval(what, names)
+
+    @pytest.mark.parametrize(
         ("what", "count"),
         {
             "ours.sum().item()": 1,
@@ -78,6 +103,18 @@ class TestTheDevice:
             "ours[[0, 1]]": 1,
             "ours.cpu()": 1,
             "ours.unique()": 1,
+            "torch.allclose(ours, ours)": 1,
+            "torch.linalg.inv(ours[:1, None] + 1)": 1,
+            "ours.multinomial(1)": 1,
+            "torch.ones(3, device=NAME).repeat_interleave(ours.long())": 1,
+            "torch.ones(3, device=NAME).repeat_interleave(ours.long(), output_size=3)": 0,
+            "f'{ours}'": 1,
+            "torch.get_device_module(NAME).Event().synchronize()": 1,
+            "torch.get_device_module(NAME).current_stream().synchronize()": 1,
+            "torch.get_device_module(NAME).current_stream().wait_event(None)": 0,
+            "torch.tensor(3.0).to(NAME)": 1,
+            "ours * torch.tensor(2.0)": 0,
+            "ours.masked_fill(ours > 1, torch.tensor(2.0))": 0,
             "torch.tensor([1.0, 2.0], device=NAME)": 1,
             "torch.ones(3).to(NAME)": 1,
             "torch.ones(3).to(NAME, non_blocking=True)": 1,

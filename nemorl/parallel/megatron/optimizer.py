@@ -78,8 +78,8 @@ class ShardedAdamW:
         for part in self.parts:
             part.prepare_grads()
             # megatron-core's own norm would read each gradient's from the device.
-            own = nn.utils.get_total_norm(part.get_main_grads_for_grad_norm(), foreach=True)
-            squares = squares + own.to(self.device).square()
+            if own := part.get_main_grads_for_grad_norm():
+                squares = squares + nn.utils.get_total_norm(own, foreach=True).square()
         dist.all_reduce(squares)
         return squares.sqrt()
 

@@ -307,18 +307,15 @@ def _count(func: Any, args: Any, kwargs: Any, *, ours: bool, others: list[Tensor
         if any(not isinstance(x, Emulated) for x in indices):
             gpu.waits.add("index from main memory")
     elif func is aten._to_copy.default and kwargs.get("device") is not None:
-        _count_copy(args[0], kwargs["device"], waits=not kwargs.get("non_blocking"))
-    elif func is aten.copy_.default:
-        _count_copy(args[1], args[0].device, waits=not (len(args) > 2 and args[2]))
-
-
-def _count_copy(source: Tensor, device: torch.device, *, waits: bool) -> None:
-    """Count a copy between devices."""
-    leaves, comes = isinstance(source, Emulated), is_ours(device)
-    if leaves and not comes:  # also one that needn't wait: nobody knows when it has arrived
-        gpu.waits.add("copy to main memory")
-    elif comes and not leaves and (waits or not _is_pinned(source)):
-        gpu.waits.add("copy from main memory")
+        leaves, comes = isinstance(args[0], Emulated), is_ours(kwargs["device"])
+        if leaves and not comes:  # also one that needn't wait: nobody knows when it has arrived
+            gpu.waits.add("copy to main memory")
+        elif comes and not leaves and not (kwargs.get("non_blocking") and _is_pinned(args[0])):
+            gpu.waits.add("copy from main memory")
+    elif func is aten.copy_.default and others and ours:
+        way = "from" if isinstance(args[0], Emulated) else "to"
+        if not (args[2:] == (True,) and _is_pinned(others[0])):
+            gpu.waits.add(f"copy {way} main memory")
 
 
 class _Dispatch(TorchDispatchMode):

@@ -5,15 +5,20 @@ docs/performance.md says.
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import nemorl
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
+from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -23,15 +28,28 @@ from nemorl.parallel.config import (
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.backend import MegatronBackend
+from nemorl.parallel.megatron.engine import Engine, Order
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.algorithms import policy_loss, preference_loss, sft
+from nemorl.runtime.config.grpo import (
+    CISPOLoss,
+    ClippedLoss,
+    GRPOConfig,
+    GSPOLoss,
+    KLConfig,
+    OffPolicyConfig,
+    ReinforceLoss,
+)
 from nemorl.runtime.run.callbacks import Callback
 from tests.emulated_gpu import DEVICE, NAME, Emulated, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.varlen import used_on_cpus
 from tests.ranks import run_ranks
+from tests.runtime.algorithms.test_preference_loss import CONFIGS
+from tests.runtime.algorithms.test_preference_loss import random_batch as random_pairs
 from tests.runtime.run.test_resume import assert_equal_outcomes, in_a_process
 from tests.runtime.runs import (
     addition_rows,
@@ -120,6 +138,10 @@ class TestTheDevice:
             "torch.ones(3).to(NAME, non_blocking=True)": 1,
             "torch.ones(3).pin_memory().to(NAME)": 1,
             "torch.ones(3).pin_memory().to(NAME, non_blocking=True)": 0,
+            "torch.ones(3).pin_memory().copy_(ours)": 1,
+            "torch.ones(3).copy_(ours, non_blocking=True)": 1,
+            "torch.ones(3).pin_memory().copy_(ours, non_blocking=True)": 0,
+            "ours.to('cpu', non_blocking=True)": 1,
             "ours.masked_fill(ours > 1, 0.0)": 0,
             "ours.where(ours > 1, 0.0).sum() + 1": 0,
             "torch.zeros(3, device=NAME)": 0,
@@ -245,30 +267,68 @@ def test_bfloat16_equals_the_cpus_within_its_rounding(tmp_path: Path):
         assert 0 < (one - best).abs().mean() <= 2 * (other - best).abs().mean()
 
 
-def test_the_host_waits_for_nothing_between_microbatches():
+GRPO = {
+    "grpo": GRPOConfig(loss=ClippedLoss(dual_clip=3.0), off_policy=OffPolicyConfig(mode="mask")),
+    "gspo": GRPOConfig(loss=GSPOLoss(), off_policy=OffPolicyConfig(mode="truncate")),
+    "gspo by token": GRPOConfig(loss=GSPOLoss(token_gradient=True), entropy_coef=0.1),
+    "cispo": GRPOConfig(loss=CISPOLoss(), kl=KLConfig(coef=0.1)),
+    "reinforce": GRPOConfig(loss=ReinforceLoss()),
+}
+
+
+def batch_and_loss(algorithm: str, size: int) -> tuple[TokenBatch, LossFn]:
+    """A batch of `size` sequences, or pairs, with all that the loss needs."""
+    if algorithm in CONFIGS:
+        pairs = random_pairs(CONFIGS[algorithm], count=size)
+        return pairs, preference_loss.make_loss(CONFIGS[algorithm], pairs, torch.tensor(0.1))
+    batch = random_batch([9, 14, 30, 17, 12][:size] * (size // 5 or 1))
+    if algorithm == "sft":
+        return batch, sft.loss_fn
+    names = ("advantages", "prev_logprobs", "reference_logprobs", "generation_logprobs")
+    given = {name: torch.randn(batch.input_ids.shape) for name in names}
+    kind = LogprobKind(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
+    return replace(batch, logprob_kind=kind, **given), policy_loss.make_loss(GRPO[algorithm])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("algorithm", ["sft", *GRPO, *CONFIGS])
+def test_the_host_waits_for_nothing_between_microbatches(algorithm: str, packed: bool):
+    forwards, waits = [], []
     with emulated():
         backend = DTensorBackend(tiny_model())
-        layout = TrainerConfig(device=NAME, train_micro_batch_size=2)
+        layout = TrainerConfig(
+            device=NAME,
+            train_micro_batch_size=1,
+            **({"sequence_packing": True, "packed_row_tokens": 64} if packed else {}),
+        )
         backend.setup(BackendConfig(trainer=layout, parallel=FLOAT32))
-        found = []
-        for lengths in ([5, 6], [5, 6, 7, 8, 9, 10, 5, 6, 7, 8]):
-            with counted() as waits:
-                backend.train_step(random_batch(lengths), nll_loss)
-            found.append(waits.total)
-    assert found[1] - found[0] == 4 * bound("a microbatch, of any loss")
+        embedding = backend.model.get_input_embeddings()
+        embedding.register_forward_pre_hook(lambda *_: forwards.append(len(waits)))
+        for size in (2, 10):
+            batch, loss_fn = batch_and_loss(algorithm, size)
+            with counted() as found:
+                finalize(backend.train_step(batch, loss_fn))
+            waits.append(found)
+    few, many = forwards.count(0), forwards.count(1)
+    assert many > few
+    assert waits[0].total == bound("an optimizer step, with its metrics")
+    more = (many - few) * bound("a microbatch, of any loss")
+    assert waits[1].total - waits[0].total == more, waits[1].places
 
 
 class StepWaits(Callback):
-    """The waits of each step, from which checkpoints are left out."""
+    """The waits of each step, from which checkpoints are left out, and its passes of the engine."""
 
-    def __init__(self) -> None:
-        self.found: list[Waits] = []
+    def __init__(self, passes: list[Any]) -> None:
+        self.passes = passes
+        self.found: list[tuple[Waits, int]] = []
 
     def on_step_begin(self, trainer: Any, step: int) -> None:
         gpu.waits = Waits()
+        self.passes.clear()
 
     def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.found.append(gpu.waits)
+        self.found.append((gpu.waits, len(self.passes)))
         gpu.waits = Waits()
 
 
@@ -279,19 +339,31 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo offloaded": (grpo_config, {}),
     "dpo": (dpo_config, {}),
 }
-SCORED = {"sft": 0, "grpo": 1, "grpo with KL": 2, "dpo": 1}
+SCORED = {"sft": 0, "grpo": 1, "grpo with KL": 2, "grpo offloaded": 1, "dpo": 1}
 """Batches of which a step computes log-probabilities."""
-PASSES = "tolist"
 
 
-def run(kind: str, device: str, folder: Path) -> tuple[Any, StepWaits]:
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The passes of the embedded engine."""
+    found, draw = [], TorchGenerationBackend._draw
+
+    def watched(engine: TorchGenerationBackend, work: Any) -> torch.Tensor:
+        found.append(work)
+        return draw(engine, work)
+
+    monkeypatch.setattr(TorchGenerationBackend, "_draw", watched)
+    return found
+
+
+def run(kind: str, device: str, folder: Path, passes: list[Any]) -> tuple[Any, StepWaits]:
     make, options = RUNS[kind]
-    waits, pairs = StepWaits(), make is dpo_config
+    waits, pairs = StepWaits(passes), make is dpo_config
     offloads = {"offload_during_generation": True} if kind == "grpo offloaded" else {}
     offloads = offloads if device == NAME else {}
     config = make(
         folder,
-        steps=3,
+        steps=4,
         run={"save_period": 2, "val_period": 2, "export": True},
         trainer=TrainerConfig(device=device, **offloads),
         parallel=FLOAT32,
@@ -309,9 +381,9 @@ def evaluated(model: Path, device: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_equals_the_cpus(kind: str, tmp_path: Path):
-    cpu, _ = run(kind, "cpu", tmp_path / "cpu")
-    ours, waits = run(kind, NAME, tmp_path / "ours")
+def test_a_run_equals_the_cpus(kind: str, passes: list[Any], tmp_path: Path):
+    cpu, _ = run(kind, "cpu", tmp_path / "cpu", [])
+    ours, waits = run(kind, NAME, tmp_path / "ours", passes)
     for mine, theirs in zip(ours.history, cpu.history, strict=True):
         assert numbers(mine) == pytest.approx(numbers(theirs), rel=1e-4, abs=1e-5)
     exported = [load_causal_lm(str(result.paths.hf)).state_dict() for result in (ours, cpu)]
@@ -321,12 +393,17 @@ def test_a_run_equals_the_cpus(kind: str, tmp_path: Path):
         settings = ((cpu, "cpu"), (ours, NAME))
         one, other = (evaluated(result.paths.hf, device) for result, device in settings)
         assert one == other
-    step = bound("an optimizer step, with its metrics")
-    batch = bound("`get_logprobs`, of a whole batch")
-    first = waits.found[0]  # without validation
-    if kind != "grpo offloaded":
-        most = step + SCORED[kind] * batch + first.found[PASSES]
-        assert first.total <= most, first.places
+    for step in (0, 2):  # without validation
+        found, sampled = waits.found[step]
+        assert (sampled > 0) == kind.startswith("grpo")
+        offloaded = step > 0 and kind == "grpo offloaded"  # before there is nothing to offload
+        expected = (
+            bound("an optimizer step, with its metrics")
+            + SCORED[kind] * bound("`get_logprobs`, of a whole batch")
+            + sampled * bound("a pass of the embedded engine: a token of all sequences")
+            + offloaded * bound("offloading the trainer, and back")
+        )
+        assert found.total == expected, found.places
 
 
 @pytest.mark.parametrize(
@@ -366,23 +443,62 @@ def sampled(device: str, params: SamplingParams, *, precision: str = "float32") 
     ],
     ids=["greedy", "filters", "stop strings"],
 )
-def test_the_embedded_engine_waits_once_a_token(params: SamplingParams, monkeypatch):
-    passes = []
-    draw = TorchGenerationBackend._draw
-    monkeypatch.setattr(
-        TorchGenerationBackend,
-        "_draw",
-        lambda self, work: (passes.append(work), draw(self, work))[1],
-    )
+def test_the_embedded_engine_waits_once_a_token(params: SamplingParams, passes: list[Any]):
     cpu, _ = sampled("cpu", params)
     passes.clear()
     ours, waits = sampled(NAME, params)
     for mine, theirs in zip(ours, cpu, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-    assert waits.total == bound("a pass of the embedded engine: a token of all sequences") * len(
-        passes
-    ), waits.places
+    token = bound("a pass of the embedded engine: a token of all sequences")
+    assert waits.total == token * len(passes), waits.places
+
+
+def sampled_by_ranks(folder: Path, tp: int, *, records: bool) -> tuple[int, Waits]:
+    """The passes of the engine for six answers, and the waits."""
+    passes, draw = [], Engine._draw
+
+    def watched(engine: Engine, work: Any) -> torch.Tensor:
+        passes.append(work)
+        return draw(engine, work)
+
+    with emulated(), patch.object(Engine, "_draw", watched):
+        backend = MegatronBackend()
+        backend.setup(
+            BackendConfig(
+                model=ModelConfig(path=str(folder)),
+                trainer=TrainerConfig(device=NAME, backend="megatron", router_replay=records),
+                parallel=ParallelPlan(dp_shard=1, tp=tp, param_dtype="float32"),
+            )
+        )
+        backend.open_engine(max_batch_size=4, max_positions=64, end_tokens=[1])
+        new = [
+            (number, [2 + number] * (1 + number), SamplingParams(seed=number, max_new_tokens=6))
+            for number in range(6)
+        ]
+        with counted() as waits:
+            answers, _ = backend.decode(Order(new=new, passes=100))
+        backend.shutdown()
+    assert len(answers) == 6
+    return len(passes), waits
+
+
+def test_ranks_that_generate_wait_once_a_token(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path)
+    sample = partial(sampled_by_ranks, records=False)
+    for passes, waits in run_ranks(2, sample, tmp_path, 2, process_group=False):
+        token = bound("a pass of the embedded engine: a token of all sequences")
+        assert waits.total == token * passes, waits.places
+
+
+def test_ranks_wait_once_an_answer_for_the_experts_that_it_took(tmp_path: Path):
+    """Besides what megatron-core's layers of experts wait for."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    (passes, plain), (same, recorded) = (
+        run_ranks(1, partial(sampled_by_ranks, records=on), tmp_path, 1, process_group=False)[0]
+        for on in (False, True)
+    )
+    assert passes == same and recorded.total == plain.total + 6, recorded.places
 
 
 PLANS = {

@@ -1,8 +1,6 @@
 """Pieces of the dtensor backend, and agreement with the embedded generator."""
 
 import gc
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig
 
-from nemorl.data.batch import TokenBatch
-from nemorl.losses.logprobs import LogprobKind
-from nemorl.losses.types import finalize, needs_of
+from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import check_supported
 from nemorl.parallel.attention import segment_attention, segments_of
-from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -34,9 +29,6 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.algorithms import policy_loss, sft
-from nemorl.runtime.config.grpo import GRPOConfig, KLConfig, OffPolicyConfig
-from tests.host_waits import HostWaits
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.varlen import used_on_cpus  # noqa: F401  # which has the kernel
 from tests.rollout.updates import update
@@ -266,45 +258,6 @@ def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp
     message = "first must be of a run that began with the model in use, .* load the initial model"
     with pytest.raises(ValueError, match=message):
         set_up(tiny_model(seed=1), lora=lora, same_initial_model_as=tmp_path / "first")
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "rows": {"train_micro_batch_size": 2},
-    "packed": {"sequence_packing": True, "packed_row_tokens": 50, "train_micro_batch_size": 1},
-}
-
-
-def batch_and_loss(algorithm: str) -> tuple[TokenBatch, LossFn]:
-    batch = random_batch([9, 2, 30, 17])
-    zeros = torch.zeros(batch.input_ids.shape)
-    if algorithm == "SFT":
-        return batch, sft.loss_fn
-    names = ("advantages", "prev_logprobs", "reference_logprobs", "generation_logprobs")
-    kind = LogprobKind(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
-    batch = replace(batch, logprob_kind=kind, **dict.fromkeys(names, zeros))
-    kl, off_policy = KLConfig(coef=0.1), OffPolicyConfig(mode="truncate")
-    config = GRPOConfig(kl=kl, off_policy=off_policy, entropy_coef=0.1)
-    return batch, policy_loss.make_loss(config)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("algorithm", ["SFT", "GRPO"])
-def test_the_host_waits_for_no_number_between_microbatches(
-    algorithm: str, layout: str, monkeypatch: pytest.MonkeyPatch
-):
-    """The device has no numbers: to read one raises an error."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it has none
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
-    batch, loss_fn = batch_and_loss(algorithm)
-    backend = set_up(tiny_model(), trainer=LAYOUTS[layout])
-    backend.device = torch.device("meta")
-    backend.model.to("meta")
-    with HostWaits() as waits:
-        metrics, loss = backend._gradients(batch, loss_fn, needs_of(loss_fn))
-        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-            backend.get_logprobs(batch)  # all values go to the batch's device in the end
-    assert not [name for name in waits.found if name.endswith("meta")]
-    assert loss.is_meta and metrics
 
 
 def test_what_does_not_train_takes_no_step_and_is_not_saved(tmp_path: Path):

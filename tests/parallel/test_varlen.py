@@ -22,8 +22,7 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.tokens import work_of
-from nemorl.parallel.varlen import KERNELS, choose_kernel, installed, kernel_of
-from tests.host_waits import HostWaits
+from nemorl.parallel.varlen import choose_kernel, installed, kernel_of
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.test_tokens import GROUPS, grouped
 from tests.parallel.varlen import Call, used_on_cpus
@@ -99,20 +98,6 @@ def test_rows_that_lie_end_to_end_are_not_moved():
     moved = segments_of(IDS, "varlen_attn")
     assert isinstance(moved, FlatSegments) and moved.tokens is not None
     assert segments_of(torch.zeros_like(IDS), "varlen_attn") is None
-
-
-def test_the_host_does_not_wait(monkeypatch):
-    """On the meta device no number can be read; elsewhere none is."""
-    segments = segments_of(IDS, "varlen_attn")
-    meta = torch.device("meta")
-    qkv = heads(4, 2, 2, rows=(2, 6), device=meta, dtype=torch.bfloat16)
-    output = segment_attention(*qkv, segments=to_device(segments, meta))
-    assert output.shape == (2, 6, 4, 8)
-    output.sum().backward()
-    monkeypatch.setitem(KERNELS, "varlen_attn", lambda query, *_: query)
-    with HostWaits() as waits:
-        segment_attention(*heads(4, 2, 2, rows=(2, 6)), segments=segments)
-    assert not waits.found
 
 
 def test_dropout_is_refused():

@@ -12,7 +12,6 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.decoding import Decoding
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from tests.host_waits import HostWaits
 from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -130,33 +129,6 @@ def test_after_an_interrupt_the_same_event_loop_can_go_on(monkeypatch):
         assert backend.generate([[5, 6]], LONG) == expected
     finally:
         loop.close()
-
-
-def test_the_host_waits_once_for_a_token(monkeypatch):
-    """Also where sequences end and others take their place."""
-    found, decode, admit = [], Decoding._decode, Decoding._admit
-
-    def watched(method):
-        def call(self, version):
-            with HostWaits() as waits:
-                method(self, version)
-                self._retire()
-            del waits.found["tensor cpu"]  # of `pad`, which works in main memory
-            found.append(dict(waits.found))
-
-        return call
-
-    monkeypatch.setattr(Decoding, "_decode", watched(decode))
-    monkeypatch.setattr(Decoding, "_admit", watched(admit))
-    backend = made(tiny_model(scale=2.0), max_batch_size=4)
-    backend.decoding.tokenizer = None
-    filters = {"top_k": 9, "top_p": 0.9, "min_p": 0.01}
-    params = [
-        SamplingParams(max_new_tokens=3 + i, n=2, seed=i, **(filters if i % 2 else {}))
-        for i in range(5)
-    ]
-    backend.generate(random_prompts(5), params)
-    assert len(found) > 10 and all(each == {"tolist": 1} for each in found)
 
 
 @pytest.mark.parametrize("lost", ["model.norm.weight", None])

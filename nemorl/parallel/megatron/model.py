@@ -156,19 +156,20 @@ class Stage(core.GPTModel):
             parts["submodules"].router = Router
         num_layers = config.num_layers // world.plan.num_stages
         layers = [spec] * num_layers
-        super().__init__(
-            config=config,
-            transformer_layer_spec=core.TransformerBlockSubmodules(
-                layer_specs=layers, layer_norm=RMSNorm
-            ),
-            vocab_size=hf.vocab_size,
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=number == 0,
-            post_process=number == last,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="none",  # `forward` makes the rotary angles
-            vp_stage=part if world.plan.vpp > 1 else None,
-        )
+        with world.device:  # where megatron-core would leave the weights of routers on the CPU
+            super().__init__(
+                config=config,
+                transformer_layer_spec=core.TransformerBlockSubmodules(
+                    layer_specs=layers, layer_norm=RMSNorm
+                ),
+                vocab_size=hf.vocab_size,
+                max_sequence_length=hf.max_position_embeddings,
+                pre_process=number == 0,
+                post_process=number == last,
+                share_embeddings_and_output_weights=hf.tie_word_embeddings,
+                position_embedding_type="none",  # `forward` makes the rotary angles
+                vp_stage=part if world.plan.vpp > 1 else None,
+            )
         for index, layer in enumerate(self.decoder.layers, part * num_layers):
             layer.self_attention.core_attention.index = index
         self.number = number

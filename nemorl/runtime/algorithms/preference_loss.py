@@ -42,7 +42,7 @@ def make_loss(config: DPOConfig, batch: TokenBatch, kl: Float[Tensor, ""] | None
         single=single,
         average=averages(config.loss),
         weight=1 / max(1, int(trained(batch, single=single).sum())),
-        kl=kl,
+        kl=None if kl is None else float(kl),
         sft_weight=config.sft_weight,
     )
 
@@ -56,7 +56,7 @@ def preference_loss(
     single: bool,
     average: bool,
     weight: float,
-    kl: Tensor | None,
+    kl: float | None,
     sft_weight: float,
 ) -> LossOutput:
     """Return preference term + `sft_weight` · negative log-likelihood of a part of a step.
@@ -77,7 +77,7 @@ def preference_loss(
     if single:
         assert part.advantages is not None
         data.append(by_sequence(part.advantages, part, **options) > 0)
-        constants["kl"] = kl if kl is None else kl.to(scores.device)
+        constants["kl"] = None if kl is None else scores.new_full((), kl)
     weights = torch.where(trained(part, single=single, **options), weight, 0.0)
     result = term(*data, weights, **constants)
     likelihood = nll(output.token_logprobs, part.loss_weights)

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
-from nemorl.parallel.megatron.engine import Engine, Order
+from nemorl.parallel.megatron.engine import Order
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.generation import Completion, SamplingParams
-from tests.host_waits import HostWaits
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks
 from tests.rollout.test_generation_conformance import (
@@ -160,15 +159,8 @@ def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
 
 
 def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
-    """In the middle of each answer its cache is computed anew. The host does not wait to record."""
-    backend, keep = started(folder, plan, router_replay=True), Engine._keep
-
-    def watched(*args: Any) -> None:
-        with HostWaits() as waits:
-            keep(*args)
-        assert not waits.found
-
-    Engine._keep = watched  # type: ignore[method-assign]
+    """In the middle of each answer its cache is computed anew."""
+    backend = started(folder, plan, router_replay=True)
     params = [SamplingParams(n=2, seed=i, max_new_tokens=3 + i) for i in range(9)]
     return answers(backend, PROMPTS, params, anew=True)
 

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 from safetensors.torch import load_file, save_file
 
+from tests.parallel.batches import DEVICE
 from tests.parallel.parity.cases import CONTROLS, Case, matrix
 from tests.parallel.parity.compare import errors, verdict
 from tests.parallel.parity.golden import make_model
@@ -54,7 +55,7 @@ def digest() -> str:
     ).hexdigest()[:16]
 
 
-def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
+def run_chunk(cases: Sequence[Case], device: str = DEVICE) -> list[dict[str, float] | str]:
     """The errors of cases that need as many ranks, or the reasons why they could not be run."""
     ranks, seconds = cases[0].ranks, sum(SECONDS_PER_CASE[case.compile] for case in cases)
     try:
@@ -62,15 +63,16 @@ def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
             folders = tuple(Path(folder) / str(i) for i in range(len(cases)))
             for case, path in zip(cases, folders, strict=True):
                 write_model(case, path)
-            given, fresh = (tuple(cases), folders), cases[0].compile
+            given, fresh = (tuple(cases), folders, device), cases[0].compile
             if ranks:
-                results = run_ranks(ranks, run_cases, *given, timeout_s=seconds, fresh=fresh)
+                options = {"timeout_s": seconds, "fresh": fresh, "process_group": device == DEVICE}
+                results = run_ranks(ranks, run_cases, *given, **options)
             else:
                 results = [run_cases(*given)]
     except Exception as error:  # of one case, perhaps, which the others have to be told from
         if len(cases) == 1:
             return [f"{type(error).__name__}: {error}"]
-        return [found for case in cases for found in run_chunk([case])]
+        return [found for case in cases for found in run_chunk([case], device)]
     return [judge(case, [of_rank[i] for of_rank in results]) for i, case in enumerate(cases)]
 
 

@@ -2,13 +2,11 @@
 
 import math
 import re
-from functools import wraps
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 
-from tests.parallel.parity import golden, worker
+from tests.parallel.parity import golden
 from tests.parallel.parity.cases import (
     CONTROLS,
     LAYOUTS,
@@ -47,26 +45,27 @@ def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("layout", "recomputed"), [("packed", "none"), ("packed", "full"), ("token budget", "none")]
+    ("plan", "layout", "recomputed"),
+    [
+        ("one process", "packed", "none"),
+        ("one process", "packed", "full"),
+        ("one process", "token budget", "none"),
+        ("megatron 1", "packed", "none"),
+    ],
 )
-def test_a_gpus_kernel_of_attention_gives_them(layout: str, recomputed: str, monkeypatch):
-    """In bfloat16, as that kernel has no float32; the definition of it is in the other cases."""
-    kernel, calls = varlen.varlen_attn, []
-    monkeypatch.setattr(worker, "DEVICE", "cuda")
-
-    @wraps(kernel)  # whose arguments are looked at
-    def counted(*given, **more):
-        calls.append(1)
-        return kernel(*given, **more)
-
-    monkeypatch.setattr(varlen, "varlen_attn", counted)
-    problem = Problem(loss="nll", dtype="bfloat16")
+def test_a_gpu_gives_the_same_numbers(
+    plan: str, layout: str, recomputed: str, accelerator: torch.device
+):
+    """In bfloat16, as its kernel of attention has no float32."""
     case = Case(
-        plan="one process", layout=layout, problem=problem, activation_checkpointing=recomputed
+        plan=plan,
+        layout=layout,
+        problem=Problem(loss="nll", dtype="bfloat16"),
+        activation_checkpointing=recomputed,
+        varlen=True,
     )
-    assert verdict(case, run_chunk([case])[0]) == (True, "") and calls
+    assert verdict(case, run_chunk([case], accelerator.type)[0]) == (True, "")
 
 
 FORWARD = ("the packed mask", "which prompts are the same", "the sampler's experts")

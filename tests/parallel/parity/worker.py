@@ -1,10 +1,12 @@
 """What a rank (or this process, for plans without ranks) does with a case."""
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor, live_tensors
+from nemorl.parallel import attention
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import (
     BackendConfig,
@@ -23,7 +26,6 @@ from nemorl.parallel.config import (
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.backend import MegatronBackend
-from tests.parallel.batches import DEVICE
 from tests.parallel.parity.cases import LAYOUTS, Case
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, golden_batch
 from tests.parallel.parity.losses import watched
@@ -45,30 +47,51 @@ much copies of a token's numbers on this rank, which the loss saw more than once
 """
 
 
-def run_cases(cases: tuple[Case, ...], folders: tuple[Path, ...]) -> list[Result]:
+def run_cases(cases: tuple[Case, ...], folders: tuple[Path, ...], device: str) -> list[Result]:
     """Several cases in the same processes, each with the folder of its model."""
-    return [run_case(case, folder) for case, folder in zip(cases, folders, strict=True)]
+    return [run_case(case, folder, device) for case, folder in zip(cases, folders, strict=True)]
 
 
-def run_case(case: Case, folder: Path) -> Result:
+def run_case(case: Case, folder: Path, device: str) -> Result:
     with ExitStack() as stack:
+        if device == "fakegpu":
+            from tests.emulated_gpu import emulated  # registers the device in this process
+
+            stack.enter_context(emulated())
         if case.sabotage:
             stack.enter_context(SABOTAGES[case.sabotage]())
-        calls = stack.enter_context(used_on_cpus()) if case.varlen else [case]
+        calls = stack.enter_context(varlen_calls(device)) if case.varlen else [case]
         backend = MegatronBackend() if case.backend == "megatron" else DTensorBackend()
         stack.callback(gc.collect)
         stack.callback(backend.shutdown)
-        backend.setup(config_of(case, folder))
+        backend.setup(config_of(case, folder, device))
         result = measure(backend, case)
         assert calls, "attention went another way"
         return result
 
 
-def config_of(case: Case, folder: Path) -> BackendConfig:
+@contextmanager
+def varlen_calls(device: str) -> Iterator[list[Any]]:
+    """Yield the calls of `varlen_attn`: of a GPU's kernel, or of its definition."""
+    if not device.startswith("cuda"):
+        with used_on_cpus() as calls:
+            yield calls
+        return
+    calls, kernel = [], attention.varlen_attention
+
+    def recorded(name: str, *given: Any) -> Tensor:
+        calls.append(name)
+        return kernel(name, *given)
+
+    with patch.object(attention, "varlen_attention", recorded):
+        yield calls
+
+
+def config_of(case: Case, folder: Path, device: str) -> BackendConfig:
     return BackendConfig(
         model=ModelConfig(path=str(folder)),
         trainer=TrainerConfig(
-            device=DEVICE,
+            device=device,
             logprob_chunk=48,
             router_replay=case.problem.replay,
             **LAYOUTS[case.layout],
@@ -122,7 +145,8 @@ def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
 def gradients_of(backend: DTensorBackend | MegatronBackend) -> dict[str, Tensor]:
     """Of every parameter the whole gradient, under its Hugging Face name; a collective call."""
     if isinstance(backend, MegatronBackend):
-        return dict(backend.conversion.whole(partial(megatron_gradient, backend)))
+        whole = backend.conversion.whole(partial(megatron_gradient, backend))
+        return {name: gradient.cpu() for name, gradient in whole}
     return {
         name: full_tensor(parameter.grad).detach().cpu().clone()
         for name, parameter in live_tensors(backend.model).items()

@@ -28,7 +28,6 @@ from nemorl.runtime.config.dpo import (
     ORPOLoss,
     SimPOLoss,
 )
-from tests.host_waits import HostWaits
 from tests.runtime.runs import TIMES
 from tests.tiny_models import tiny_model
 
@@ -285,14 +284,3 @@ def test_rewards_by_hand():
     free = replace(batch, reference_logprobs=None)
     assert rewards(SimPOLoss(beta=2.0), logprobs, free).tolist() == [-10.0, -2.0, -2.0, -10.0]
     assert rewards(ORPOLoss(coef=0.5), logprobs, free).tolist() == [-2.5, -0.5, -0.5, -2.5]
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_host_waits_for_no_number_of_a_microbatch(name: str):
-    config = CONFIGS[name]
-    batch = random_batch(config)
-    loss_fn = make_loss(config, batch, KL)
-    logprobs = torch.zeros(batch.input_ids.shape)
-    with HostWaits() as waits:
-        loss_fn(ForwardOutput(logprobs), batch)
-    assert waits.found.keys() <= {"__bool__"}  # of checks, which a GPU does by itself

@@ -394,7 +394,12 @@ def emulated() -> Iterator[Waits]:
     future.set_swap_module_params_on_conversion(True)  # tied weights stay tied
     gpu.active += 1
     try:
-        with patch.object(threading.Thread, "run", run_inside), _Dispatch(), _Functions():
+        with (
+            patch.object(threading.Thread, "run", run_inside),
+            patch.object(torch.accelerator, "current_stream", gpu.current_stream),
+            _Dispatch(),
+            _Functions(),
+        ):
             yield gpu.waits
     finally:
         gpu.active -= 1

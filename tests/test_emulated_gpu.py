@@ -46,6 +46,9 @@ from nemorl.runtime.config.grpo import (
 from nemorl.runtime.run.callbacks import Callback
 from tests.emulated_gpu import DEVICE, NAME, Emulated, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.parity.cases import QUICK, REST, Case
+from tests.parallel.parity.compare import verdict
+from tests.parallel.parity.run import chunks, run_chunk
 from tests.parallel.varlen import used_on_cpus
 from tests.ranks import run_ranks
 from tests.runtime.algorithms.test_preference_loss import CONFIGS
@@ -563,3 +566,13 @@ def test_ranks_equal_the_cpus(name: str, tmp_path: Path):
         assert first.total <= bound("an optimizer step of a rank, with its metrics") + 2 * hops, (
             first.places
         )
+
+
+CASES = [each for each in (*QUICK, *REST) if each.ranks in (1, 2) and not each.compile]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", chunks(CASES), ids=lambda chunk: f"with {chunk[0].plan}")
+def test_the_parity_of_plans(chunk: list[Case]):
+    for case, found in zip(chunk, run_chunk(chunk, NAME), strict=True):
+        assert verdict(case, found) == (True, ""), case

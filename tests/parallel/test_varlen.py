@@ -164,17 +164,35 @@ def test_a_models_configuration_and_a_device_decide(monkeypatch):
 
 @pytest.fixture
 def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
-    """The package flash-attn, which PyTorch's kernel stands for; yields its calls' keywords."""
+    """The package flash-attn, version 2.8, which PyTorch's kernel stands for; yields the
+    settings of its calls.
+    """
     calls = []
 
-    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **options: Any) -> torch.Tensor:
-        calls.append(options)
-        grouped = q.shape[1] != k.shape[1]
-        rows: Any = (cu_q, cu_k, max_q, max_k)
-        scale = options["softmax_scale"]
-        return torch_varlen.varlen_attn(
-            q, k, v, *rows, scale=scale, window_size=(-1, 0), enable_gqa=grouped
-        )  # type: ignore[return-value]
+    def flash_attn_varlen_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert causal and window_size == (-1, -1) and not (dropout_p or softcap)
+        assert alibi_slopes is block_table is None and not return_attn_probs
+        calls.append({"softmax_scale": softmax_scale, "deterministic": deterministic})
+        rows: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options: Any = {"scale": softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        return torch_varlen.varlen_attn(q, k, v, *rows, window_size=(-1, 0), **options)  # type: ignore[return-value]
 
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
@@ -207,7 +225,7 @@ def test_the_package_is_asked_for_the_same(package):
         segment_attention(*qkv, segments=segments_of(IDS, "flash_attn"))
     finally:
         torch.use_deterministic_algorithms(False)
-    asked = {"softmax_scale": 0.3, "causal": True, "deterministic": False}
+    asked = {"softmax_scale": 0.3, "deterministic": False}
     assert package == [asked, {**asked, "softmax_scale": None, "deterministic": True}]
 
 

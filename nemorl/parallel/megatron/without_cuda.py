@@ -43,7 +43,7 @@ class _Stream:
 
 def _splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     """Return the numbers of tokens that ranks exchange, in the form that this needs."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    return tensor.cpu().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,9 @@ def test_only_what_is_right_passes():
 
 
 def test_the_subset_has_everything_once():
+    guide = (Path(__file__).parents[3] / "docs" / "parity.md").read_text(encoding="utf-8")
+    counts = f"{len(QUICK)} representative cases, `make test-all` {len(subset())},"
+    assert counts in " ".join(guide.split())
     assert {case.layout for case in QUICK} > set(LAYOUTS) - {"padded"}
     assert {case.plan for case in subset()} >= set(PLANS) - {
         "FSDP2 2 + CPU offload",

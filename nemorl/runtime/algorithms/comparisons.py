@@ -119,7 +119,7 @@ def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenB
     return replace(batch, reference_logprobs=in_chunks(compute, batch, rows=rows))
 
 
-def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> Float[Tensor, ""]:
+def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> float:
     """Return KTO's baseline: the mean over mismatched sequences of log π − log π_ref, an estimate
     of KL(π‖π_ref) in nats per response.
     """
@@ -127,7 +127,7 @@ def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> Float
     assert batch.reference_logprobs is not None
     size = config.train_global_batch_size
     difference = in_chunks(trainer.get_logprobs, batch, rows=size) - batch.reference_logprobs
-    return torch.where(batch.loss_mask, difference, 0.0).sum() / sum(len(row) for row in rows)
+    return float(torch.where(batch.loss_mask, difference, 0.0).sum()) / sum(map(len, rows))
 
 
 def samples(

@@ -45,7 +45,7 @@ def dpo(run: OpenRun) -> None:
             kl = None
             if train.mismatched:
                 kl = baseline(run.trainer, [train.mismatched[i] for i in rows], config)
-                step.log({"kl_baseline": float(kl)})
+                step.log({"kl_baseline": kl})
         with step.timed("train"):
             step.log(run.trainer.train_step(batch, make_loss(config, batch, kl)))
 

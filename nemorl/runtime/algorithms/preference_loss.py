@@ -27,7 +27,7 @@ from nemorl.runtime.config.dpo import (
 )
 
 
-def make_loss(config: DPOConfig, batch: TokenBatch, kl: Float[Tensor, ""] | None = None) -> LossFn:
+def make_loss(config: DPOConfig, batch: TokenBatch, kl: float | None = None) -> LossFn:
     """Return the configured loss of a part of the step whose whole batch is `batch`.
 
     In `batch` a row is a pair, segment 1 chosen and segment 2 rejected, or for KTO any number of
@@ -42,7 +42,7 @@ def make_loss(config: DPOConfig, batch: TokenBatch, kl: Float[Tensor, ""] | None
         single=single,
         average=averages(config.loss),
         weight=1 / max(1, int(trained(batch, single=single).sum())),
-        kl=None if kl is None else float(kl),
+        kl=kl,
         sft_weight=config.sft_weight,
     )
 

@@ -129,7 +129,7 @@ def evaluated(config, batch, logprobs, layout: TrainerConfig):
     )
 
 
-KL = torch.tensor(0.8)
+KL = 0.8
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -211,7 +211,7 @@ def test_pairs_one_by_one(name):
                 judged = torch.tensor([row % 2 == 0])
                 coefs = {"desirable_coef": desirable, "undesirable_coef": undesirable}
                 output = preference.kto(
-                    chosen, chosen_reference, judged, pair[4], KL, beta=beta, **coefs
+                    chosen, chosen_reference, judged, pair[4], torch.tensor(KL), beta=beta, **coefs
                 )
         total += output.loss.item()
     likelihood = []

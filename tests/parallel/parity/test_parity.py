@@ -59,6 +59,8 @@ def test_a_gpu_gives_the_same_numbers(
     plan: str, layout: str, recomputed: str, accelerator: torch.device
 ):
     """In bfloat16, as its kernel of attention has no float32."""
+    if plan.startswith("megatron"):
+        pytest.importorskip("megatron.core")
     case = Case(
         plan=plan,
         layout=layout,
@@ -103,8 +105,9 @@ def test_only_what_is_right_passes():
 
 def test_the_subset_has_everything_once():
     guide = (Path(__file__).parents[3] / "docs" / "parity.md").read_text(encoding="utf-8")
-    counts = f"{len(QUICK)} representative cases, `make test-all` {len(subset())},"
-    assert counts in " ".join(guide.split())
+    emulated = sum(each.ranks in (1, 2) and not each.compile for each in subset())
+    counts = f"{len(QUICK)} representative cases and `make test-all` {len(subset())}, of which the"
+    assert f"{counts} {emulated} of one or two" in " ".join(guide.split())
     assert {case.layout for case in QUICK} > set(LAYOUTS) - {"padded"}
     assert {case.plan for case in subset()} >= set(PLANS) - {
         "FSDP2 2 + CPU offload",

@@ -301,12 +301,14 @@ class _LinearLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden, weight, ids, kind, chunk, dtype, with_entropy):
+    def forward(hidden, weight, ids, kind, chunk, dtype, with_entropy, softcap):
         logprobs, entropies = [], []
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
             for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
-                every = _chunk_logits(h.to(dtype), head, y, kind).log_softmax(-1)
+                logits = _capped(at_least_float32(h.to(dtype) @ head.t()), softcap)
+                every = _filtered(logits, kind, y).log_softmax(-1)
+                del logits
                 logprobs.append(every.gather(-1, y[:, None])[:, 0])
                 if with_entropy:
                     entropies.append(
@@ -325,7 +327,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, ids, entropies = ctx.saved_tensors
-        kind, chunk, dtype, _ = ctx.options
+        kind, chunk, dtype, _, softcap = ctx.options
         # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
         g, ge = (
             None if grad is None else (grad / kind.temperature)[:, None]
@@ -344,16 +346,21 @@ class _LinearLogprobs(torch.autograd.Function):
             for start in range(0, max(len(hidden), 1), chunk):
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
+                capped = _capped(at_least_float32(h @ head.t()), softcap)
+                logits = _filtered(capped, kind, y)
                 if ge is None:
-                    grad = _chunk_logits(h, head, y, kind).softmax(-1) * offset[rows]
+                    grad = logits.softmax(-1) * offset[rows]
                 else:
-                    every = _chunk_logits(h, head, y, kind).log_softmax(-1)
+                    every = logits.log_softmax(-1)
                     grad = every.exp() * torch.addcmul(
                         offset[rows], -ge[rows], _finite(every) if kind.filtered else every
                     )
                     del every
                 if g is not None:
                     grad = grad.scatter_add_(1, y[:, None], g[rows])
+                if softcap is not None:
+                    grad = grad * _slope(capped, softcap)
+                del capped, logits
                 grad = grad.to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
@@ -369,12 +376,17 @@ class _LinearLogprobs(torch.autograd.Function):
         return (
             torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
-def _chunk_logits(hidden: Tensor, head: Tensor, ids: Tensor, kind: LogprobKind) -> Tensor:
-    return _filtered(at_least_float32(hidden @ head.t()), kind, ids)
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _slope(capped: Tensor, softcap: float) -> Tensor:
+    """The derivative of `_capped`, from its result."""
+    return 1 - (capped / softcap) ** 2
 
 
 def flat_linear_logprobs(
@@ -385,6 +397,7 @@ def flat_linear_logprobs(
     kind: LogprobKind = LogprobKind(),
     chunk: int = 1024,
     with_entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """Return log p(ids) under softmax(states @ weight.T), unshifted, and its entropy.
 
@@ -397,7 +410,8 @@ def flat_linear_logprobs(
     at_least(1, chunk=chunk)
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    return _LinearLogprobs.apply(states, weight, ids.long(), kind, chunk, dtype, with_entropy)
+    options = (kind, chunk, dtype, with_entropy, softcap)
+    return _LinearLogprobs.apply(states, weight, ids.long(), *options)
 
 
 def linear_token_logprobs(
@@ -409,6 +423,7 @@ def linear_token_logprobs(
     kind: LogprobKind = LogprobKind(),
     chunk: int = 1024,
     with_entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[PerToken, PerToken | None]:
     """Return `token_logprobs` (and the entropy) of the logits `hidden @ weight.T`, chunk by chunk.
 
@@ -418,7 +433,8 @@ def linear_token_logprobs(
     Differentiable in `hidden` and `weight`, also under `torch.func` (grad, vmap).
 
     `weight`: of the LM head. `input_ids`, `segment_ids`, `kind`: as `token_logprobs`. Without
-    `with_entropy` the entropy is None.
+    `with_entropy` the entropy is None. `softcap`: logits z become softcap · tanh(z / softcap),
+    before the temperature (Gemma 2).
     Raises: ValueError if `chunk` is less than 1.
 
     >>> hidden, weight = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.0], [0.0]])
@@ -437,6 +453,7 @@ def linear_token_logprobs(
         kind=kind,
         chunk=chunk,
         with_entropy=with_entropy,
+        softcap=softcap,
     )
     return _describe(logprobs.view(targets.shape), segment_ids), (
         _describe(entropies.view(targets.shape), segment_ids) if with_entropy else None

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from nemorl.losses.logprobs import (
     LogprobKind,
+    _capped,
     _describe,
     _filtered,
     _finite,
     _predictions,
+    _slope,
     flat_linear_logprobs,
 )
 from nemorl.losses.segments import at_least_float32
@@ -75,12 +77,13 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
     """`_LinearLogprobs` with a rank's rows of the head; `hidden`'s gradient is its summand."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, group, kind, chunk, with_entropy):
+    def forward(ctx, hidden, weight, ids, group, kind, chunk, with_entropy, softcap):
         logprobs, normalizers, entropies = [], [], []
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(hidden.dtype)
             for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
-                logits, mine, place = _local_logits(h, head, y, group, kind)
+                logits = _capped(at_least_float32(h @ head.t()), softcap)
+                logits, mine, place = _local_logits(logits, y, group, kind)
                 top = logits.amax(-1)
                 dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
                 shifted = logits - top[:, None]
@@ -101,13 +104,13 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
         result = torch.cat(logprobs), torch.cat(entropies)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, ids, torch.cat(normalizers), result[1])
-        ctx.options = group, kind, chunk
+        ctx.options = group, kind, chunk, softcap
         return result
 
     @staticmethod
     def backward(ctx, *grads: Any):
         hidden, weight, ids, normalizers, entropies = ctx.saved_tensors
-        group, kind, chunk = ctx.options
+        group, kind, chunk, softcap = ctx.options
         # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
         g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in grads)
         offset = (
@@ -123,7 +126,8 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
             head = weight.to(hidden.dtype)
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
-                logits, mine, place = _local_logits(hidden[rows], head, ids[rows], group, kind)
+                capped = _capped(at_least_float32(hidden[rows] @ head.t()), softcap)
+                logits, mine, place = _local_logits(capped, ids[rows], group, kind)
                 every = logits - normalizers[rows, None]
                 grad = every.exp() * (
                     offset[rows]
@@ -135,6 +139,9 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
                     grad = grad.scatter_add_(
                         1, place[:, None], torch.where(mine[:, None], g[rows], 0.0)
                     )
+                if softcap is not None:
+                    grad = grad * _slope(capped, softcap)
+                del capped
                 grad = grad.to(hidden.dtype)
                 grad_hidden[rows] = grad @ head
                 if ctx.needs_input_grad[1]:
@@ -145,16 +152,18 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
 def _local_logits(
-    hidden: Tensor, head: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
+    local: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's logits in this rank's part of the vocabulary, which tokens are in it, and where."""
-    size, first = len(head), dist.get_rank(group) * len(head)
-    local = at_least_float32(hidden @ head.t())
+    """A chunk's filtered logits in this rank's part of the vocabulary, which tokens are in it, and
+    where.
+    """
+    size = local.shape[1]
+    first = dist.get_rank(group) * size
     if kind.filtered:  # needs the whole vocabulary
         parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, local.contiguous(), group=group)
@@ -174,6 +183,7 @@ def vocab_parallel_linear_logprobs(
     kind: LogprobKind = LogprobKind(),
     chunk: int = 1024,
     with_entropy: bool = False,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """Return `flat_linear_logprobs` where each rank of `group` has equally many rows of the head.
 
@@ -186,9 +196,8 @@ def vocab_parallel_linear_logprobs(
     [-0.6931471824645996]
     """
     if group is None:
-        return flat_linear_logprobs(
-            states, weight, ids, kind=kind, chunk=chunk, with_entropy=with_entropy
-        )
+        options: dict[str, Any] = {"with_entropy": with_entropy, "softcap": softcap}
+        return flat_linear_logprobs(states, weight, ids, kind=kind, chunk=chunk, **options)
     return _VocabParallelLinearLogprobs.apply(
-        states, weight, ids.long(), group, kind, chunk, with_entropy
+        states, weight, ids.long(), group, kind, chunk, with_entropy, softcap
     )

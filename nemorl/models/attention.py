@@ -1,14 +1,15 @@
 """Attention functions of our own in models of `transformers`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
@@ -19,13 +20,54 @@ WITHOUT_EFFECT = (
     *("position_ids", "use_cache"),
 )
 """Keywords that layers pass on, from which no attention is computed."""
-UNSUPPORTED = {
-    "is_causal": (None, True),
-    **dict.fromkeys(("output_attentions", "s_aux", "softcap"), (None, False)),
-}
+UNSUPPORTED = {"is_causal": (None, True), "output_attentions": (None, False)}
 """Keywords that would change numbers, but for these values."""
-LAYERS = ("full_attention", "sliding_attention")
-"""Types of layers whose masks follow from their keywords."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How a layer attends: what a token sees, and how scores become weights."""
+
+    scaling: float | None = None
+    """Factor of query · key. None: 1 / sqrt(dim)."""
+    dropout: float = 0.0
+    """Share of the weights that is dropped."""
+    window: int | None = None
+    """How many tokens one sees, itself included."""
+    chunk: int | None = None
+    """Sequences are cut into chunks of so many tokens, of which none sees another."""
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap)."""
+    sinks: Float[Tensor, "heads"] | None = None
+    """Score of a key without a value, which all tokens see."""
+
+    @property
+    def explicit(self) -> bool:
+        """Whether it takes the scores themselves, which no kernel gives."""
+        return self.softcap is not None or self.sinks is not None
+
+    def hides(self, length: int) -> bool:
+        """Return whether a token of so long a sequence does not see all before it."""
+        return any(limit is not None and limit < length for limit in (self.window, self.chunk))
+
+    def visible(
+        self, queries: Int[Tensor, "... new 1"], keys: Int[Tensor, "... 1 seq"]
+    ) -> Bool[Tensor, "... new seq"]:
+        """Return which keys each query sees, by their positions in one sequence.
+
+        >>> places = torch.arange(4)
+        >>> Rule(window=2).visible(places[:, None], places[None]).int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+        """
+        sees = keys <= queries
+        if self.window is not None:
+            sees &= keys > queries - self.window
+        if self.chunk is not None:
+            sees &= keys // self.chunk == queries // self.chunk
+        return sees
+
+
+PLAIN = Rule()
 
 
 def attend(
@@ -34,18 +76,21 @@ def attend(
     value: Float[Tensor, "batch kv_heads seq value_dim"],
     mask: Tensor | None = None,
     *,
+    rule: Rule = PLAIN,
     causal: bool = False,
-    dropout: float = 0.0,
-    scaling: float | None = None,
 ) -> Float[Tensor, "batch new heads value_dim"]:
     """Return the attention of each query; several query heads may share a key and value head.
 
     Args:
         mask: True, or the number that is added, where a query sees a key, `[batch, 1, new, seq]`.
-        causal: whether a query sees the keys up to its own place alone, instead of a mask.
-        dropout: share of the weights that is dropped.
-        scaling: factor of query · key. None: 1 / sqrt(dim).
+            It has the rule's window and chunks already.
+        causal: whether a query sees what the rule shows it of a sequence, instead of a mask.
     """
+    if causal and (rule.explicit or rule.hides(query.shape[2])):
+        places = torch.arange(query.shape[2], device=query.device)
+        mask, causal = rule.visible(places[:, None], places[None])[None, None], False
+    if rule.explicit:
+        return _explicit(query, key, value, mask, rule).transpose(1, 2).contiguous()
     if mask is not None and is_accelerator(query.device):
         # With a mask no kernel of torch's but cuDNN's takes heads in groups: attention would be
         # computed whole, in memory that grows with the square of the length.
@@ -57,11 +102,39 @@ def attend(
         value,
         attn_mask=mask,
         is_causal=causal,
-        dropout_p=dropout,
-        scale=scaling,
+        dropout_p=rule.dropout,
+        scale=rule.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous()
+
+
+def _explicit(
+    query: Float[Tensor, "batch heads new dim"],
+    key: Float[Tensor, "batch kv_heads seq dim"],
+    value: Float[Tensor, "batch kv_heads seq value_dim"],
+    mask: Tensor | None,
+    rule: Rule,
+) -> Float[Tensor, "batch heads new value_dim"]:
+    """Return attention through its scores, in memory that grows with the square of the length."""
+    batch, heads, new, dim = query.shape
+    kv_heads = key.shape[1]
+    # Heads that share a key are further tokens of it: nothing is repeated.
+    grouped = query.reshape(batch, kv_heads, -1, dim)
+    scores = (grouped @ key.transpose(2, 3)).view(batch, kv_heads, -1, new, key.shape[2])
+    scores = scores * (dim**-0.5 if rule.scaling is None else rule.scaling)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.where(mask[:, :, None], -torch.inf)
+    elif mask is not None:
+        scores = scores + mask[:, :, None]
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1)
+        scores = torch.cat((scores, sinks.expand(batch, -1, -1, new, 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+    weights = dropout(weights, rule.dropout, training=rule.dropout > 0)
+    return (weights.flatten(2, 3) @ value).view(batch, heads, new, -1)
 
 
 @Overlapping
@@ -74,56 +147,54 @@ def without_cudnn_attention() -> Callable[[], None]:
 
 
 def use_attention(model: Any, name: str, function: Callable[..., Tensor]) -> None:
-    """Have a model attend by function(query, key, value, mask, **options), whose options are
-    dropout, scaling and its own keywords. No mask function has this name, so no mask is built.
-
-    A keyword of the model's that is not an option is checked by `check_options`.
-
-    Raises: ValueError for a model with layers of other types than full and sliding attention, such
-    as chunks, which are in the mask alone.
+    """Have a model attend by function(query, key, value, mask, rule=, **own), with the keywords of
+    the model's that the function has. No mask function has this name, so no mask is built.
     """
     from transformers import AttentionInterface
 
-    for kind in getattr(model.config, "layer_types", None) or ():
-        wanted = f"must be {' or '.join(LAYERS)}"
-        require(kind in LAYERS, "the model's layer_types", wanted, kind, "take another model")
     own = signature(function).parameters.keys()
 
     @torch.compiler.disable  # it would be compiled again for each way in which segments can lie
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        rest = {name: each for name, each in options.items() if name not in own}
-        width = getattr(options.get("context"), "width", key.shape[2])
-        check_options({"is_causal": getattr(module, "is_causal", True), **rest}, width=width)
-        given = {name: each for name, each in options.items() if name in own}
-        return function(query, key, value, mask, **given), None
+        given = {name: options.pop(name) for name in own & options.keys()}
+        options.setdefault("is_causal", getattr(module, "is_causal", True))
+        return function(query, key, value, mask, rule=rule_of(module, options), **given), None
 
     AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
 
 
-def check_options(options: Mapping[str, Any], *, width: int) -> None:
-    """Raise for keywords of a model that would give other numbers than plain causal attention.
+def rule_of(module: Any, options: Mapping[str, Any]) -> Rule:
+    """Return how a layer of `transformers` attends, by the keywords that it gives.
 
-    width: tokens of a row; a window at least as wide hides none.
+    Chunks are in the configuration alone.
 
     Raises: ValueError for a keyword with a value that is not supported; TypeError for one that is
     not known.
 
-    >>> check_options({"position_ids": None, "sliding_window": 8, "softcap": None}, width=8)
+    >>> rule_of(None, {"position_ids": None, "sliding_window": 8, "scaling": 0.5}).window
+    8
     """
+    names = {"sliding_window": "window", "s_aux": "sinks"}
+    found: dict[str, Any] = {}
     for name, value in options.items():
-        if name == "sliding_window":
-            fits, wanted = value is None or value >= width, f"be None or at least {width}"
+        field = names.get(name, name)
+        if field in Rule.__dataclass_fields__:
+            found[field] = value
         elif name in UNSUPPORTED:
+            wanted = f"must be {' or '.join(map(str, UNSUPPORTED[name]))}"
             fits = any(value is each for each in UNSUPPORTED[name])
-            wanted = f"be {' or '.join(map(str, UNSUPPORTED[name]))}"
-        elif name in WITHOUT_EFFECT:
-            continue
-        else:
+            require(fits, f"the attention's {name}", wanted, value, "take another model")
+        elif name not in WITHOUT_EFFECT:
             raise TypeError(
                 f"the model's attention has a keyword {name!r} that is not supported here: take"
-                " another model, or one of its other attention implementations"
+                " another model"
             )
-        require(fits, f"the attention's {name}", f"must {wanted}", value, "take another model")
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and layer is not None and kinds[layer] == "chunked_attention":
+        found["chunk"] = config.attention_chunk_size
+    return Rule(**found)

@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nemorl.checks import require
 from nemorl.models.adapters import base_of, has_adapters, merge_adapters, merge_folder
@@ -191,9 +192,37 @@ def usable_device(name: str | None) -> torch.device:
     return device
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: Any) -> Any:
     """Return the part that turns token ids into hidden states."""
-    return model.get_decoder()  # type: ignore[operator]
+    found = model.get_decoder()
+    return model.model if found is model else found  # as that of Llama 4 says
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a language model's logits follow from its hidden states h: with z = scale · h · weightᵀ,
+    z itself or softcap · tanh(z / softcap).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "Logits":
+        """Return it by a Hugging Face configuration: Cohere multiplies, Granite divides, and Gemma
+        caps.
+        """
+        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """Return scale · h."""
+        return hidden if self.scale == 1 else self.scale * hidden
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits of hidden states, in their type."""
+        z = self.scaled(hidden) @ weight.to(hidden.dtype).t()
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 def is_scalar(model: Any) -> bool:

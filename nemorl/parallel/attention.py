@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.checks import require
-from nemorl.models.attention import attend
+from nemorl.models.attention import PLAIN, Rule, attend
 from nemorl.parallel.varlen import Kernel, varlen_attention
 
 ATTENTION_NAME = "nemorl_segments"
@@ -147,14 +147,12 @@ def segment_attention(
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     mask: Tensor | None = None,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
+    rule: Rule = PLAIN,
     segments: Segments | None = None,
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """Return the attention of each token: with a mask (decoding) to what it shows, otherwise to
-    the token itself and those before it in its segment.
+    what the rule shows of the token's segment.
     """
-    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if mask is not None or segments is None:
         causal = mask is None and query.shape[2] > 1
         if causal and query.shape[2] != key.shape[2]:
@@ -162,14 +160,14 @@ def segment_attention(
                 "several new tokens after cached ones need an attention mask: set the model's"
                 " attention implementation back to sdpa"
             )
-        return attend(query, key, value, mask, causal=causal, **options)
+        return attend(query, key, value, mask, rule=rule, causal=causal)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     if isinstance(segments, FlatSegments):
         remedy = "set the model's attention_dropout to 0 before it is loaded"
-        require(not dropout, "attention's dropout", "must be 0 on a GPU", dropout, remedy)
-        output = _at_once(flat, segments, scaling)
+        require(not rule.dropout, "attention's dropout", "must be 0 on a GPU", rule.dropout, remedy)
+        output = _at_once(flat, segments, rule)
     else:
-        output = _in_buckets(flat, segments.tokens, options)
+        output = _in_buckets(flat, segments.tokens, rule)
     if segments.places is not None:
         padding = output.new_zeros(1, output.shape[1])
         output = torch.cat((output, padding)).index_select(0, segments.places)
@@ -178,7 +176,7 @@ def segment_attention(
 
 
 def _at_once(
-    flat: list[Float[Tensor, "tokens _ _"]], segments: FlatSegments, scaling: float | None
+    flat: list[Float[Tensor, "tokens _ _"]], segments: FlatSegments, rule: Rule
 ) -> Float[Tensor, "laid width"]:
     """Return the attention of segments, laid end to end."""
     # Autocast does not know these kernels; values come from a linear layer, which it knows, where
@@ -186,14 +184,14 @@ def _at_once(
     flat = [x.to(flat[2].dtype) for x in flat]
     if segments.tokens is not None:
         flat = [x.index_select(0, segments.tokens) for x in flat]
-    rows: Any = (*flat, segments.cu_seqlens, segments.longest, scaling)
+    rows: Any = (*flat, segments.cu_seqlens, segments.longest, rule)
     return varlen_attention(segments.kernel, *rows).flatten(1)
 
 
 def _in_buckets(
     flat: list[Float[Tensor, "tokens _ _"]],
     buckets: tuple[Int[Tensor, "_ _"], ...],
-    options: dict[str, Any],
+    rule: Rule,
 ) -> Float[Tensor, "laid width"]:
     """Return the attention of buckets, laid end to end."""
     flat, outputs = [x.contiguous() for x in flat], []
@@ -205,5 +203,5 @@ def _in_buckets(
             .transpose(1, 2)
             for x in flat
         )
-        outputs.append(attend(*qkv, causal=True, **options).reshape(tokens.numel(), -1))
+        outputs.append(attend(*qkv, rule=rule, causal=True).reshape(tokens.numel(), -1))
     return torch.cat(outputs)

@@ -5,15 +5,14 @@ A row is cut into 2n chunks, of which rank r has the r-th from the front and fro
 chunks.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from nemorl.models.attention import attend
+from nemorl.models.attention import PLAIN, Rule, attend
 from nemorl.parallel.attention import Segments, segment_attention
 from nemorl.parallel.collectives import all_gather, exchange
 
@@ -75,6 +74,8 @@ class ContextState:
     """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
     of the ranks. In the queries' dtype, or each layer would make and keep one of its own.
     """
+    positions: Int[Tensor, "batch seq"] | None = None
+    """allgather: positions of the keys in their segments."""
 
     @property
     def width(self) -> int:
@@ -95,7 +96,8 @@ class ContextState:
         sees = (own == segments) & (own > 0) & (places >= positions)
         sees |= (split.own[:, None] == split.order)[None]
         zero = torch.zeros((), dtype=dtype, device=sees.device)
-        return cls(split, bias=zero.where(sees, -torch.inf)[:, None])
+        bias = zero.where(sees, -torch.inf)[:, None]
+        return cls(split, bias=bias, positions=position_ids[:, split.order])
 
 
 def context_attention(
@@ -104,9 +106,8 @@ def context_attention(
     value: Float[Tensor, "batch kv_heads part value_dim"],
     mask: None = None,
     *,
+    rule: Rule = PLAIN,
     context: ContextState,
-    dropout: float = 0.0,
-    scaling: float | None = None,
 ) -> Float[Tensor, "batch part heads value_dim"]:
     """Return the attention of this rank's tokens.
 
@@ -115,16 +116,24 @@ def context_attention(
     values for its own queries.
     """
     split = context.split
-    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if context.bias is not None:
+        assert context.positions is not None
+        bias, positions = context.bias, context.positions
+        if rule.hides(context.width):
+            own = positions.chunk(dist.get_world_size(split.group), 1)[split.rank]
+            sees = rule.visible(own[:, :, None], positions[:, None])[:, None]
+            bias = bias.masked_fill(~sees, -torch.inf)
         both = all_gather(torch.cat((key, value), -1), 2, split.group)
         key, value = both.split((key.shape[-1], value.shape[-1]), -1)
-        return attend(query, key, value, context.bias, **options)
+        return attend(query, key, value, bias, rule=rule)
     if key.shape[1] % dist.get_world_size(split.group):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     whole = [
         exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
         for x in (query, key, value)
     ]
-    output = segment_attention(*whole, segments=context.segments, **options)
+    if rule.sinks is not None:
+        ranks = dist.get_world_size(split.group)
+        rule = replace(rule, sinks=rule.sinks.chunk(ranks)[split.rank])
+    output = segment_attention(*whole, rule=rule, segments=context.segments)
     return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group)

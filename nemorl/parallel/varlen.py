@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemorl.checks import require
+from nemorl.models.attention import Rule
+
 Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
 KERNELS: tuple[Kernel, ...] = ("varlen_attn", "flash_attn")
 """For sequences of any lengths; the first is preferred."""
@@ -38,12 +41,18 @@ def choose_kernel(
     return next((name for name in KERNELS if fits and name in installed), "buckets")
 
 
-def kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:
+def kernel_of(
+    model: Any, device: torch.device, dtype: torch.dtype, *, sinks: bool = False
+) -> Kernel:
     """Return the kernel for the segments of a model, by its Hugging Face configuration.
 
-    dtype: of queries, keys and values.
+    dtype: of queries, keys and values. sinks: its layers have attention sinks.
     """
     if device.type != "cuda" or torch.version.cuda is None:
+        return "buckets"
+    chunks = "chunked_attention" in (getattr(model, "layer_types", None) or ())
+    others = ("attn_logit_softcapping", "v_head_dim")  # explicit scores; values of another size
+    if sinks or chunks or any(getattr(model, name, None) for name in others):
         return "buckets"
     return choose_kernel(
         torch.cuda.get_device_capability(device),
@@ -76,28 +85,32 @@ def varlen_attention(
     value: Float[Tensor, "tokens kv_heads dim"],
     cu_seqlens: Int[Tensor, "_"],
     longest: int,
-    scaling: float | None,
+    rule: Rule,
 ) -> Float[Tensor, "tokens heads dim"]:
-    """Return the attention of each token to those before it in its sequence, and to itself.
+    """Return the attention of each token to what the rule's window shows of its sequence.
 
     Args:
         kernel: varlen_attn or flash_attn.
         query, key, value: of all sequences, laid end to end; query heads may share keys and values.
         cu_seqlens: the first token of each sequence, and the end.
         longest: tokens of the longest sequence.
-        scaling: factor of query · key. None: 1 / sqrt(dim).
+
+    Raises: ValueError for a rule that no kernel has.
     """
+    fits = not (rule.explicit or rule.chunk or rule.dropout)
+    require(fits, "attention's rule", f"must suit {kernel}", rule, "report it: buckets take it")
     rows = (cu_seqlens, cu_seqlens, longest, longest)
     options: dict[str, Any]
+    window = (-1 if rule.window is None else rule.window - 1, 0)  # tokens before and after
     if kernel == "varlen_attn":
         from torch.nn.attention.varlen import varlen_attn
 
         grouped = query.shape[1] != key.shape[1]
-        options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": grouped}  # all before
+        options = {"scale": rule.scaling, "window_size": window, "enable_gqa": grouped}
         return varlen_attn(query, key, value, *rows, **options)  # type: ignore[return-value]
     from flash_attn import flash_attn_varlen_func
 
     # PyTorch's asks for this setting by itself.
     deterministic = torch.are_deterministic_algorithms_enabled()
-    options = {"softmax_scale": scaling, "causal": True, "deterministic": deterministic}
-    return flash_attn_varlen_func(query, key, value, *rows, **options)
+    options = {"softmax_scale": rule.scaling, "window_size": window, "causal": True}
+    return flash_attn_varlen_func(query, key, value, *rows, deterministic=deterministic, **options)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nemorl.models.attention import attend, use_attention, without_cudnn_attention
+from nemorl.models.attention import PLAIN, Rule, attend, use_attention, without_cudnn_attention
 
 ATTENTION_NAME = "nemorl_cached"
 
@@ -16,22 +17,26 @@ def cached_attention(
     query: Float[Tensor, "batch heads new dim"],
     key: Float[Tensor, "batch kv_heads seq dim"],
     value: Float[Tensor, "batch kv_heads seq value_dim"],
-    mask: Tensor | None,
+    mask: Tensor,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
+    rule: Rule = PLAIN,
 ) -> Float[Tensor, "batch new heads value_dim"]:
-    """Return the attention of new tokens to the cached ones that the mask shows.
+    """Return the attention of new tokens to the cached ones that mask and rule show.
+
+    mask: `[batch, 1, new, seq]`, True for a token's own place and all places before it.
 
     One new token's heads that share a key head are taken as several tokens of that head: repeating
     keys and values for each would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
-    if new > 1:
-        return attend(query, key, value, mask, dropout=dropout, scaling=scaling)
+    if rule.hides(key.shape[2]):
+        places = torch.arange(key.shape[2], device=key.device)
+        mask = mask & rule.visible(mask.sum(-1, keepdim=True) - 1, places[None])
+    if new > 1 or rule.explicit:
+        return attend(query, key, value, mask, rule=rule)
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     output = scaled_dot_product_attention(
-        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        grouped, key, value, attn_mask=mask, dropout_p=rule.dropout, scale=rule.scaling
     )
     return output.reshape(batch, 1, heads, value.shape[3])
 

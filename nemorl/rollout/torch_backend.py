@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.models.adapters import has_adapters
-from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight
+from nemorl.models.causal_lm import Logits, decoder_of, end_tokens, head_weight
 from nemorl.models.digest import check_held, misfits, sampled
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
@@ -125,7 +125,7 @@ class TorchGenerationBackend(ScheduledBackend):
             use_cache=True,
         )[0]
         hidden = hidden.flatten(0, 1)[work.states]
-        logits = hidden @ head_weight(self._model).to(hidden.dtype).t()
+        logits = Logits.of(self._model.config)(hidden, head_weight(self._model))
         return draw_tokens(logits, work)
 
 

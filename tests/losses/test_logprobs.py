@@ -381,8 +381,11 @@ def test_logprobs_are_a_pytree():
     st.sampled_from([1, 2, 3, 5, 1000]),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([None, 1.5]),
 )
-def test_the_chunked_head_is_the_plain_one(seed, batch, seq, kind, chunk, packed, with_entropy):
+def test_the_chunked_head_is_the_plain_one(
+    seed, batch, seq, kind, chunk, packed, with_entropy, softcap
+):
     hidden, weight = (
         randn(batch, seq, 3, seed=seed).requires_grad_(),
         randn(7, 3, seed=seed + 1).requires_grad_(),
@@ -394,10 +397,11 @@ def test_the_chunked_head_is_the_plain_one(seed, batch, seq, kind, chunk, packed
         if packed
         else None
     )
-    plain = token_logprobs_and_entropy(hidden @ weight.T, ids, segment_ids=segments, kind=kind)
-    chunked = linear_token_logprobs(
-        hidden, weight, ids, segment_ids=segments, kind=kind, chunk=chunk, with_entropy=with_entropy
-    )
+    logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    plain = token_logprobs_and_entropy(logits, ids, segment_ids=segments, kind=kind)
+    options = {"kind": kind, "chunk": chunk, "with_entropy": with_entropy, "softcap": softcap}
+    chunked = linear_token_logprobs(hidden, weight, ids, segment_ids=segments, **options)
     assert (chunked[1] is not None) == with_entropy
     cotangents = randn(2, batch, seq, seed=seed + 2)
     results = [
@@ -432,7 +436,8 @@ def test_gradients_for_several_cotangents_at_once_are_those_for_each(chunk):
 @pytest.mark.parametrize(
     "kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)]
 )
-def test_law_8_gradcheck_also_of_the_second_derivative(kind):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_law_8_gradcheck_also_of_the_second_derivative(kind, softcap):
     hidden, weight = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_()
     ids, segments = (
         torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
@@ -441,7 +446,14 @@ def test_law_8_gradcheck_also_of_the_second_derivative(kind):
 
     def chunked(h, w):
         return linear_token_logprobs(
-            h, w, ids, segment_ids=segments, kind=kind, chunk=2, with_entropy=True
+            h,
+            w,
+            ids,
+            segment_ids=segments,
+            kind=kind,
+            chunk=2,
+            with_entropy=True,
+            softcap=softcap,
         )
 
     assert torch.autograd.gradcheck(chunked, (hidden, weight)) and torch.autograd.gradgradcheck(

@@ -14,11 +14,14 @@ from tests.ranks import run_ranks
 
 EXACT = {"atol": 1e-12, "rtol": 0}
 KINDS = {
-    "plain": LogprobKind(),
-    "temperature": LogprobKind(temperature=0.7),
-    "top_k": LogprobKind(temperature=1.3, top_k=5),
-    "top_p and min_p": LogprobKind(top_p=0.8, min_p=0.01),
+    "plain": (LogprobKind(), None),
+    "temperature": (LogprobKind(temperature=0.7), None),
+    "top_k": (LogprobKind(temperature=1.3, top_k=5), None),
+    "top_p and min_p": (LogprobKind(top_p=0.8, min_p=0.01), None),
+    "capped": (LogprobKind(temperature=0.7), 2.0),
+    "capped top_k": (LogprobKind(top_k=5), 2.0),
 }
+"""Distributions, and caps of the logits."""
 
 
 def problem() -> tuple[torch.Tensor, ...]:
@@ -42,10 +45,12 @@ def split_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), torch.arange(8.0).view(2, 4)
 
 
-def whole(kind: LogprobKind) -> list[torch.Tensor]:
+def whole(kind: LogprobKind, softcap: float | None) -> list[torch.Tensor]:
     states, weight, ids, a, b = problem()
     states.requires_grad_(), weight.requires_grad_()
-    logprobs, entropy = flat_linear_logprobs(states, weight, ids, kind=kind, with_entropy=True)
+    logprobs, entropy = flat_linear_logprobs(
+        states, weight, ids, kind=kind, with_entropy=True, softcap=softcap
+    )
     (a @ logprobs + b @ entropy).backward()
     assert states.grad is not None and weight.grad is not None
     return [logprobs.detach(), entropy.detach(), states.grad, weight.grad]
@@ -53,13 +58,14 @@ def whole(kind: LogprobKind) -> list[torch.Tensor]:
 
 def split() -> dict[str, list[torch.Tensor]]:
     rank, group, found = dist.get_rank(), dist.group.WORLD, {}
-    for name, kind in KINDS.items():
+    for name, (kind, softcap) in KINDS.items():
+        options = {"kind": kind, "softcap": softcap}
         for chunk in (3, 100):
             states, weight, ids, a, b = problem()
             part = weight.chunk(2)[rank].clone().requires_grad_()
             states.requires_grad_()
             logprobs, entropy = vocab_parallel_linear_logprobs(
-                states, part, ids, group, kind=kind, chunk=chunk, with_entropy=True
+                states, part, ids, group, chunk=chunk, with_entropy=True, **options
             )
             (a @ logprobs + b @ entropy).backward()
             found[f"{name}, {chunk}"] = [
@@ -69,7 +75,7 @@ def split() -> dict[str, list[torch.Tensor]]:
                 part.grad.clone(),
             ]
             alone = vocab_parallel_linear_logprobs(
-                states.detach(), part, ids, group, kind=kind, chunk=chunk
+                states.detach(), part, ids, group, chunk=chunk, **options
             )[0]
             (a @ alone).backward()  # without the entropy
             assert torch.allclose(alone.detach(), logprobs.detach(), atol=1e-12)
@@ -87,8 +93,8 @@ def split() -> dict[str, list[torch.Tensor]]:
 
 def test_a_split_head_is_what_a_whole_one_gives():
     parts = run_ranks(2, split)
-    for name, kind in KINDS.items():
-        expected = whole(kind)
+    for name, how in KINDS.items():
+        expected = whole(*how)
         for chunk in (3, 100):
             first, second = (found[f"{name}, {chunk}"] for found in parts)
             for i, wanted in enumerate(expected[:2]):

@@ -1,11 +1,13 @@
-"""Keywords that models give to attention: what would change numbers is refused, not dropped."""
+"""What models ask of attention: it is done, or refused, and never dropped."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemorl.models import attention
-from nemorl.models.attention import attend, use_attention, without_cudnn_attention
+from nemorl.models.attention import Rule, attend, use_attention, without_cudnn_attention
 from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.rollout.attention import cached_attention
 from tests.tiny_models import KINDS, tiny_model
@@ -20,30 +22,12 @@ SIZES = {
     "head_dim": 8,
 }
 IDS = torch.arange(1, 13)[None]
-FUNCTIONS = {"segments": segment_attention, "cached": cached_attention}
 
 
 def of_type(model_type: str, **options):
     config = AutoConfig.for_model(model_type, **SIZES, **options)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (("gemma2", {"sliding_window": 64}), "softcap must be None or False, but it is 50"),
-        (("gpt_oss", {"num_local_experts": 2, "sliding_window": 64}), "attention's s_aux must be"),
-        (("mistral", {"sliding_window": 11}), "sliding_window must be None or at least 12, .* 11"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_what_is_not_supported_is_an_error(model, message, function):
-    made = of_type(model[0], **model[1])
-    use_attention(made, f"tests_{function}", FUNCTIONS[function])
-    with pytest.raises(ValueError, match=message), torch.no_grad():
-        made(IDS, use_cache=False)
 
 
 def test_a_keyword_that_is_not_known_is_an_error():
@@ -55,6 +39,8 @@ def test_a_keyword_that_is_not_known_is_an_error():
     for function in (segment_attention, cached_attention):
         with pytest.raises(TypeError, match="softcap"):
             function(query, query, query, None, softcap=3.0)
+    with pytest.raises(ValueError, match="output_attentions must be None or False, but it is True"):
+        model(IDS, use_cache=False, output_attentions=True)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -107,21 +93,87 @@ def test_heads_in_groups_with_a_mask_are_repeated_on_an_accelerator(monkeypatch)
     assert given == [(2, 2, True), (6, 6, False), (2, 2, True)]
 
 
-def test_a_window_as_wide_as_the_row_hides_nothing():
-    model = of_type("mistral", sliding_window=12)
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+UNUSUAL = {
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {"sliding_window": 5, **EXPERTS},
+    "llama4_text": {
+        "attention_chunk_size": 5,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 64,
+        **EXPERTS,
+    },
+}
+"""Windows, caps of scores, sinks, and chunks, which are in the mask and the configuration alone."""
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_what_layers_ask_of_attention_is_done(kind: str):
+    """Packed rows and new tokens after cached ones against transformers' own, without a cache."""
+    model = of_type(kind, **UNUSUAL[kind])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=1.0 if name.endswith("sinks") else 0.2)
+    model.set_attn_implementation("eager")  # sdpa drops caps and sinks
     with torch.no_grad():
         expected = model(IDS, use_cache=False).logits
+        short = model(IDS[:, :4], use_cache=False).logits
         use_attention(model, "tests_segments", segment_attention)
-        torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
+        segments = segments_of(torch.tensor([[1] * 12 + [2] * 4]), "buckets")
+        found = model(
+            torch.cat((IDS, IDS[:, :4]), 1),
+            position_ids=torch.cat((torch.arange(12), torch.arange(4)))[None],
+            use_cache=False,
+            segments=segments,
+        ).logits
+    torch.testing.assert_close(found[:, :12], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[:, 12:], short, atol=1e-5, rtol=0)
 
 
-def test_chunks_that_are_in_the_mask_alone_are_an_error():
-    model = of_type(
-        "llama4_text",
-        attention_chunk_size=8,
-        intermediate_size_mlp=64,
-        num_local_experts=2,
-        no_rope_layers=[1, 0],
+def test_new_tokens_see_the_window_of_cached_ones():
+    rule = Rule(window=3, scaling=0.3, softcap=2.0, sinks=torch.randn(4))
+    query, key, value = (torch.randn(1, heads, 7, 8) for heads in (4, 2, 2))
+    expected = attend(query, key, value, rule=rule, causal=True)
+    visible = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    for one in (rule, replace(rule, softcap=None, sinks=None), replace(rule, window=None)):
+        expected = attend(query, key, value, rule=one, causal=True)
+        found = cached_attention(query[:, :, 6:], key, value, visible[:, :, 6:], rule=one)
+        torch.testing.assert_close(found, expected[:, 6:])
+        found = cached_attention(query, key, value, visible, rule=one)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_become_weights_as_the_rule_says(cap: float | None, sinks: bool):
+    """Value and gradient, against the formula, head by head and query by query."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 6, size, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, 8), (2, 8), (2, 5))
     )
-    with pytest.raises(ValueError, match=r"layer_types must be .*, but it is 'chunked_attention'"):
-        use_attention(model, "tests_segments", segment_attention)
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    rule = Rule(window=3, scaling=0.7, softcap=cap, sinks=sink if sinks else None)
+    rows = []
+    for head in range(4):
+        for q in range(6):
+            seen = range(max(0, q - 2), q + 1)
+            scores = 0.7 * (query[:, head, q, None] * key[:, head // 2, seen]).sum(-1)
+            scores = scores if cap is None else cap * (scores / cap).tanh()
+            top = scores.exp()
+            total = top.sum(-1) + (sink[head].exp() if sinks else 0)
+            rows.append((top / total[:, None])[..., None].mul(value[:, head // 2, seen]).sum(1))
+    expected = torch.stack(rows, 1).view(2, 4, 6, 5).transpose(1, 2)
+    found = attend(query, key, value, rule=rule, causal=True)
+    tolerance = {"atol": 1e-6, "rtol": 0}  # weights are in float32
+    torch.testing.assert_close(found, expected, **tolerance)
+    inputs = (query, key, value, *[sink] * sinks)
+    probe = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad((found * probe).sum(), inputs),
+        torch.autograd.grad((expected * probe).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, **tolerance)

@@ -16,13 +16,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from nemorl.data import pack, pack_plan
 from nemorl.data.transfer import to_device
 from nemorl.models import attention
+from nemorl.models.attention import Rule
 from nemorl.parallel import varlen
 from nemorl.parallel.attention import FlatSegments, segment_attention, segments_of
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.tokens import work_of
-from nemorl.parallel.varlen import choose_kernel, installed, kernel_of
+from nemorl.parallel.varlen import Kernel, choose_kernel, installed, kernel_of
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.test_tokens import GROUPS, grouped
 from tests.parallel.varlen import Call, used_on_cpus
@@ -52,7 +53,7 @@ def test_prompts_that_are_computed_once_are_seen_by_each_response(
         return
     place, ids = work.shared[1], batch.segment_ids
     qkv = heads(4, 2, 2, rows=(1, work.input_ids.shape[1]), dtype=torch.float64)
-    found = segment_attention(*qkv, segments=work.segments, scaling=0.3)
+    found = segment_attention(*qkv, segments=work.segments, rule=Rule(scaling=0.3))
     assert not found[0, len(work.shared[0]) :].any()
     copies = [x[0].index_select(1, place).unflatten(1, ids.shape).transpose(0, 1) for x in qkv]
     same = (ids[:, :, None] == ids[:, None]).tril()[:, None]
@@ -103,7 +104,7 @@ def test_rows_that_lie_end_to_end_are_not_moved():
 def test_dropout_is_refused():
     segments = segments_of(IDS, "varlen_attn")
     with pytest.raises(ValueError, match=r"dropout must be 0 on a GPU, but it is 0\.1"):
-        segment_attention(*heads(4, 2, 2, rows=(2, 6)), segments=segments, dropout=0.1)
+        segment_attention(*heads(4, 2, 2, rows=(2, 6)), rule=Rule(dropout=0.1), segments=segments)
 
 
 ALL = ("varlen_attn", "flash_attn")
@@ -187,12 +188,12 @@ def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
         return_attn_probs: bool = False,
         block_table: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert causal and window_size == (-1, -1) and not (dropout_p or softcap)
+        assert causal and not (dropout_p or softcap)
         assert alibi_slopes is block_table is None and not return_attn_probs
         calls.append({"softmax_scale": softmax_scale, "deterministic": deterministic})
         rows: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options: Any = {"scale": softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        return torch_varlen.varlen_attn(q, k, v, *rows, window_size=(-1, 0), **options)  # type: ignore[return-value]
+        return torch_varlen.varlen_attn(q, k, v, *rows, window_size=window_size, **options)  # type: ignore[return-value]
 
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
@@ -212,12 +213,11 @@ def test_what_is_installed(monkeypatch, package):
     assert installed() == []
 
 
-def test_the_package_is_asked_for_the_same(package):
-    qkv = heads(4, 2, 2, rows=(2, 6))
-    found = [
-        segment_attention(*qkv, segments=segments_of(IDS, kernel), scaling=0.3)  # type: ignore[arg-type]
-        for kernel in ("flash_attn", "varlen_attn", "buckets")
-    ]
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_package_is_asked_for_the_same(package, window: int | None):
+    qkv, rule = heads(4, 2, 2, rows=(2, 6)), Rule(scaling=0.3, window=window)
+    kernels: tuple[Kernel, ...] = ("flash_attn", "varlen_attn", "buckets")
+    found = [segment_attention(*qkv, segments=segments_of(IDS, one), rule=rule) for one in kernels]
     for other in found[1:]:
         torch.testing.assert_close(found[0], other)
     torch.use_deterministic_algorithms(True)

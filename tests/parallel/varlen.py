@@ -51,14 +51,15 @@ def forward(
     and the state of no dropout; an argument that would change this is refused.
     """
     assert cu_seq_k is not None and torch.equal(cu_seq_q, cu_seq_k)
-    assert is_causal and window_size == CAUSAL  # no narrower window, and nothing that is to come
+    assert is_causal == (window_size == CAUSAL)
+    window = back_of(window_size)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert seqused_k is block_table is num_splits is None
     heads = query.shape[1], key.shape[1]
     CALLS.append(Call(cu_seq_q.tolist(), max_q, heads, scale, query.dtype))
     outputs, sums = [], []
     for q, k, v in sequences(query, key, value, rows=(cu_seq_q, max_q, max_k)):
-        scores = scores_of(q, k, scale)
+        scores = scores_of(q, k, scale, window)
         sums.append(scores.logsumexp(-1))
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     random_state = torch.zeros(2, dtype=torch.uint64)
@@ -83,12 +84,13 @@ def backward(
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients, from the probabilities exp(scores - lse)."""
-    assert is_causal and window_size == CAUSAL
+    assert is_causal == (window_size == CAUSAL)
+    window = back_of(window_size)
     gradients, place = [], 0
     inputs = (query, key, value, grad_out, out)
     for q, k, v, grad, output in sequences(*inputs, rows=(cu_seq_q, max_q, max_k)):
         own = lse[:, place : (place := place + len(q)), None]
-        weights = (scores_of(q, k, scale) - own).exp()
+        weights = (scores_of(q, k, scale, window) - own).exp()
         of_weights = torch.einsum("qhd,khd->hqk", grad, v)
         mean = (grad * output).sum(-1).t()[..., None]
         of_scores = weights * (of_weights - mean) * (q.shape[2] ** -0.5 if scale is None else scale)
@@ -119,10 +121,17 @@ def sequences(*inputs: Tensor, rows: tuple[Tensor, int, int]) -> Iterator[list[T
         yield [x.repeat_interleave(own[0].shape[1] // x.shape[1], 1) for x in wide]
 
 
-def scores_of(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+def back_of(window_size: list[int] | None) -> int:
+    """Return how many tokens before its own a token sees; it sees none that is to come."""
+    assert window_size is not None and window_size[1] == 0
+    return window_size[0] if window_size[0] >= 0 else 1 << 30
+
+
+def scores_of(query: Tensor, key: Tensor, scale: float | None, window: int) -> Tensor:
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    later = torch.ones(len(query), len(key), dtype=torch.bool).triu(1)
-    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(later, -torch.inf)
+    back = torch.arange(len(query))[:, None] - torch.arange(len(key))
+    hidden = (back < 0) | (back > window)
+    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(hidden, -torch.inf)
 
 
 @contextmanager
@@ -135,5 +144,5 @@ def used_on_cpus() -> Iterator[list[Call]]:
     CALLS.clear()
     with ExitStack() as stack:
         for module in (backend, pipeline):
-            stack.enter_context(patch.object(module, "kernel_of", lambda *_: kernel))
+            stack.enter_context(patch.object(module, "kernel_of", lambda *_, **__: kernel))
         yield CALLS

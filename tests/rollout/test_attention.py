@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from nemorl.models.attention import Rule
 from nemorl.rollout.attention import ATTENTION_NAME, cached_attention, decoding
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
@@ -19,7 +20,7 @@ def test_it_is_attention_with_repeated_keys_and_values(key_heads: int, new: int)
     key, value = (torch.randn(5, key_heads, 7, dim, dtype=torch.float64) for dim in (8, 6))
     mask = torch.rand(5, 1, new, 7) < 0.6
     mask[..., 0] = True
-    out = cached_attention(query, key, value, mask, scaling=0.3)
+    out = cached_attention(query, key, value, mask, rule=Rule(scaling=0.3))
     key, value = (x.repeat_interleave(4 // key_heads, dim=1) for x in (key, value))
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3).transpose(
         1, 2

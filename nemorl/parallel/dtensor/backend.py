@@ -102,7 +102,8 @@ class DTensorBackend(Accumulating):
         else:
             self._set_up_plain(keeps_reference)
         dtype = DTYPES[self.world.plan.precision]
-        self._kernel = kernel_of(self.model.config, self.device, dtype)
+        sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
+        self._kernel = kernel_of(self.model.config, self.device, dtype, sinks=sinks)
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if config.trains:

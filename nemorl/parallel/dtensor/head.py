@@ -14,7 +14,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import flat_linear_logprobs
 from nemorl.losses.types import Needs
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
-from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
+from nemorl.models.causal_lm import Logits, decoder_of, head_of, is_scalar
 from nemorl.parallel.collectives import all_gather, all_gather_same, sum_backward
 from nemorl.parallel.head import HeadInputs, RankInputs, values_of
 from nemorl.parallel.tokens import Work
@@ -22,7 +22,7 @@ from nemorl.parallel.world import World
 
 
 def plain_outputs(
-    model: nn.Module, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs
+    model: Any, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs
 ) -> list[Tensor]:
     """Return the outputs that `needs` names, each `[batch, seq]`, of a model that is not sharded,
     as `work` says; 0 elsewhere.
@@ -41,13 +41,15 @@ def plain_outputs(
     if needs.values:
         found = (values_of(states, head.weight, head.bias),)
     else:
+        logits = Logits.of(model.config)
         found = flat_linear_logprobs(
-            states,
+            logits.scaled(states),
             head.weight,
             work.next_ids,
             kind=batch.logprob_kind,
             chunk=chunk,
             with_entropy=needs.entropy,
+            softcap=logits.softcap,
         )
     return [work.rows(each, batch.input_ids) for each in found[: len(needs.outputs)]]
 
@@ -79,13 +81,14 @@ def install_head(
         elif tp_group is not None:
             hidden = sum_backward(hidden, tp_group)
         found = vocab_parallel_linear_logprobs(
-            hidden.flatten(0, 1).index_select(0, inputs.states),
+            logits.scaled(hidden.flatten(0, 1).index_select(0, inputs.states)),
             _local(self.weight),
             inputs.next_ids,
             tp_group,
             kind=inputs.kind,
             chunk=inputs.chunk,
             with_entropy=inputs.needs.entropy,
+            softcap=logits.softcap,
         )
         return found[: len(inputs.needs.outputs)]
 
@@ -106,7 +109,7 @@ def install_head(
         )[0]
         return head_of(self)(hidden, head_inputs)
 
-    head = head_of(model)
+    head, logits = head_of(model), Logits.of(model.config)
     head.forward = types.MethodType(values if is_scalar(model) else logprobs, head)
     model.forward = types.MethodType(of_model, model)
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from nemorl.accelerator import is_accelerator
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
+from nemorl.models.attention import Rule
 from nemorl.models.hub import EXPERTS
 from nemorl.parallel.attention import Segments, segment_attention
 from nemorl.parallel.collectives import all_gather, sum_backward
@@ -97,10 +98,11 @@ class CoreAttention(core.MegatronModule):
         if rows.cached is not None:
             return self._cached(rows.cached, query, key, value)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        rule = Rule(scaling=self.scale)
         if rows.context is None:
-            output = segment_attention(q, k, v, segments=rows.segments, scaling=self.scale)
+            output = segment_attention(q, k, v, rule=rule, segments=rows.segments)
         else:
-            output = context_attention(q, k, v, context=rows.context, scaling=self.scale)
+            output = context_attention(q, k, v, rule=rule, context=rows.context)
         return output.transpose(0, 1).flatten(2).contiguous()
 
     def _cached(self, work: Pass, *values: Float[Tensor, "part 1 _ dim"]) -> Tensor:
@@ -108,7 +110,7 @@ class CoreAttention(core.MegatronModule):
         rows, size = work.input_ids.shape, work.input_ids.numel()
         query, key, value = (x[:size, 0].unflatten(0, rows).transpose(1, 2) for x in values)
         key, value = work.cache.update(key, value, self.index)
-        output = cached_attention(query, key, value, work.visible, scaling=self.scale)
+        output = cached_attention(query, key, value, work.visible, rule=Rule(scaling=self.scale))
         output = output.flatten(2).flatten(0, 1)[:, None]
         return functional.pad(output, (0, 0, 0, 0, 0, len(values[0]) - size))
 

@@ -182,9 +182,9 @@ class ParallelPlan:
             divides = f"does not divide the model's num_local_experts {experts}"
             yield f"parallel.ep {self.ep} {divides if experts else 'is for mixtures of experts'}"
         width = getattr(model, "moe_intermediate_size", None) or self.tp
-        if experts and self.ep == 1 and width % self.tp:
+        if experts and traits.experts and self.ep == 1 and width % self.tp:
             yield f"parallel.tp {self.tp} does not divide the model's moe_intermediate_size {width}"
-        if experts and self.tp > 1 and not self.sequence_parallel:
+        if experts and traits.experts and self.tp > 1 and not self.sequence_parallel:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
         if self.pp > 1 and not traits.pipelines:
             yield f"parallel.pp {self.pp} is for trainer.backend megatron"

@@ -14,6 +14,7 @@ from nemorl.models.adapters import live_tensors
 from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import (
     SCORE,
+    decoder_of,
     fresh_head,
     load_causal_lm,
     on_meta,
@@ -73,7 +74,7 @@ def shard(model: Any, world: World) -> None:
     from nemorl.parallel.dtensor.tensor_parallel import apply_tensor_parallel
     from nemorl.parallel.dtensor.titan import checkpoint_activations
 
-    plan, decoder = world.plan, model.get_decoder()
+    plan, decoder = world.plan, decoder_of(model)
     if plan.cp > 1:
         use_attention(model, CONTEXT_ATTENTION, context_attention)
     else:
@@ -93,11 +94,17 @@ def shard(model: Any, world: World) -> None:
 
 
 def materialize(model: Any, world: World) -> None:
-    """Allocate this rank's shards, and compute the rotary embeddings, which no file holds."""
+    """Allocate this rank's shards, and compute the buffers that no file holds, such as rotary
+    frequencies.
+    """
     model.to_empty(device="cpu" if world.plan.cpu_offload else world.device)
-    rotary = model.get_decoder().rotary_emb
-    for name, buffer in type(rotary)(config=model.config).named_buffers():
-        setattr(rotary, name, buffer.to(world.device))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers leaves it as it is
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            module._buffers[name] = module._buffers[name].to(world.device)
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
 
 
 def load_folder(model: Any, folder: Path, *, seed: int) -> None:

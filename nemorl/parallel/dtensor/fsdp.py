@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from nemorl.models.causal_lm import head_of
+from nemorl.models.causal_lm import decoder_of, head_of
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import DTYPES
@@ -20,14 +20,15 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
 
     mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
     """
-    decoder, head = model.get_decoder(), head_of(model)
+    decoder, head = decoder_of(model), head_of(model)
     dtypes = MixedPrecisionPolicy(
         param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype]
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": dtypes}
     if plan.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    ends = [decoder.embed_tokens, decoder.norm, head]
+    norms = (getattr(decoder, name, None) for name in ("norm", "norm_f"))
+    ends = [model.get_input_embeddings(), *filter(None, norms), head]
     if not is_tied(model):
         fully_shard(ends.pop(0), **options, reshard_after_forward=True)
     fully_shard(ends, **options, reshard_after_forward=False)

@@ -2,10 +2,14 @@
 layout of activations between modules.
 """
 
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -15,8 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nemorl.models.causal_lm import head_of, is_scalar
-from nemorl.parallel.dtensor.titan import NoParallel
+from nemorl.checks import require
+from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
 
 
 def is_tied(model: Any) -> bool:
@@ -25,27 +29,29 @@ def is_tied(model: Any) -> bool:
 
 
 def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> None:
-    """Split each layer over the mesh, in place, by Megatron's scheme.
+    """Split each layer over the mesh, in place, by Megatron's scheme and transformers' plan.
 
     The output layer is cut along the vocabulary and does its own communication (`head.py`); a
     scalar head is whole on each rank. The model's inputs are the same on all ranks.
 
     sequence_parallel: split norms and residuals over tokens.
     """
-    decoder, head, tied = model.get_decoder(), head_of(model), is_tied(model)
+    decoder, head, tied = decoder_of(model), head_of(model), is_tied(model)
     # The embedding's output stays whole, because the model makes its positions from its shape; the
     # first layer cuts it.
     outer: dict[str, ParallelStyle] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "norm": _norm(sequence_parallel),
+        "norm": SequenceParallel(use_local_output=True) if sequence_parallel else Whole(),
     }
     if sequence_parallel:
         outer["layers.0"] = PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
         )
     parallelize_module(decoder, mesh, outer)
+    styles = layer_styles(model.config)
     for layer in decoder.layers:
-        parallelize_module(layer, mesh, layer_plan(layer, sequence_parallel=sequence_parallel))
+        plan = layer_plan(layer, styles, sequence_parallel=sequence_parallel)
+        parallelize_module(layer, mesh, plan)
     # The embedding gives an asynchronous tensor, and a compiled layer that begins with one drops
     # its gradient (torch 2.13).
     decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output.clone())
@@ -58,31 +64,117 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
         setattr(head, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
-def layer_plan(layer: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Return the plan of one decoder layer: heads and the feed-forward's width are cut."""
+def layer_styles(config: Any) -> dict[str, str]:
+    """Return how transformers splits the modules of a layer, by their names in it.
+
+    Raises: ValueError for a model for which it has no plan.
+    """
+    prefix = "layers.*."
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    found = {name.removeprefix(prefix): style for name, style in plan.items() if prefix in name}
+    remedy = "take parallel.tp 1, with dp_shard for memory"
+    wanted = f"must be 1 for {config.model_type}, for which transformers has no plan"
+    require(bool(found), "parallel.tp", wanted, "more", remedy)
+    return found
+
+
+def layer_plan(
+    layer: Any, styles: Mapping[str, str], *, sequence_parallel: bool
+) -> dict[str, ParallelStyle]:
+    """Return the plan of one decoder layer: `styles` cuts its blocks. Norms, and blocks with a
+    part that is split in another way (experts, linear attention), are whole on each rank.
+    """
     between = Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, ParallelStyle] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[name] = RowwiseParallel(output_layouts=between)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        plan[name] = _norm(sequence_parallel)
-    if sequence_parallel:
-        plan["self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        )
-        plan["mlp"] = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        )
-    if hasattr(layer.self_attn, "q_norm"):  # one weight for all heads, of which each rank has some
-        for name in ("q_norm", "k_norm"):
-            plan[f"self_attn.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    known = {
+        "colwise": ColwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(output_layouts=between),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        # One weight for all heads, of which each rank has some.
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+    plan: dict[str, ParallelStyle] = {}
+    norm = SequenceParallel(use_local_output=True) if sequence_parallel else Whole()
+    for block, module in layer.named_children():
+        parts = [
+            f"{block}.{name}".removesuffix(".")
+            for name, part in module.named_modules()
+            if [*part.parameters(recurse=False)]
+        ]
+        kinds = {style for name, style in styles.items() if name.startswith(f"{block}.")}
+        if parts == [block]:
+            plan[block] = norm
+        elif block in parts or not kinds or kinds - known.keys():
+            plan[block] = Whole(cut_between=sequence_parallel)
+        else:
+            plan |= {part: known[styles[part]] if part in styles else Whole() for part in parts}
+            if sequence_parallel:
+                plan[block] = _gathering(by_keyword="attn" in block)
     return plan
 
 
-def _norm(sequence_parallel: bool) -> ParallelStyle:
-    """Return a style with the weight on the mesh, over which the gradient norm is taken."""
-    if sequence_parallel:
-        return SequenceParallel(use_local_output=True)
-    return NoParallel(input_layout=Replicate(), use_local_output=True)
+def _gathering(*, by_keyword: bool) -> ParallelStyle:
+    """Return the style of a block that gets a part of the tokens and computes all."""
+    if not by_keyword:
+        return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+    )
+
+
+class Whole(ParallelStyle):
+    """Computes a module on each rank, from the same inputs: its parameters are whole, but on the
+    mesh, over which the gradient norm is taken.
+
+    cut_between: what comes in and goes out is cut along the tokens.
+    """
+
+    def __init__(self, *, cut_between: bool = False) -> None:
+        self.cut_between = cut_between
+
+    def _apply(self, module: Any, mesh: DeviceMesh) -> Any:
+        for part in module.modules():
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                spread = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+                own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+                part.register_parameter(name, own)
+        inner = module.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **options: Any) -> Any:
+            if not self.cut_between:
+                with _local_parameters(module):
+                    return inner(*args, **options)
+            given = options.pop("hidden_states", None)
+            hidden = moved(args[0] if given is None else given, Shard(1), Replicate())
+            with _local_parameters(module):
+                output = inner(hidden, *args[1:], **options)
+            first, *others = output if isinstance(output, tuple) else (output,)
+            first = moved(first.view(hidden.shape), Replicate(), Shard(1))
+            return (first, *others) if isinstance(output, tuple) else first
+
+        def moved(tokens: Tensor, layout: Placement, wanted: Placement) -> Tensor:
+            spread = DTensor.from_local(tokens, mesh, [layout], run_check=False)
+            return spread.redistribute(placements=[wanted]).to_local()
+
+        module.forward = forward
+        return module
+
+
+@contextmanager
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    """Let a module and its parts find this rank's tensors in place of their DTensors."""
+    found = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    for part, name, parameter in found:
+        part.__dict__[name] = parameter.to_local()  # comes before parameters
+    try:
+        yield
+    finally:
+        for part, name, _ in found:
+            del part.__dict__[name]

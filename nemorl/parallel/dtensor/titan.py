@@ -10,7 +10,6 @@ from nemorl.parallel.plan import ParallelPlan
 try:
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-    from torchtitan.distributed.tensor_parallel import NoParallel as NoParallel
     from torchtitan.tools import utils
 except ImportError as error:
     raise ValueError(

@@ -27,7 +27,6 @@ def load_causal_lm(
     seed: int = 0,
     trust_remote_code: bool = False,
     field: str = "model.path",
-    experts: bool = False,
     head: Head = "lm",
 ) -> nn.Module:
     """Load a causal language model in float32 on the CPU.
@@ -36,7 +35,6 @@ def load_causal_lm(
     from_scratch: random weights from `seed`, for the configuration alone.
     trust_remote_code: run Python code that comes with the model.
     field: the setting that an error names.
-    experts: a mixture of experts may be loaded.
     head: scalar is transformers' AutoModelForTokenClassification with one label. If the folder has
     no scalar head, its weights are `fresh_head`'s.
 
@@ -82,7 +80,7 @@ def load_causal_lm(
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
                 names = ", ".join(missing[:3])
                 raise ValueError(f"its weights lack {names}, {len(missing)} in all")
-    check_supported(model.config, experts=experts)
+    check_supported(model.config)
     if head == "scalar":
         model.config.architectures = [type(model).__name__]
         if lacks_head:
@@ -118,19 +116,17 @@ def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
     return dict(zip(SCORE, (deviation * weight, torch.zeros(1)), strict=True))
 
 
-def on_meta(
-    source: Any, *, trust_remote_code: bool = False, experts: bool = False, head: Head = "lm"
-) -> Any:
+def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") -> Any:
     """Build a model in float32 on the meta device, without memory.
 
     source: a Hugging Face configuration, or the folder or hub name of a model.
-    experts: it may be a mixture of experts. head: as `load_causal_lm`.
+    head: as `load_causal_lm`.
     """
     trust = {"trust_remote_code": trust_remote_code}
     if isinstance(source, str):
         with loading(source):
             source = read_config(source, **trust)
-    check_supported(source, experts=experts)
+    check_supported(source)
     with torch.device("meta"):
         return from_config(source, head, **trust)
 
@@ -196,6 +192,17 @@ def decoder_of(model: Any) -> Any:
     """Return the part that turns token ids into hidden states."""
     found = model.get_decoder()
     return model.model if found is model else found  # as that of Llama 4 says
+
+
+def layers_of(decoder: nn.Module) -> nn.ModuleList:
+    """Return the layers of a decoder: its longest list of modules.
+
+    Raises: ValueError for a decoder without one.
+    """
+    found = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
+    kind, remedy = type(decoder).__name__, "take another model"
+    require(bool(found), "the model's decoder", "must have a list of layers", kind, remedy)
+    return max(found, key=len)
 
 
 @dataclass(frozen=True)

@@ -16,48 +16,44 @@ PLAIN = (OSError, ValueError, SafetensorError)
 CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
 """Files of a folder with PEFT's adapters, and of one with a model in several files."""
 DAMAGED_PICKLE = "its weights are a damaged pickle, or one that would run code"
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
 EXPERTS = ("qwen3_moe", "mixtral")
-"""Mixtures of experts, which only trainer.backend megatron trains."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary frequencies that are the model's alone. With "dynamic" and "longrope" they follow from the
-longest sequence in the batch, so a token's logprob would depend on its neighbors."""
+"""Mixtures of experts that trainer.backend megatron trains."""
+PARTS = ("vision_config", "audio_config", "speech_config")
+"""Configurations of what is beside the text in a model of several kinds of input."""
 
 
-def check_supported(config: Any, *, experts: bool = False) -> None:
-    """Raise ValueError where a model with this configuration might give other numbers here.
-
-    experts: mixtures of experts may be used.
+def check_supported(config: Any) -> None:
+    """Raise ValueError for a Hugging Face configuration without a causal language model of text in
+    full precision.
     """
-    supported = (*SUPPORTED, *EXPERTS * experts)
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None) if windowed else None
-    reason = ""
-    if config.model_type in supported:
-        if not window and types == {"full_attention"}:
-            return _check_rope(config)
-        reason = f" and it has a sliding attention window of {window} tokens"
-    elif config.model_type in EXPERTS:
-        reason = ": train it with --trainer.backend megatron, and sample with --generation.backend"
-        reason += " megatron or vllm"
-    raise ValueError(
-        f"the model must be one of {', '.join(supported)} with full attention, but it is"
-        f" {config.model_type!r}{reason}"
-    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    kind, quantized = config.model_type, getattr(config, "quantization_config", None)
+    own = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    others = [part for part in PARTS if getattr(config, part, None) is not None]
+    text = "take a text model, such as the text part of it saved by itself"
+    wanted = "must be of text alone"
+    require(not others, "the model", wanted, f"{kind} with {', '.join(others)}", text)
+    wanted, remedy = "must have a causal language model in transformers", "take another model"
+    require(kind in CAUSAL or own, "the model's type", wanted, kind, remedy)
+    if quantized is not None:
+        values = quantized if isinstance(quantized, dict) else quantized.to_dict()
+        method = values.get("quant_method", "unknown")
+        remedy = "take the checkpoint that it was made from"
+        require(False, "the model's weights", "must not be quantized", method, remedy)
 
 
-def _check_rope(config: Any) -> None:
-    # `transformers` 4 wrote rope_scaling.
-    given: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    given = given or {}
-    for rope in (given, *given.values()):  # one for all layers, or one for each type of layer
-        if isinstance(rope, dict):
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            requirement = f"must be one of {', '.join(ROPE_TYPES)}"
-            remedy = "its numbers depend on the longest sequence in a batch; take another model"
-            require(kind in ROPE_TYPES, "the model's rope_type", requirement, kind, remedy)
+def max_positions(config: Any) -> int | None:
+    """Return the tokens of the longest sequence whose numbers are a model's own, by its Hugging
+    Face configuration; None where it does not say.
+
+    With rope type longrope, frequencies of longer ones follow from the longest sequence of a batch.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    if ropes.get("rope_type", ropes.get("type")) == "longrope":
+        original = ropes.get("original_max_position_embeddings")
+        return original or getattr(config, "original_max_position_embeddings", None)
+    return getattr(config, "max_position_embeddings", None)
 
 
 def cannot_load(

@@ -80,8 +80,10 @@ def segments_of(segment_ids: Int[Tensor, "batch seq"], kernel: Kernel) -> Segmen
     >>> flat.tokens.tolist(), flat.cu_seqlens.tolist(), flat.longest
     ([0, 1, 4, 5, 6, 7], [0, 2, 5, 6], 3)
     """
-    # With a kernel for all lengths, the padding of rows of one segment is left out, too.
-    if bool((segment_ids <= (1 if kernel == "buckets" else 0)).all()):
+    # A row whose tokens all see what is before them is one: with padding, on the right alone. With
+    # a kernel for all lengths, that padding is left out, too.
+    begins_late = (segment_ids[:, 1:] > segment_ids[:, :-1]).any()
+    if not begins_late and bool((segment_ids <= (1 if kernel == "buckets" else 0)).all()):
         return None
     own = torch.arange(segment_ids.numel())
     return laid_out(*begins_and_lengths(segment_ids), own, len(own), kernel)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.checks import at_least, refuse_unused, require
+from nemorl.models.capabilities import Proofs
 from nemorl.parallel.plan import ParallelPlan
 
 MICRO_BATCH_TOKENS = 16_384
@@ -296,6 +297,8 @@ class BackendConfig:
     """
     collective_timeout_s: float | None = None
     """Longest wait of ranks for each other, in seconds. None: torch's own."""
+    proofs: Proofs | None = None
+    """What is proved of the model. None: what the tested table, or an earlier check, says."""
     same_initial_model_as: Path | None = None
     """Checkpoint whose run must have begun with the same weights, or `setup` refuses them; for a
     resumed run that needs its initial model again.

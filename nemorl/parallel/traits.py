@@ -21,6 +21,8 @@ class TrainingTraits:
     """Whether it trains mixtures of experts (parallel.ep, trainer.router_replay and
     router_aux_loss_coef).
     """
+    proves: bool = False
+    """Whether it trains any decoder, with what is proved of it (`BackendConfig.proofs`)."""
     repeats_kv_heads: bool = False
     """Whether parallel.tp may exceed the model's key-value heads, of which ranks then have copies.
     """

@@ -17,18 +17,21 @@ def cached_attention(
     query: Float[Tensor, "batch heads new dim"],
     key: Float[Tensor, "batch kv_heads seq dim"],
     value: Float[Tensor, "batch kv_heads seq value_dim"],
-    mask: Tensor,
+    mask: Tensor | None,
     *,
     rule: Rule = PLAIN,
 ) -> Float[Tensor, "batch new heads value_dim"]:
     """Return the attention of new tokens to the cached ones that mask and rule show.
 
-    mask: `[batch, 1, new, seq]`, True for a token's own place and all places before it.
+    mask: `[batch, 1, new, seq]`, True for a token's own place and all places before it. None: the
+    new tokens are all there are.
 
     One new token's heads that share a key head are taken as several tokens of that head: repeating
     keys and values for each would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
+    if mask is None:
+        return attend(query, key, value, rule=rule, causal=True)
     if rule.hides(key.shape[2]):
         places = torch.arange(key.shape[2], device=key.device)
         mask = mask & rule.visible(mask.sum(-1, keepdim=True) - 1, places[None])

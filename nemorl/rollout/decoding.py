@@ -71,8 +71,13 @@ class Decoding:
         max_positions: int,
         end_tokens: Iterable[int],
         tokenizer: Any = None,
+        cached: bool = True,
     ) -> None:
-        """draw: computes a pass, and returns what `draw_tokens` does of its logits."""
+        """draw: computes a pass, and returns what `draw_tokens` does of its logits.
+
+        cached: it keeps keys and values of the past; else each pass is of whole sequences.
+        """
+        self.cached = cached
         self.draw, self.device, self.tokenizer = draw, device, tokenizer
         self.max_batch_size, self.max_positions = max_batch_size, max_positions
         self.end_tokens = set(end_tokens)
@@ -115,6 +120,8 @@ class Decoding:
         """Compute the next pass: of waiting sequences where there is room, else a token for each
         active one. Return whether there was one.
         """
+        if not self.cached and self.active:
+            self.preempt()
         if self._room():
             self._admit(version)
         elif self.active:

@@ -1,5 +1,7 @@
 """A key-value cache with one slot per sequence, each at its own position, as large as is in use."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,9 @@ class SlotCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model needs a cache with {name}, not of keys and values alone")
 
     def clear(self) -> None:
         """Free the memory, and forget the contents."""

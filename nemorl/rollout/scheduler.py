@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+from nemorl.models.hub import max_positions
 from nemorl.rollout.generation import (
     Completion,
     SamplingParams,
@@ -207,7 +208,7 @@ class ScheduledBackend:
     def limits(self, config: Any) -> None:
         """Take the limits of prompts from a Hugging Face configuration, as far as it has them."""
         self.vocab_size = getattr(config, "vocab_size", sys.maxsize)
-        self.max_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.max_positions = max_positions(config) or sys.maxsize
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         self._scheduler.check()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.models.adapters import has_adapters
+from nemorl.models.capabilities import Proof, known
 from nemorl.models.causal_lm import Logits, decoder_of, end_tokens, head_weight
 from nemorl.models.digest import check_held, misfits, sampled
 from nemorl.models.hub import check_supported
@@ -20,6 +21,7 @@ from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.rollout.traits import EMBEDDED
+from nemorl.warn import warn
 
 STEP_S = 0.05
 """Seconds of a step, of several tokens: an event loop waits so long; its start takes 0.5 ms."""
@@ -34,8 +36,17 @@ class TorchGenerationBackend(ScheduledBackend):
 
     traits = EMBEDDED
 
-    def __init__(self, *, model: Any, tokenizer: Any = None, precision: str = "float32") -> None:
+    def __init__(
+        self,
+        *,
+        model: Any,
+        tokenizer: Any = None,
+        precision: str = "float32",
+        cached: bool | None = None,
+    ) -> None:
+        """cached: keep keys and values of the past. None: where that is proved of the model."""
         super().__init__(self._step, tokenizer)
+        self._cached = cached
         self._source, self.precision = ModelSource.of(model), precision
         self.model: nn.Module | None = None
         self._decoding: Decoding | None = None
@@ -44,6 +55,8 @@ class TorchGenerationBackend(ScheduledBackend):
         self.model = self._source.load()
         check_supported(self.model.config)
         self.limits(self.model.config)
+        if self._cached is None:
+            self._cached = has_cache(self.model.config)
         self._decoding = Decoding(
             self._draw,
             device=head_weight(self.model).device,
@@ -51,6 +64,7 @@ class TorchGenerationBackend(ScheduledBackend):
             max_positions=self.max_positions,
             end_tokens=end_tokens(self.model, self.tokenizer),
             tokenizer=self.tokenizer,
+            cached=self._cached,
         )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
@@ -117,16 +131,28 @@ class TorchGenerationBackend(ScheduledBackend):
             raise
 
     def _draw(self, work: Pass) -> Tensor:
+        past: dict[str, Any] = {"use_cache": False}
+        if self._cached:
+            past = {"attention_mask": work.visible, "past_key_values": work.cache}
+            past["use_cache"] = True
         hidden = decoder_of(self._model)(
-            input_ids=work.input_ids,
-            position_ids=work.position_ids,
-            attention_mask=work.visible,
-            past_key_values=work.cache,
-            use_cache=True,
+            input_ids=work.input_ids, position_ids=work.position_ids, **past
         )[0]
         hidden = hidden.flatten(0, 1)[work.states]
         logits = Logits.of(self._model.config)(hidden, head_weight(self._model))
         return draw_tokens(logits, work)
+
+
+def has_cache(config: Any) -> bool:
+    """Return whether a model is proved to sample right with a cache; warn where it is not."""
+    proofs = known(config)
+    proof = Proof(False, None, "it was not checked") if proofs is None else proofs["cached"]
+    if not proof.holds:
+        warn(
+            f"{config.model_type} is sampled from without a cache ({proof.reason}): each token"
+            " computes all before it again, so sample with generation.backend vllm if it can"
+        )
+    return proof.holds
 
 
 def shared(a: Tensor, b: Tensor) -> bool:

@@ -24,13 +24,11 @@ class GenerationTraits:
     """Whether Ray places it in processes of their own, as generation.num_replicas,
     tensor_parallel_size, cpus_per_replica and colocated say.
     """
-    experts: bool = True
-    """Whether it samples from mixtures of experts."""
     records_experts: bool = False
     """Whether completions carry the experts that computed each token (trainer.router_replay)."""
 
 
-EMBEDDED = GenerationTraits(embedded=True, experts=False)
+EMBEDDED = GenerationTraits(embedded=True)
 """Traits of the embedded engine, "torch"."""
 
 

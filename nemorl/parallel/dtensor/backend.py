@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
+from nemorl.models.adapters import base_of
 from nemorl.models.attention import use_attention, without_cudnn_attention
+from nemorl.models.capabilities import known
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
-from nemorl.models.hub import check_supported
+from nemorl.models.hub import check_supported, loading, read_config
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
@@ -85,7 +87,7 @@ class DTensorBackend(Accumulating):
         self._away = Offloaded()
 
     def setup(self, config: BackendConfig) -> None:
-        self.config = config
+        self.config = config = _settled(config, self._given)
         check_training(config, None, config.parallel, limits)
         if config.lora.rank:
             adapters.require_peft("lora.rank")
@@ -130,7 +132,6 @@ class DTensorBackend(Accumulating):
             model = load_causal_lm(
                 path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
             )
-        check_supported(model.config)  # also one that was given
         model = model.to(device=self.device, dtype=torch.float32)
         self._found = Found(
             attention=model.config._attn_implementation,
@@ -313,6 +314,24 @@ class DTensorBackend(Accumulating):
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
         share = self.config.trainer.share_prompts
         return planned(part, wanted, self.world, share=share, kernel=self._kernel)
+
+
+def _settled(config: BackendConfig, given: Any) -> BackendConfig:
+    """Return settings that suit the model, by what is proved of it."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    of_model = getattr(given, "config", None)
+    if of_model is None:
+        path = base_of(Path(path)) or path if (Path(path) / adapters.CONFIG).is_file() else path
+        with loading(path):
+            of_model = read_config(path, trust_remote_code=trust)
+    check_supported(of_model)
+    proofs = known(of_model) if config.proofs is None else config.proofs
+    if proofs is None:
+        raise ValueError(
+            f"the model must be of a type in the tested table, or checked before, but"
+            f" {of_model.model_type!r} is neither: run nemorl models check {path or 'FOLDER'}"
+        )
+    return limits.settled(replace(config, proofs=proofs), of_model.model_type, proofs)
 
 
 def _check_given(model: nn.Module, config: BackendConfig) -> None:

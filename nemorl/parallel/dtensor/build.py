@@ -37,8 +37,9 @@ def build(
 ) -> nn.Module:
     """Build this rank's shards of the model that the configuration names; a collective call.
 
-    Weights are read from safetensors straight into the shards. Only fresh weights, a given model
-    and an adapter folder are first loaded whole on each rank's CPU.
+    Weights are read from safetensors straight into the shards. Only fresh weights, a given model,
+    an adapter folder, and files that have other tensors than the live model (one for each expert)
+    are first loaded whole on each rank's CPU.
 
     frozen: without gradients and adapters.
     """
@@ -51,6 +52,8 @@ def build(
             path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
         )
     model = on_meta(str(folder) if given is None else given.config, head=config.head, **trust)
+    if given is None and not _has_own_names(model, folder):
+        given = load_causal_lm(str(folder), head=config.head, **trust)
     world.plan.check(model.config)
     if lora.rank:
         add_adapters(model, lora, base=path, seed=config.seed)
@@ -66,6 +69,15 @@ def build(
     if lora.rank:
         copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
+
+
+def _has_own_names(model: Any, folder: Path | None) -> bool:
+    """Return whether a folder's files have the experts' matrices as the live model has them."""
+    assert folder is not None
+    with loading(str(folder)):
+        stored = TensorFiles(weight_files(folder)).shapes
+    fused = (name for name, tensor in live_tensors(model).items() if tensor.ndim > 2)
+    return all(name in stored for name in fused)
 
 
 def shard(model: Any, world: World) -> None:

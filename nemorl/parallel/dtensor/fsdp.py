@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from nemorl.models.causal_lm import decoder_of, head_of
+from nemorl.models.causal_lm import decoder_of, head_of, layers_of
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import DTYPES
@@ -32,7 +32,7 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     if not is_tied(model):
         fully_shard(ends.pop(0), **options, reshard_after_forward=True)
     fully_shard(ends, **options, reshard_after_forward=False)
-    for layer in decoder.layers:
+    for layer in layers_of(decoder):
         fully_shard(layer, **options, reshard_after_forward=True)
     fully_shard(model, **options)
     sum_gradients(model)

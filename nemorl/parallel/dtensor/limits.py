@@ -1,13 +1,17 @@
 """What trainer.backend dtensor is and can't do, before anything starts. Free of torch."""
 
+from dataclasses import replace
 from typing import Any
 
 from nemorl.checks import require
+from nemorl.models.capabilities import Capability, Proofs
+from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.limits import TrainingSections
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
+from nemorl.warn import warn
 
-traits = TrainingTraits(heads=("lm", "scalar"))
+traits = TrainingTraits(heads=("lm", "scalar"), proves=True)
 
 
 def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
@@ -19,3 +23,46 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
         config.lora.rank,
         "spread adapters by parallel.dp_shard and cp",
     )
+
+
+def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:
+    """Return settings that use what is proved of a model of type `kind`: where rows can't be
+    packed, padded or share prompts, they are computed one by one, which a warning says.
+
+    Raises: ValueError for a model that fails row by row, and for settings that ask for what fails.
+    """
+    trainer, plan, others = config.trainer, config.parallel, []
+
+    def fails(name: Capability) -> bool:
+        return not proofs[name].holds
+
+    for name in ("alone", "head"):
+        wanted = f"must give transformers' numbers here, row by row, but {proofs[name].reason}"
+        require(not fails(name), "the model", wanted, kind, "take another model, and report it")
+    asked: tuple[tuple[Capability, str, object, object], ...] = (
+        ("fsdp", "parallel", plan.data_ranks > 1 or plan.needs_ranks, plan),
+        ("tp", "parallel.tp", plan.tp > 1, plan.tp),
+        ("cp", "parallel.cp", plan.cp > 1, plan.cp),
+        ("lora", "lora.rank", config.lora.rank, config.lora.rank),
+        (
+            "recompute",
+            "parallel.activation_checkpointing",
+            plan.activation_checkpointing != "none",
+            plan.activation_checkpointing,
+        ),
+    )
+    for name, field, used, value in asked:
+        wanted = f"must be off for {kind}: {proofs[name].reason}"
+        require(not (used and fails(name)), field, wanted, value, "remove it")
+    if trainer.sequence_packing and fails("packed"):
+        trainer = replace(trainer, sequence_packing=False, packed_row_tokens=None)
+        others.append(f"rows are not packed ({proofs['packed'].reason})")
+    if trainer.share_prompts and fails("shared_prompts"):
+        trainer = replace(trainer, share_prompts=False)
+        others.append(f"prompts are not shared ({proofs['shared_prompts'].reason})")
+    if trainer.train_micro_batch_size != 1 and fails("padded"):
+        trainer = replace(trainer, train_micro_batch_size=1, micro_batch_tokens=None)
+        others.append(f"rows are computed one by one ({proofs['padded'].reason})")
+    if others:
+        warn(f"with {kind} {', '.join(others)}; nemorl models check shows what it can do")
+    return replace(config, trainer=trainer)

@@ -15,6 +15,8 @@ from nemorl.models.adapters import adapted_layers
 from nemorl.models.hub import CONFIG
 from nemorl.parallel.config import LoRAConfig
 
+FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that files give to experts' matrices, which are fused in a live model."""
 NAME = "default"
 """PEFT's name of the only adapter."""
 
@@ -50,13 +52,19 @@ def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     layers = [
         name
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and layer is not head
+        if type(layer) is nn.Linear and layer is not head  # some routers derive from it
     ]
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for name in config.target_modules:
         fits = any(f".{layer}".endswith(f".{name}") for layer in layers)
         requirement = "must name linear layers other than the output layer"
         require(fits, "lora.target_modules", requirement, name, f"there are {', '.join(known)}")
+    if any("experts" in name and tensor.ndim > 2 for name, tensor in model.named_parameters()):
+        # PEFT would take these for parts of the experts' fused matrices.
+        taken = {name for name in config.target_modules if name.rpartition(".")[2] in FUSED}
+        wanted = f"must not name {', '.join(FUSED)} in a mixture of experts"
+        require(not taken, "lora.target_modules", wanted, sorted(taken), "adapt the attention")
+        known = [name for name in known if name not in FUSED]
     return list(config.target_modules) or known
 
 

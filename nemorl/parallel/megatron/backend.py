@@ -357,7 +357,6 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     path, fresh = config.model.path, config.model.from_scratch
     trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     folder = None if fresh or given is not None else weights_folder(path, **trust)
-    trust["experts"] = True
     if folder is None and given is None:
         given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
     model = on_meta(str(folder) if given is None else given.config, **trust)

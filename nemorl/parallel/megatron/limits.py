@@ -17,6 +17,10 @@ SUPPORTED: dict[str, Any] = {
     "router_jitter_noise": 0.0,
 }
 """Values that a model's configuration must have."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""Model types whose layers megatron-core's own specs build, with tables of names (`weights`)."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary frequencies that are the model's alone, whatever lies beside a sequence."""
 traits = TrainingTraits(
     packages=("megatron", "psutil"),
     needs_ranks=True,
@@ -56,8 +60,21 @@ def check_model(model: Any) -> None:
     """Raise ValueError where a model (a Hugging Face configuration) has parts that are not
     supported.
     """
+    remedy = "take --trainer.backend dtensor"
+    wanted = f"must be {', '.join(FAMILIES)} with trainer.backend megatron"
+    require(model.model_type in FAMILIES, "the model's type", wanted, model.model_type, remedy)
+    windowed = getattr(model, "use_sliding_window", True)
+    window = getattr(model, "sliding_window", None) if windowed else None
+    kinds = set(getattr(model, "layer_types", None) or ["full_attention"])
+    wanted = "must be off with trainer.backend megatron"
+    fits = not window and kinds == {"full_attention"}
+    require(fits, "the model's sliding attention window", wanted, window, remedy)
+    # transformers 4 wrote rope_scaling.
+    given: Any = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None)
+    kind = (given or {}).get("rope_type", (given or {}).get("type", "default"))
+    wanted = f"must be one of {', '.join(ROPE_TYPES)} with trainer.backend megatron"
+    require(kind in ROPE_TYPES, "the model's rope_type", wanted, kind, remedy)
     for name, wanted in SUPPORTED.items():
         value = getattr(model, name, wanted)
         requirement = f"must be {wanted} with trainer.backend megatron"
-        remedy = "take --trainer.backend dtensor"
         require(value == wanted, f"the model's {name}", requirement, value, remedy)

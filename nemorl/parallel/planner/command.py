@@ -89,8 +89,8 @@ def find_plans(config: PlanConfig) -> Planned:
     require(
         limits.traits.experts or not model.num_local_experts,
         "trainer.backend",
-        f"must be megatron for {model.model_type}, a mixture of experts, which {backend}"
-        " neither trains nor plans",
+        f"must be megatron for {model.model_type}, a mixture of experts, whose memory on {backend}"
+        " is not known",
         backend,
         "add --trainer.backend megatron",
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from nemorl.checks import require
-from nemorl.models.hub import EXPERTS, check_supported
+from nemorl.models.hub import EXPERTS
 from nemorl.parallel.megatron.limits import check_model
 from nemorl.parallel.plan import ParallelPlan
 
@@ -166,7 +166,8 @@ def model_shape(
     """
     kind = str(config.get("model_type"))
     values = {"model_type": kind, **DEFAULTS.get(kind, {}), **config}
-    check_supported(SimpleNamespace(**values), experts=True)
+    wanted, remedy = f"must be one of {', '.join(DEFAULTS)} for nemorl plan", "plan one of them"
+    require(kind in DEFAULTS, "the model's type", wanted, kind, remedy)
     experts: dict[str, int] = {}
     if kind in EXPERTS:
         check_model(SimpleNamespace(**values))

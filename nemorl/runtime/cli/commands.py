@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
+    CheckConfig,
     EvalConfig,
     ExampleConfig,
     ExportConfig,
@@ -200,6 +201,36 @@ def plan(config: PlanConfig) -> None:
     print_plans(config, find_plans(config))
 
 
+def check_model(config: CheckConfig) -> None:
+    """Print what a model can do here, found on a tiny model of its configuration."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemorl.models.capabilities import CAPABILITIES
+    from nemorl.models.hub import check_supported, loading, read_config
+    from nemorl.parallel.proving import LIMIT, proved_now
+
+    with loading(config.model):
+        path = Path(config.model)
+        folder = str(path.parent) if path.name == "config.json" else config.model
+        of_model = read_config(folder, trust_remote_code=config.trust_remote_code)
+    check_supported(of_model)
+    console = Console(highlight=False)
+    with console.status(f"computing a tiny {of_model.model_type} in each way …"):
+        found = proved_now(of_model)
+    title = f"{of_model.model_type}: largest difference from transformers (at most {LIMIT:g})"
+    table = Table(title=title, title_justify="left")
+    for name in ("capability", "", "difference or reason"):
+        table.add_column(name)
+    for name, proof in found.items():
+        mark = "[green]yes[/]" if proof.holds else "[red]no[/]"
+        table.add_row(CAPABILITIES[name], mark, Text(str(proof)))
+    console.print(table)
+    if not found["alone"].holds:
+        raise ValueError(f"the model must be trained elsewhere: {found['alone'].reason}")
+
+
 class Command(NamedTuple):
     config: type[Any]
     execute: Callable[[Any], None]
@@ -213,4 +244,5 @@ COMMANDS = {
     "data example": Command(ExampleConfig, example),
     "data inspect": Command(InspectConfig, inspect),
     "plan": Command(PlanConfig, plan),
+    "models check": Command(CheckConfig, check_model),
 }

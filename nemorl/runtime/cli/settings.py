@@ -278,3 +278,19 @@ class InspectConfig:
 
     def __post_init__(self) -> None:
         at_least(0, rows=self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """Prove what a model can do here: rows padded and packed, prompts shared, caches, LoRA, FSDP2,
+    tensor and context parallelism, …, each against plain transformers in value and gradient.
+
+    A tiny model with random weights is made of the configuration, so the model's own weights are
+    not needed. What does not hold is not used in runs: rows are then computed one by one, and plans
+    are refused. The result is kept, for this configuration and these versions of packages.
+    """
+
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
+    """A folder or hub name of a model, or a config.json."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""

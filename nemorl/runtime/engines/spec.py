@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import require
-from nemorl.models.hub import copy_code, has_own_code
+from nemorl.models.hub import copy_code, has_own_code, max_positions
 from nemorl.models.source import ModelSource
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import FinishReason
@@ -117,7 +117,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Return the engine for a model, with or without adapters, whose weights are not read."""
     default_level = 2 if on_gpus and config.colocated else 0
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = max_positions(model.config)
     lengths = [length for length in (config.max_model_len, positions) if length is not None]
     if len(lengths) == 2 and lengths[0] > lengths[1]:
         warn(

@@ -10,11 +10,14 @@ from typing import Any
 from torch import nn
 
 from nemorl.checks import own_methods, require
+from nemorl.models.capabilities import known
+from nemorl.models.hub import check_supported
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.parallel.backends import check_training, limits_of
 from nemorl.parallel.config import BackendConfig, OptimizerConfig, ProfileConfig
 from nemorl.parallel.profiling import profile_folder
+from nemorl.parallel.proving import proved_now
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.models import BackendOrder
@@ -47,6 +50,7 @@ class Backends:
         trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
         setup = self._policy_config()
         self._require_methods(trainer, self._needs_of_policy(setup))
+        setup = self._proved(setup, launch.model)
         with self._set_up(trainer, setup, waiting_for_trainer(launch)):
             model = getattr(trainer, "model", None)
             require(
@@ -93,17 +97,34 @@ class Backends:
         """Set up another backend, of a prepared order, and shut it down at the end. No random
         number is drawn: whenever it is loaded, a run has the same ones.
         """
+        given = order.model if isinstance(order.model, nn.Module) else order.initial
         if order.own_ranks:
             backend = ranks_of(self.launch, order.name)
         elif self.ranks is not None:
             backend = self.ranks.beside(order.name)
         else:
-            given = order.model if isinstance(order.model, nn.Module) else order.initial
             backend = get_training_backend(self.launch.config.trainer.backend, given)
         generators = RandomState.now()
-        with self._set_up(backend, self._other_config(order), nullcontext()):
+        config = self._proved(self._other_config(order), given)
+        with self._set_up(backend, config, nullcontext()):
             generators.restore()
             yield backend
+
+    def _proved(self, config: BackendConfig, given: nn.Module | None) -> BackendConfig:
+        """Return settings with what is proved of the model, which is checked now if it is of a type
+        that was not checked before. Under torchrun each rank would do it, and says so.
+        """
+        launch, trust = self.launch, {"trust_remote_code": config.model.trust_remote_code}
+        of_model = model_config_of(given or config.model.path, **trust)
+        if of_model is None or not limits_of(config.trainer.backend).traits.proves:
+            return config
+        check_supported(of_model)
+        proofs = known(of_model)
+        if proofs is None and not launch.devices.torchrun:
+            what = f"checking what {of_model.model_type}, which is not in the tested table, can do"
+            with waiting(what, quiet=launch.quiet):
+                proofs = proved_now(of_model)
+        return replace(config, proofs=proofs)
 
     @contextmanager
     def _set_up(

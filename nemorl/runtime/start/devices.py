@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemorl.checks import refuse_unused, require
+from nemorl.models.hub import max_positions
 from nemorl.parallel.backends import check_training, limits_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
@@ -247,7 +248,7 @@ def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan)
     if heads is None or heads == kv_heads or plan.precision == "bfloat16":
         return
     longest = config.data.max_total_sequence_length
-    longest = min(longest, getattr(model, "max_position_embeddings", None) or longest)
+    longest = min(longest, max_positions(model) or longest)
     gigabytes = 4 * longest**2 * heads / plan.tp / 1e9
     warn(
         f"parallel.param_dtype float32 on a GPU takes attention memory that grows with the square"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from nemorl.checks import require
-from nemorl.models.hub import EXPERTS, check_supported
 from nemorl.models.source import ModelSource
 from nemorl.parallel.planner.sharing import Sharing
 from nemorl.parallel.world import DTYPES
@@ -193,15 +192,7 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
 
 def check_engines(launch: Launch, engines: GenerationConfig) -> None:
     """Raise ValueError for engines that can't run here, before ranks are started."""
-    config = launch.config
-    launch.devices.check_cluster(config, engines)
-    if not engines.traits.experts and (of_model := given_model_config(launch)):
-        kind, name = of_model.model_type, engines.backend
-        remedy = "add --generation.backend megatron, with trainer.backend megatron, or vllm"
-        able = " or ".join(name for name, traits in TRAITS.items() if traits.experts)
-        requirement = f"must be {able} to sample from {kind}, a mixture of experts"
-        require(kind not in EXPERTS, "generation.backend", requirement, name, remedy)
-        check_supported(of_model)
+    launch.devices.check_cluster(launch.config, engines)
 
 
 def given_model_config(launch: Launch) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.adapters import base_of
-from nemorl.models.hub import CONFIG, read_config
+from nemorl.models.hub import CONFIG, max_positions, read_config
 from nemorl.openmp import SPINS
 from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig
@@ -82,7 +82,7 @@ def warn_of_spinning() -> None:
 
 def within_positions(config: Config, of_model: Any) -> Config:
     """Return the config with data.max_total_sequence_length lowered to the model's positions."""
-    positions = getattr(of_model, "max_position_embeddings", None)
+    positions = None if of_model is None else max_positions(of_model)
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
         return config

@@ -1,0 +1,377 @@
+"""Proofs of what a model can do here, on a tiny model of its configuration's own class: value and
+gradient against plain transformers, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemorl.data.batch import TokenBatch, collate, each_array
+from nemorl.losses.logprobs import LogprobKind
+from nemorl.losses.types import LossOutput, Needs
+from nemorl.models.adapters import full_tensor, live_tensors
+from nemorl.models.capabilities import (
+    ASSUMED,
+    CAPABILITIES,
+    Capability,
+    Proof,
+    Proofs,
+    as_json,
+    from_json,
+    keep,
+)
+from nemorl.models.hub import has_own_code, read_config
+from nemorl.models.tiny import tiny_config, tiny_model
+from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+
+LIMIT = 5e-5
+"""Largest difference of float32 that is rounding: of a log-probability, and of a gradient relative
+to the largest of its parameter.
+"""
+PLANS: dict[Capability, tuple[ParallelPlan, ...]] = {
+    "fsdp": (ParallelPlan(dp_shard=2),),
+    "tp": (ParallelPlan(tp=2), ParallelPlan(tp=2, sequence_parallel=False)),
+    "cp": (ParallelPlan(cp=2), ParallelPlan(cp=2, cp_method="allgather")),
+}
+"""Plans for two ranks that prove a capability."""
+ROWS = TrainerConfig(train_micro_batch_size=1, share_prompts=False)
+TRAINERS: dict[Capability, TrainerConfig] = {
+    "alone": ROWS,
+    "padded": TrainerConfig(share_prompts=False),
+    "packed": TrainerConfig(sequence_packing=True, packed_row_tokens=48, share_prompts=False),
+    "shared_prompts": TrainerConfig(),
+    "head": replace(ROWS, logprob_chunk=3),
+    "recompute": ROWS,
+}
+"""How rows are computed to prove a capability, on one device."""
+TIMEOUT_S = 300.0
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Log-probabilities and entropies of responses, and the gradients of their weighted sum."""
+
+    values: list[Tensor]
+    gradients: dict[str, Tensor]
+
+    def worst(self, other: Outputs) -> float:
+        """Return the largest difference from other outputs; infinity where a gradient lacks."""
+        pairs = zip(self.values, other.values, strict=True)
+        found = max(float((a - b).abs().max()) for a, b in pairs)
+        if self.gradients.keys() != other.gradients.keys():
+            return float("inf")
+        top = max(float(x.abs().max()) for x in self.gradients.values())
+        for name, own in self.gradients.items():
+            size = max(float(own.abs().max()), 0.01 * top)
+            found = max(found, float((own - other.gradients[name]).abs().max()) / size)
+        return found
+
+
+def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
+    """Prove what models with a Hugging Face configuration can do here, in seconds.
+
+    A tiny model with random weights and every kind of layer is computed by nemorl, on `device` and
+    on two ranks of this machine's CPU, and sequence by sequence by transformers' plain ("eager")
+    code, in float32. Values and gradients may differ by rounding alone.
+
+    Returns: of each capability whether it holds, with the largest difference, or why not.
+    Raises: ValueError for a configuration from which no tiny model can be made.
+    """
+    tiny = tiny_config(config)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny.save_pretrained(folder)
+        ranks = _start_ranks(folder, trust=has_own_code(config))
+        try:
+            found = on_one_device(tiny, device)
+            return {**found, **_of_ranks(ranks, folder)}
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def proved_now(config: Any) -> Proofs:
+    """Prove what models with a configuration can do, and keep it for later runs."""
+    found = prove(config)
+    keep(config, found)
+    return found
+
+
+def on_one_device(config: Any, device: str = "cpu") -> dict[Capability, Proof]:
+    """Prove what takes one device, of a tiny configuration."""
+    model, rows = tiny_model(config).to(device), samples(config.vocab_size)
+    plain, warm = (expected(model, rows, temperature) for temperature in (1.0, 0.7))
+    tries: dict[Capability, Callable[[], float]] = {}
+    for name, trainer in TRAINERS.items():
+        settings = _settings(replace(trainer, device=device))
+        if name == "recompute":
+            plan = replace(settings.parallel, activation_checkpointing="full")
+            settings = replace(settings, parallel=plan)
+        of, temperature = (warm, 0.7) if name == "head" else (plain, 1.0)
+        tries[name] = partial(_differs, of, model, rows, settings, temperature)
+    tries["left_padded"] = partial(tries["padded"], left=True)  # type: ignore[call-arg]
+    tries["lora"] = partial(_adapted, model, rows, _settings(replace(ROWS, device=device)))
+    tries["export"] = partial(_exported, model, rows, _settings(replace(ROWS, device=device)))
+    tries["cached"] = partial(_sampled, model, rows)
+    return {name: _proof(tries[name]) for name in CAPABILITIES if name in tries}
+
+
+def _proof(attempt: Callable[[], float]) -> Proof:
+    try:
+        worst = attempt()
+    except Exception as error:  # whatever a model's own code raises
+        first = next(iter(str(error).strip().splitlines()), "")
+        return Proof(False, None, f"{type(error).__name__}: {first}"[:200])
+    if worst <= LIMIT:
+        return Proof(True, worst)
+    return Proof(False, worst, f"numbers differ by {worst:.2g}")
+
+
+def samples(vocab_size: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompts and responses, of which each two share a prompt."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, vocab_size, (count,), generator=generator).tolist()
+
+    prompts = [tokens(6), tokens(9)]
+    return [(prompts[row // 2], tokens(count)) for row, count in enumerate((15, 4, 12, 20))]
+
+
+def expected(
+    model: Any, rows: Iterable[tuple[list[int], list[int]]], temperature: float
+) -> Outputs:
+    """Compute each sequence alone by the model's own forward pass."""
+    model.zero_grad()
+    values, total = [], torch.zeros(())
+    for prompt, response in rows:
+        ids = torch.tensor([prompt + response], device=_device(model))
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        every = (logits / temperature).log_softmax(-1)
+        entropy = -(every.exp() * every).sum(-1)
+        logprobs = every.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        total = total.to(ids.device) + (_weights(response).to(ids.device) * logprobs).sum()
+        values += [logprobs.detach().cpu(), entropy.detach().cpu()]
+    total.backward()
+    return Outputs(values, _gradients(model))
+
+
+def computed(
+    model: Any,
+    rows: list[tuple[list[int], list[int]]],
+    settings: BackendConfig,
+    temperature: float = 1.0,
+    *,
+    left: bool = False,
+) -> Outputs:
+    """Compute the same by the training backend.
+
+    left: rows are padded on the left.
+    """
+    with trained(copy.deepcopy(model), settings) as backend:
+        batch = batch_of(rows, temperature)
+        if left:
+            shifts = batch.input_ids.shape[1] - batch.lengths
+            batch = each_array(batch, lambda x, free: _rolled(x, shifts))
+        backend.forward_backward(batch, weighted)
+        output = backend.compute(batch, Needs(entropy=True))
+        values = []
+        for row in range(len(rows)):
+            mask = batch.response_mask[row]
+            values += [output.token_logprobs[row][mask], output.entropy[row][mask]]
+        return Outputs([x.detach().cpu() for x in values], _gradients(backend.model))
+
+
+def _rolled(values: Tensor, shifts: Tensor) -> Tensor:
+    pairs = zip(values, shifts.tolist(), strict=True)
+    return torch.stack([row.roll(shift, 0) for row, shift in pairs])
+
+
+def weighted(output: Any, batch: TokenBatch) -> LossOutput:
+    """Return the sum of the weighted log-probabilities."""
+    return LossOutput((output.token_logprobs * batch.loss_weights).sum(), {})
+
+
+def batch_of(rows: Iterable[tuple[list[int], list[int]]], temperature: float = 1.0) -> TokenBatch:
+    """Return sequences as a batch that is trained on."""
+    examples = []
+    for prompt, response in rows:
+        mask = [False] * len(prompt) + [True] * len(response)
+        ids = prompt + response
+        examples.append({"input_ids": ids, "loss_mask": mask, "response_mask": mask})
+    batch = collate(examples, logprob_kind=LogprobKind(temperature=temperature))
+    weights = torch.zeros(batch.input_ids.shape)
+    weights[batch.loss_mask] = torch.cat([_weights(response) for _, response in rows])
+    return replace(batch, loss_weights=weights)
+
+
+def _weights(response: list[int]) -> Tensor:
+    return torch.linspace(-1, 1, len(response))
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    found = {
+        name: full_tensor(p.grad) for name, p in live_tensors(model).items() if p.grad is not None
+    }
+    return {name: gradient.detach().cpu().clone() for name, gradient in found.items()}
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _settings(trainer: TrainerConfig, **others: Any) -> BackendConfig:
+    plan = ParallelPlan(param_dtype="float32")
+    return BackendConfig(**{"trainer": trainer, "parallel": plan, "proofs": ASSUMED, **others})
+
+
+@contextmanager
+def trained(model: Any, settings: BackendConfig) -> Iterator[Any]:
+    """Have a training backend for a model in the block."""
+    from nemorl.parallel.dtensor.backend import DTensorBackend
+
+    backend = DTensorBackend(model)
+    try:
+        backend.setup(settings)
+        yield backend
+    finally:
+        backend.shutdown()
+
+
+def _differs(
+    of: Outputs, model: Any, rows: Any, settings: BackendConfig, temperature: float, **how: Any
+) -> float:
+    return of.worst(computed(model, rows, settings, temperature, **how))
+
+
+def _logprobs_differ(model: Any, rows: Any, found: Iterable[Tensor]) -> float:
+    with torch.enable_grad():
+        own = expected(model, rows, 1.0).values[::2]
+    return max(float((a - b.cpu()).abs().max()) for a, b in zip(own, found, strict=True))
+
+
+def _adapted(model: Any, rows: Any, settings: BackendConfig) -> float:
+    """Train adapters, and compare them with the merged weights in a plain model."""
+    settings = replace(
+        settings, lora=LoRAConfig(rank=4, alpha=8), optimizer=OptimizerConfig(lr=0.05)
+    )
+    batch = batch_of(rows)
+    plain = copy.deepcopy(model)
+    with trained(copy.deepcopy(model), settings) as backend:
+        backend.train_step(batch, weighted)
+        found = backend.get_logprobs(batch).values
+        plain.load_state_dict(dict(backend.weights()), strict=False)
+    return _logprobs_differ(plain, rows, _of_responses(found, batch))
+
+
+def _of_responses(values: Tensor, batch: TokenBatch) -> list[Tensor]:
+    return [row[mask] for row, mask in zip(values, batch.response_mask, strict=True)]
+
+
+def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
+    """Write a checkpoint after a step, and load it as any user of transformers would."""
+    from transformers import AutoModelForCausalLM
+
+    batch = batch_of(rows)
+    with tempfile.TemporaryDirectory() as name, trained(copy.deepcopy(model), settings) as backend:
+        backend.train_step(batch, weighted)
+        found = backend.get_logprobs(batch).values
+        backend.save_checkpoint(Path(name) / "model")
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            Path(name) / "model",
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=has_own_code(model.config),
+        )
+    return _logprobs_differ(read.to(_device(model)), rows, _of_responses(found, batch))
+
+
+def _sampled(model: Any, rows: Any) -> float:
+    """Sample with a cache, more sequences than slots, and score each response alone."""
+    prompts = [rows[0][0], rows[2][0]]
+    engine = TorchGenerationBackend(model=copy.deepcopy(model), cached=True)
+    engine.setup(GenerationConfig(max_batch_size=3))
+    params = SamplingParams(n=2, max_new_tokens=24, ignore_eos=True, seed=3)
+    answers = engine.generate(prompts, params)
+    engine.shutdown()
+    pairs = [(prompts[i // 2], list(each.token_ids)) for i, each in enumerate(answers)]
+    found = [torch.tensor(each.logprobs) for each in answers]
+    return _logprobs_differ(model, pairs, found)
+
+
+def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
+    """Start two ranks, which write what they find to RESULT."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", __name__, str(folder), *["trust"] * trust]
+    started = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"rank{rank}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, env={**os.environ, **shared, **own}, stdout=log, stderr=log
+            )
+        started.append(process)
+    return started
+
+
+def _of_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> dict[Capability, Proof]:
+    try:
+        for rank in ranks:
+            rank.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass
+    if (result := folder / RESULT).is_file():
+        return {**from_json(result.read_bytes())}
+    lines = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()
+    reason = f"the ranks of the check ended without a result ({lines[-1] if lines else 'silent'})"
+    return {name: Proof(False, None, reason) for name in PLANS}
+
+
+def on_ranks(config: Any) -> dict[Capability, Proof]:
+    """Prove what takes two ranks, of which this process is one, of a tiny configuration."""
+    model, rows = tiny_model(config), samples(config.vocab_size)
+    of = expected(model, rows, 1.0)
+    trainer = TrainerConfig(device="cpu", share_prompts=False)
+
+    def attempt(plans: tuple[ParallelPlan, ...]) -> float:
+        own = [replace(plan, param_dtype="float32") for plan in plans]
+        each = (_settings(trainer, parallel=plan) for plan in own)
+        return max(_differs(of, model, rows, settings, 1.0) for settings in each)
+
+    return {name: _proof(partial(attempt, plans)) for name, plans in PLANS.items()}
+
+
+def _be_rank(folder: Path, *, trust: bool) -> None:
+    found = on_ranks(read_config(str(folder), trust_remote_code=trust))
+    if os.environ["RANK"] == "0":
+        aside = folder / "result.tmp"
+        aside.write_text(as_json(found))
+        aside.replace(folder / RESULT)
+
+
+if __name__ == "__main__":
+    _be_rank(Path(sys.argv[1]), trust="trust" in sys.argv)
+    os._exit(0)  # process groups' threads would be waited for

@@ -112,10 +112,19 @@ class TrainerConfig:
         )
 
 
+FOR_MUON = ("adjust_lr", "adamw_lr", "momentum", "nesterov", "ns_steps")
+"""Settings of the section optimizer for Muon alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule and gradient clipping."""
+    """AdamW or another optimizer, its learning-rate schedule and gradient clipping."""
 
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw, adamw8bit (bitsandbytes' AdamW, whose state is in 8 bits for the matrices of hidden
+    layers) or muon (Muon for the matrices of hidden layers). Embeddings, the output layer and
+    vectors are AdamW's in each.
+    """
     lr: float = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -137,7 +146,21 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0
     """Largest global gradient norm; above it gradients are scaled down. None: no clipping."""
     implementation: Literal["fused", "foreach"] = "fused"
-    """Kernels of a step: one for the whole step, or one for each operation on all parameters."""
+    """Kernels of AdamW's step: one for the whole step, or one for each operation on all parameters.
+    """
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """What Muon multiplies lr by, for a matrix of r rows and c columns: match_rms_adamw (0.2
+    √max(r, c), Moonlight's, with which the lr and weight decay of AdamW suit Muon, too) or original
+    (√max(1, r / c), Keller Jordan's, for which an lr of 0.02 is usual).
+    """
+    adamw_lr: float | None = None
+    """Peak learning rate of what Muon leaves to AdamW. None: lr."""
+    momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient."""
+    nesterov: bool = True
+    """Use Nesterov's momentum in Muon."""
+    ns_steps: int = 5
+    """Newton-Schulz steps by which Muon makes an update orthogonal."""
 
     def __post_init__(self) -> None:
         require(
@@ -165,7 +188,15 @@ class OptimizerConfig:
             self.max_grad_norm,
             "1.0 is usual",
         )
-        for name in ("beta1", "beta2"):
+        rate = self.adamw_lr
+        fits = rate is None or 0 < rate < math.inf
+        require(fits, "optimizer.adamw_lr", "must be positive and finite", rate, "1e-5 is usual")
+        fits, remedy = 1 <= self.ns_steps < 100, "5 is usual"
+        require(fits, "optimizer.ns_steps", "must lie in 1 … 99", self.ns_steps, remedy)
+        if self.name != "muon":
+            requirement, remedy = "needs optimizer.name muon", "add --optimizer.name muon"
+            refuse_unused("optimizer", self, requirement, remedy, names=FOR_MUON)
+        for name in ("beta1", "beta2", "momentum"):
             require(
                 0 <= getattr(self, name) < 1,
                 f"optimizer.{name}",

@@ -27,7 +27,7 @@ from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
-from nemorl.parallel.checkpoint import CheckpointWriter, Saved
+from nemorl.parallel.checkpoint import CheckpointWriter, Saved, kind_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import limits, mesh
@@ -36,12 +36,12 @@ from nemorl.parallel.dtensor.checkpoint import contents_of, load
 from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
 from nemorl.parallel.dtensor.offload import Offloaded
+from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
-from nemorl.parallel.optimizer import make_optimizer
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.varlen import kernel_of
@@ -211,8 +211,7 @@ class DTensorBackend(Accumulating):
         if (limit := self.config.optimizer.max_grad_norm) is not None:
             parameters = self.model.parameters()
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.set_lr(lr)
         self.optimizer.step()
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -254,7 +253,7 @@ class DTensorBackend(Accumulating):
         """
         self._require_training()
         assert self._writer is not None
-        state = {"step": self.step, "base": self._base}
+        state = {"step": self.step, "base": self._base, **kind_of(self.config.optimizer)}
         contents = contents_of(self.model, self.optimizer, self.world)
         self._writer.save(contents, path, state=state, background=background)
 
@@ -265,6 +264,7 @@ class DTensorBackend(Accumulating):
     def load_checkpoint(self, path: Path) -> None:
         self._require_training()
         saved = Saved(path, self.world)
+        saved.require_optimizer(self.config.optimizer.name)
         with_adapters = (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
         requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"

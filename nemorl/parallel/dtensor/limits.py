@@ -1,5 +1,6 @@
 """What trainer.backend dtensor is and can't do, before anything starts. Free of torch."""
 
+from importlib.util import find_spec
 from typing import Any
 
 from nemorl.checks import require
@@ -11,7 +12,14 @@ traits = TrainingTraits(heads=("lm", "scalar"))
 
 
 def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
-    """Raise ValueError for adapters with tensor parallelism."""
+    """Raise ValueError for adapters with tensor parallelism, and for an optimizer that is not
+    installed.
+    """
+    if config.optimizer.name == "adamw8bit" and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "optimizer.name adamw8bit needs the package bitsandbytes, which can't be imported: pip"
+            " install 'nemorl[bitsandbytes]'"
+        )
     require(
         not (config.lora.rank and plan.tp > 1),
         "lora.rank",

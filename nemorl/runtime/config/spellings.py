@@ -237,10 +237,7 @@ TRL: dict[str, str | Absent] = {
         " generation.temperature, top_k, top_p and min_p are there",
         "numerics.md#log-probabilities-carry-the-distribution-they-were-computed-under",
     ),
-    "optim": Absent(
-        "the optimizer is AdamW, with a learning rate, decay and schedule",
-        "configuration.md#optimizer",
-    ),
+    "optim": "optimizer.name",
     "args": Absent(
         "settings are keyword arguments of nemorl.train, or of a trainer's from_pretrained",
         "coming-from.md#from-trl",

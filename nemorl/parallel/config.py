@@ -1,6 +1,8 @@
 """Sections that set up a training backend: frozen, free of torch, checked when made."""
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -206,6 +208,12 @@ class OptimizerConfig:
             )
 
 
+def matching(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
+    """Return what the first of PEFT's patterns that fits a layer's name gives, if one does."""
+    fits = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer))
+    return next(fits, otherwise)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Small adapters that are trained in place of the model's weights (LoRA, through PEFT)."""
@@ -216,6 +224,12 @@ class LoRAConfig:
     """
     alpha: float = 32.0
     """Scale of the adapters: alpha / rank."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Other ranks for some layers, such as {"q_proj": 8, "layers.1.mlp.down_proj": 32}: PEFT's
+    rank_pattern, ends of layers' names or regular expressions, of which the first that fits counts.
+    """
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Other alphas for some layers, as in rank_pattern. A layer's scale is its alpha / its rank."""
     dropout: float = 0.0
     """Share of an adapter's inputs dropped in training. Keep it 0 in RL, where the trained model
     should be the one that sampled.
@@ -245,8 +259,29 @@ class LoRAConfig:
             self.dropout,
             "0.05 is usual in SFT, 0 in RL",
         )
+        for name, values in self.patterns().items():
+            for key, value in values.items():
+                field_name, remedy = f"lora.{name}, for {key}", "remove it"
+                require(value > 0, field_name, "must be positive", value, remedy)
+                try:
+                    re.compile(key)
+                except re.error as error:
+                    must, fits = "must be a regular expression", f"it is none ({error}): correct it"
+                    require(False, f"lora.{name}", must, key, fits)
         if not self.rank:
             refuse_unused("lora", self, "needs lora.rank", "add --lora.rank 16, or remove it")
+
+    def patterns(self) -> dict[str, dict[str, Any]]:
+        """Return rank_pattern and alpha_pattern by name."""
+        return {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of a layer's adapter.
+
+        >>> LoRAConfig(rank=4, rank_pattern={"q_proj": 8}).rank_of("layers.0.self_attn.q_proj")
+        8
+        """
+        return matching(self.rank_pattern, layer, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

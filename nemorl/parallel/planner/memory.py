@@ -88,8 +88,16 @@ class Step:
     def adapters(self) -> Iterator[Matrix]:
         """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
         for name, (rows, columns) in self.adapted().items():
-            yield Matrix(f"{name}.lora_A.weight", (self.work.lora.rank, columns))
-            yield Matrix(f"{name}.lora_B.weight", (rows, self.work.lora.rank))
+            rank = self.rank_of(name)
+            yield Matrix(f"{name}.lora_A.weight", (rank, columns))
+            yield Matrix(f"{name}.lora_B.weight", (rows, rank))
+
+    def rank_of(self, name: str) -> int:
+        """Return the largest rank that a layer's adapter of this name has."""
+        layers = range(self.model.num_hidden_layers)
+        block = "self_attn" if name[0] in "qkvo" else "mlp"
+        names = (f"model.layers.{number}.{block}.{name}" for number in layers)
+        return max(self.work.lora.rank_of(each) for each in names)
 
     def adapter_parameters(self) -> int:
         return self.model.num_hidden_layers * sum(each.size for each in self.adapters())
@@ -237,7 +245,7 @@ class Step:
         attention = (q * (2 + twice) + 2 * self.kept_keys()) * size
         attention += 4 * (model.num_attention_heads // plan.tp)
         feed_forward = (3 + ("down_proj" in reads)) * inner * size
-        between = len(adapted) * self.work.lora.rank * size
+        between = sum(map(self.rank_of, adapted)) * size
         return self.tokens * (norms + head_norms + attention + feed_forward + between)
 
     def kept_per_layer(self) -> int:
@@ -309,5 +317,6 @@ def kept_products(step: Step) -> int:
         width = rows if axis else rows // step.plan.tp
         with_bias += width * bias
         without += [width] * (not bias)
-        without += [step.work.lora.rank, width] * (name.split(".")[1] in adapted)
+        own = name.split(".")[1]
+        without += [step.rank_of(own), width] * (own in adapted)
     return step.heads_width[0] + with_bias + sum(without[::2])

@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 from typing import Any
 
-from nemorl.checks import require
 from nemorl.parallel.limits import TrainingSections
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
@@ -12,18 +11,9 @@ traits = TrainingTraits(heads=("lm", "scalar"))
 
 
 def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
-    """Raise ValueError for adapters with tensor parallelism, and for an optimizer that is not
-    installed.
-    """
+    """Raise ValueError for an optimizer that is not installed."""
     if config.optimizer.name == "adamw8bit" and find_spec("bitsandbytes") is None:
         raise ValueError(
             "optimizer.name adamw8bit needs the package bitsandbytes, which can't be imported: pip"
             " install 'nemorl[bitsandbytes]'"
         )
-    require(
-        not (config.lora.rank and plan.tp > 1),
-        "lora.rank",
-        "must be 0 with parallel.tp above 1",
-        config.lora.rank,
-        "spread adapters by parallel.dp_shard and cp",
-    )

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from nemorl.models.causal_lm import head_of, is_scalar
+from nemorl.parallel.dtensor.lora_parallel import spread_adapters
 from nemorl.parallel.dtensor.titan import NoParallel
 
 
@@ -45,7 +46,8 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
         )
     parallelize_module(decoder, mesh, outer)
     for layer in decoder.layers:
-        parallelize_module(layer, mesh, layer_plan(layer, sequence_parallel=sequence_parallel))
+        plan = layer_plan(layer, sequence_parallel=sequence_parallel)
+        parallelize_module(layer, mesh, spread_adapters(layer, mesh, plan))
     # The embedding gives an asynchronous tensor, and a compiled layer that begins with one drops
     # its gradient (torch 2.13).
     decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output.clone())

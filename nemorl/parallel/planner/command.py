@@ -135,7 +135,7 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     """Yield the plans that the settings allow, even if they don't suit the model."""
     gpus, asked, traits = config.gpus, config.parallel, limits_of(config.trainer.backend).traits
     for tp, pp, cp, shard in product(
-        _degrees(asked.tp, gpus, free=not config.lora.rank),
+        _degrees(asked.tp, gpus),
         _degrees(asked.pp, gpus, free=traits.pipelines),
         _degrees(asked.cp, gpus),
         _degrees(asked.dp_shard, gpus),

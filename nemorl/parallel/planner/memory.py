@@ -87,10 +87,11 @@ class Step:
 
     def adapters(self) -> Iterator[Matrix]:
         """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
+        axes = {name.split(".")[1]: axis for name, *_, axis in self.model.linear()}
         for name, (rows, columns) in self.adapted().items():
-            rank = self.rank_of(name)
-            yield Matrix(f"{name}.lora_A.weight", (rank, columns))
-            yield Matrix(f"{name}.lora_B.weight", (rows, rank))
+            rank, cut = self.rank_of(name), axes[name]
+            yield Matrix(f"{name}.lora_A.weight", (rank, columns), cut or None)
+            yield Matrix(f"{name}.lora_B.weight", (rows, rank), None if cut else cut)
 
     def rank_of(self, name: str) -> int:
         """Return the largest rank that a layer's adapter of this name has."""

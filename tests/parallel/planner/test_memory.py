@@ -219,6 +219,8 @@ RARE = {
     "LoRA of wide layers": ("mistral", SHARDED, replace(SHORT, lora=RANK)),
     "LoRA, HSDP": ("llama", HSDP, LORA),
     "LoRA, CP": ("llama", CP, LORA),
+    "LoRA, TP": ("llama", TP, LORA),
+    "LoRA, TP without SP": ("llama", replace(TP, sequence_parallel=False), LORA),
     "LoRA, offload": ("llama", OFFLOAD, LORA),
 }
 

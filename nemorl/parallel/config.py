@@ -275,6 +275,11 @@ class LoRAConfig:
         """Return rank_pattern and alpha_pattern by name."""
         return {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
 
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest rank of any layer; 0 without adapters."""
+        return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
+
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer's adapter.
 

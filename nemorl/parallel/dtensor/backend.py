@@ -20,6 +20,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
+from nemorl.models.adapters import Adapters, merged_tensors
 from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported
@@ -214,17 +215,20 @@ class DTensorBackend(Accumulating):
         self.optimizer.set_lr(lr)
         self.optimizer.step()
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
 
         Those of a sharded model are gathered one by one: all ranks go through them together. While
         they are offloaded, each is a copy on the device.
 
         dtype: cast to it before they are gathered.
+        adapters: apart: matrices as they are, and then the adapters; alone: the adapters only.
         """
         self._drop_gradients()
-        model = self._loaded()
-        yield from adapters.merged_tensors(model, dtype=dtype, present=self._away.present)
+        options: Any = {"dtype": dtype, "present": self._away.present, "adapters": adapters}
+        yield from merged_tensors(self._loaded(), **options)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move parameters, gradients, optimizer state and the reference model to main memory. They

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import adapted_layers
+from nemorl.models.adapters import PREFIX, adapted_layers
 from nemorl.models.hub import CONFIG
 from nemorl.parallel.config import LoRAConfig, matching
 
@@ -108,7 +108,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters' live parameters under their names in PEFT's files."""
     return {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[NAME].weight
+        f"{PREFIX}{name}.{part}.weight": getattr(layer, part)[NAME].weight
         for name, layer in adapted_layers(model).items()
         for part in ("lora_A", "lora_B")
     }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.models.hub import CONFIG, DAMAGED_PICKLE
+from nemorl.models.quantized import dequantize_layers, dequantized, is_quantized
 
 PREFIX = "base_model.model."
 """What PEFT's names of adapters' matrices begin with."""
@@ -53,12 +54,14 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, of tied ones the first."""
+    """Return parameters and persistent buffers by name, of tied ones the first. What a weight in 4
+    bits has besides is left out.
+    """
     seen: dict[int, str] = {}
     return {
         canonical(name): tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if seen.setdefault(id(tensor), name) == name
+        if seen.setdefault(id(tensor), name) == name and ".weight." not in name
     }
 
 
@@ -81,8 +84,8 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the model has once adapters are merged, under Hugging Face's names.
 
-    An adapted weight is a new tensor, W + alpha/rank · B A; all others are the live ones. Those of
-    a sharded model are gathered one by one: a collective call.
+    An adapted weight is a new tensor, W + alpha/rank · B A, as is one in 4 bits; all others are the
+    live ones. Those of a sharded model are gathered one by one: a collective call.
 
     dtype: cast to it, before they are gathered.
     present: returns a tensor to read, where a live one may be offloaded.
@@ -95,6 +98,8 @@ def merged_tensors(
         owner, adapted, leaf = name.partition(".base_layer.")
         merges = adapted and leaf == "weight" and adapters == "merged"
         value = present(tensor.detach())
+        if is_quantized(tensor):
+            value = dequantized(tensor, value)
         value = full_tensor(value if merges or dtype is None else value.to(dtype))
         if merges:
             layer = layers[owner]
@@ -125,6 +130,7 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the adapters into the weights in place: the model is a plain one with equal outputs."""
+    dequantize_layers(model)
     for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())

@@ -238,6 +238,10 @@ class LoRAConfig:
     """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all but
     the output layer.
     """
+    quantize: Literal["none", "nf4"] = "none"
+    """Keep the frozen linear layers, but the output layer, in 4 bits (QLoRA, by bitsandbytes, also
+    on CPUs). On one device, in a process by itself.
+    """
     export: Literal["merged", "adapter"] = "merged"
     """Contents of hf/: the whole model, with the adapters merged into its weights, or a PEFT folder
     of the adapters alone, for use with their base.

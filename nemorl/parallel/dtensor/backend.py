@@ -24,6 +24,7 @@ from nemorl.models.adapters import Adapters, merged_tensors
 from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported
+from nemorl.models.quantized import quantize_layers
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
@@ -99,6 +100,7 @@ class DTensorBackend(Accumulating):
             _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank
         if is_started_as_rank():
+            limits.check_quantized(config.lora.quantize, ranks=True)
             self._set_up_sharded(keeps_reference)
         else:
             self._set_up_plain(keeps_reference)
@@ -131,7 +133,8 @@ class DTensorBackend(Accumulating):
                 path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
             )
         check_supported(model.config)  # also one that was given
-        model = model.to(device=self.device, dtype=torch.float32)
+        quantized = config.lora.quantize != "none"
+        model = model.to(device=None if quantized else self.device, dtype=torch.float32)
         self._found = Found(
             attention=model.config._attn_implementation,
             training=model.training,
@@ -139,6 +142,9 @@ class DTensorBackend(Accumulating):
         )
         self._model = model  # from here on shutdown() has something to undo
         self._base = fingerprint(model)
+        if quantized:
+            quantize_layers(model, device=self.device, dtype=DTYPES[plan.precision])
+            model.to(device=self.device)
         if config.lora.rank:
             base = _lasting_name(path or getattr(model, "name_or_path", ""))
             add_adapters(model, config.lora, base=base, seed=config.seed)

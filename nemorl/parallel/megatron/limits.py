@@ -17,6 +17,9 @@ SUPPORTED: dict[str, Any] = {
     "router_jitter_noise": 0.0,
 }
 """Values that a model's configuration must have."""
+# No adapters: PEFT adapts nn.Linear, and here q, k and v are one matrix of another class, whose
+# adapter would be another model. megatron-core's own are in Megatron-Bridge, which needs
+# Transformer Engine.
 traits = TrainingTraits(
     packages=("megatron", "psutil"),
     needs_ranks=True,

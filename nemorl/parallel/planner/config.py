@@ -61,7 +61,7 @@ class PlanConfig:
             *("share_prompts", "device", "router_replay"),
             *("router_aux_loss_coef", "deterministic"),
         ),
-        "lora": all_but(LoRAConfig, "rank", "target_modules"),
+        "lora": all_but(LoRAConfig, "rank", "target_modules", "rank_pattern", "quantize"),
         "generation": all_but(
             *(GenerationConfig, "backend", "colocated"),
             *("max_batch_size", "tensor_parallel_size"),

@@ -15,6 +15,9 @@ ENGINE = 2 * 10**9
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
 
+QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a parameter in 4 bits: a block of 64 has a scale of 8 bits, and 256 of these another."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -111,6 +114,12 @@ class Step:
         """Return the parameters that a device keeps, adapters among them."""
         return self.model.shard_parameters(self.plan) + self._adapter_shard()
 
+    def quantized(self) -> int:
+        """Return the parameters that are in 4 bits."""
+        sizes = [rows * columns for _, (rows, columns), *_ in self.model.linear()]
+        nf4 = self.work.lora.quantize != "none"
+        return self.model.num_hidden_layers * sum(sizes) if nf4 else 0
+
     def trained(self) -> int:
         """Return the parameters that a device trains."""
         return self._adapter_shard() if self.work.lora.rank else self.kept()
@@ -125,7 +134,7 @@ class Step:
         if self.plan.cpu_offload:
             return Memory()
         return Memory(
-            parameters=STATE * self.kept(),
+            parameters=STATE * self.kept() - round((STATE - QUANTIZED) * self.quantized()),
             optimizer=2 * STATE * self.trained(),
             reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )

@@ -79,6 +79,18 @@ def test_the_engine_applies_the_adapters_of_each_update(kind, sent):
     assert sent == [bases | adapters, adapters, adapters], "the base goes once"
 
 
+@pytest.mark.parametrize("adapter_rank", [0, 4], ids=["merged", "apart"])
+def test_a_base_in_4_bits_is_sent_as_what_it_stands_for(adapter_rank):
+    pytest.importorskip("bitsandbytes")
+    made = trainer("llama", quantize="nf4")
+    generator = vllm_backend(made.model, adapter_rank=adapter_rank)
+    for step in range(2):
+        sync_weights(made, generator)
+        own, reference = gaps(made, generator, step)
+        assert own < 1e-4 and (reference > 0.01) == (step > 0)
+        made.train_step(random_batch([5, 9, 20], seed=step), nll_loss)
+
+
 def test_adapters_of_some_layers_and_none():
     """Layers without one get no adapter; weights without adapters are sampled from as they are."""
     made = trainer("llama", target_modules=("v_proj", "layers.1.mlp.up_proj"))

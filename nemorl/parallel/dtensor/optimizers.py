@@ -79,7 +79,9 @@ class Muon(torch.optim.Muon):
                 whole = full_tensor(self._update(matrix, group))
                 own = _orthogonal(whole, group) if rank == this else own
             for rank, matrix in enumerate(turn):
-                change = own if rank == this else torch.empty(matrix.shape, device=own.device)
+                change = own
+                if rank != this:
+                    change = torch.empty(matrix.shape, device=_local(matrix).device)
                 dist.broadcast(change, group=ranks, group_src=rank)
                 places = matrix.placements
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])

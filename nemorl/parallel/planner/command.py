@@ -94,8 +94,9 @@ def find_plans(config: PlanConfig) -> Planned:
         backend,
         "add --trainer.backend megatron",
     )
+    sections = {name: getattr(config, name) for name in ("trainer", "optimizer", "lora")}
     for plan in candidates(config, model):
-        run = BackendConfig(trainer=config.trainer, lora=config.lora, parallel=plan)
+        run = BackendConfig(**sections, parallel=plan)
         problems = list(plan.problems(model, traits=limits.traits))
         try:
             check_settings(run, None, plan, limits)
@@ -257,7 +258,9 @@ def other_flags(config: PlanConfig) -> str:
     if config.engines:
         replicas = config.gpus // config.generation.tensor_parallel_size
         generation = replace(config.generation, num_replicas=replicas)
-    return _flags(trainer=trainer, lora=config.lora, generation=generation)
+    return _flags(
+        trainer=trainer, optimizer=config.optimizer, lora=config.lora, generation=generation
+    )
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:

@@ -15,6 +15,8 @@ ENGINE = 2 * 10**9
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
 
+SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
+"""Bytes that an optimizer keeps less than AdamW of a parameter in a layer's matrices."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a parameter in 4 bits: a block of 64 has a scale of 8 bits, and 256 of these another."""
 
@@ -133,9 +135,13 @@ class Step:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
+        hidden = self._adapter_shard()
+        if not self.work.lora.rank:
+            matrices = (each for each in self.model.layer() if len(each.shape) == 2)
+            hidden = self.model.num_hidden_layers * sum(each.shard(self.plan) for each in matrices)
         return Memory(
             parameters=STATE * self.kept() - round((STATE - QUANTIZED) * self.quantized()),
-            optimizer=2 * STATE * self.trained(),
+            optimizer=2 * STATE * self.trained() - round(SPARED[self.work.optimizer.name] * hidden),
             reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )
 

@@ -283,7 +283,8 @@ class WeightSender:
         shapes = dict(self.expected if weights is not None else {})
         shapes |= {name: tuple(tensor.shape) for name, tensor in adapters.items()}
         held = itertools.chain.from_iterable(self._buckets(self._noted(adapters.items(), sent)))
-        calls = self.start("finish_weights", self.version, shapes, ray.put(list(held)))
+        stored = (ray.put(list(held)),) if adapters else ()
+        calls = self.start("finish_weights", self.version, shapes, *stored)
         self.readings.update(self.wait(calls))
 
     def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:

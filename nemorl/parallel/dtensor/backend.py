@@ -40,6 +40,12 @@ from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
 from nemorl.parallel.dtensor.offload import Offloaded
 from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
+from nemorl.parallel.dtensor.shared_base import (
+    leave_base,
+    others_weights,
+    share_base,
+    storage_of,
+)
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
@@ -73,7 +79,9 @@ class DTensorBackend(Accumulating):
     each gets the whole result. Dropout is on in `train_step` only.
 
     With LoRA only adapters train: checkpoints hold them alone, the reference is the model without
-    them, and exported weights, and the model that is handed back, have them merged.
+    them, and exported weights, and the model that is handed back, have them merged. Backends of a
+    process that train adapters over equal weights, loaded for them, have these in memory once;
+    those stay on the device while one of the backends is offloaded.
     """
 
     traits, check = limits.traits, staticmethod(limits.check)
@@ -99,6 +107,7 @@ class DTensorBackend(Accumulating):
         if self._given is not None:
             _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank
+        shares = bool(config.lora.rank) and self._given is None
         if is_started_as_rank():
             limits.check_quantized(config.lora.quantize, ranks=True)
             self._set_up_sharded(keeps_reference)
@@ -108,6 +117,8 @@ class DTensorBackend(Accumulating):
         self._kernel = kernel_of(self.model.config, self.device, dtype)
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
+        if shares:
+            share_base(self)
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
@@ -251,8 +262,9 @@ class DTensorBackend(Accumulating):
             held += self._reference.parameters()
         if not keep_weights:
             held += parameters
-        kind = self.device.type
-        self._away.take(x for x in held if isinstance(x, Tensor) and x.device.type == kind)
+        kind, others = self.device.type, others_weights(self)
+        tensors = (x for x in held if isinstance(x, Tensor) and x.device.type == kind)
+        self._away.take(x for x in tensors if storage_of(x) not in others)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
@@ -291,7 +303,8 @@ class DTensorBackend(Accumulating):
         close_profile(self.config.profile)
         if self._writer is not None:
             self._writer.close()
-        if self._model is not None and not self.world.sharded:
+        shared = self._model is not None and leave_base(self)
+        if self._model is not None and not self.world.sharded and not shared:
             _give_back(self.model, self._found, self.config)
         self._model = self._reference = self._given = self.optimizer = None
         self._away = Offloaded()

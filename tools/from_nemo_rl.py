@@ -114,7 +114,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "policy.megatron_cfg.optimizer.optimizer": (
         ("adam",),
-        Blocker("of megatron's optimizers only AdamW is here; choose adam"),
+        Blocker("the optimizer is AdamW; choose adam"),
     ),
     "policy.megatron_cfg.optimizer.fp16": (
         (False, None),

@@ -19,6 +19,7 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks
@@ -147,6 +148,26 @@ def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora, plan):
         assert found.pop("base") == plain._base
         for name, tensor in plain.weights():
             torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=0)
+
+
+def dropped(folder: Path, sequence_parallel: bool) -> tuple[list[float], list[torch.Tensor]]:
+    plan = {"tp": 2, "sequence_parallel": sequence_parallel}
+    backend = set_up(folder, plan=plan, lora=LoRAConfig(rank=4, dropout=0.3))
+    batch = random_batch(LENGTHS)
+    losses = [finalize(backend.train_step(batch, nll_loss))["loss"] for _ in range(3)]
+    adapters = adapter_tensors(backend.model).values()
+    whole = [each for each in adapters if each.placements[-1].is_replicate()]
+    return losses, [each.to_local().detach().clone() for each in whole]
+
+
+def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(folder):
+    """The matrix of an adapter that is not cut, with and without sequence parallelism."""
+    found = [each for on in (True, False) for each in run_ranks(2, dropped, folder, on)]
+    assert len(found[0][1]) == 2 * 7
+    for losses, whole in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(whole, found[0][1], atol=1e-4, rtol=0)
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 def given(seed: int) -> float:

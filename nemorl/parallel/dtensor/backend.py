@@ -136,13 +136,7 @@ class DTensorBackend(Accumulating):
             module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
         plan = plan.with_precision(accelerator=is_accelerator(self.device))
         self.world = World(plan=plan, device=self.device)
-        model: Any = self._given
-        if model is None:
-            fresh = config.model.from_scratch
-            trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-            model = load_causal_lm(
-                path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
-            )
+        model: Any = _loaded_here(config) if self._given is None else self._given
         check_supported(model.config)  # also one that was given
         quantized = config.lora.quantize != "none"
         model = model.to(device=None if quantized else self.device, dtype=torch.float32)
@@ -254,16 +248,8 @@ class DTensorBackend(Accumulating):
         keep_weights: the generator computes with the model's own.
         """
         self._drop_gradients()
-        parameters = list(self._loaded().parameters())
-        held = [p.grad for p in parameters if p.grad is not None]
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        held += [x for state in states for x in state.values()]
-        if self._reference is not None:
-            held += self._reference.parameters()
-        if not keep_weights:
-            held += parameters
         kind, others = self.device.type, others_weights(self)
-        tensors = (x for x in held if isinstance(x, Tensor) and x.device.type == kind)
+        tensors = (x for x in _held(self, keep_weights) if x.device.type == kind)
         self._away.take(x for x in tensors if storage_of(x) not in others)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
@@ -345,6 +331,25 @@ def _check_given(model: nn.Module, config: BackendConfig) -> None:
             " (merge_and_unload()); lora.rank gives it new ones"
         )
     require_head(model, config.head)
+
+
+def _loaded_here(config: BackendConfig) -> nn.Module:
+    """Load the model that the configuration names, whole."""
+    given: dict[str, Any] = {"head": config.head, "seed": config.seed}
+    given |= {"trust_remote_code": config.model.trust_remote_code}
+    return load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, **given)
+
+
+def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
+    """Yield what a backend keeps from call to call, with or without its parameters."""
+    parameters = list(backend._loaded().parameters())
+    yield from (p.grad for p in parameters if p.grad is not None)
+    for state in [] if backend.optimizer is None else backend.optimizer.state.values():
+        yield from (x for x in state.values() if isinstance(x, Tensor))
+    if backend._reference is not None:
+        yield from backend._reference.parameters()
+    if not keep_weights:
+        yield from parameters
 
 
 def _cut(backend: DTensorBackend, batch: TokenBatch) -> Layout:

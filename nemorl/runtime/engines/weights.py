@@ -174,15 +174,16 @@ class WeightSender:
         sent: dict[str, Tensor] = {}
         adapters: dict[str, Tensor] = {}
         base = _without_adapters(weights, adapters)
-        first = list(itertools.islice(base, 1))  # none where an engine has the base
+        first = list(itertools.islice(base, 1))
+        has_base = bool(adapters) and not first  # the engines have the base
         checked = checked_weights(itertools.chain(first, base), self.expected)
-        checked = self._noted(checked if first else iter(()), sent)
+        checked = self._noted(checked, sent)
         try:
             if transport in ("cuda_ipc", "nccl"):
                 send = partial(self._send_by_gpu, transport, checked)
                 _in_time(send, self.timeout_s, self.failed)
             else:
-                self._send_buckets(checked if first else None, adapters, sent)
+                self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
             return Receipt(version=version, failed=error.args[0])
         return self._receipt(sent)

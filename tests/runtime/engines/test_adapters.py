@@ -18,6 +18,7 @@ from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.engines.weights import WeightSender
 from nemorl.runtime.run.weight_sync import sync_weights
 from tests.parallel.batches import nll_loss, random_batch
+from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model, vllm_backend
 from tests.tiny_models import random_prompts
 
@@ -103,11 +104,11 @@ def test_adapters_of_some_layers_and_none():
     with adapters_off(made.model):
         base = {name: each.clone() for name, each in made.weights(adapters="apart")}
     bases = {name: each for name, each in base.items() if ".lora_" not in name}
-    from tests.rollout.updates import update
-
     update(generator, bases.items(), version=7)
     own, reference = gaps(made, generator, 1)
     assert own > 0.01 and reference < 1e-4
+    with pytest.raises(ValueError, match="is missing"):
+        update(generator, (), version=8)
 
 
 def test_a_wrong_adapter_is_noticed(monkeypatch):

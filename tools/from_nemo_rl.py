@@ -473,7 +473,7 @@ def metric(value: Any, flat: Flat) -> Settings:
 @rule("policy.optimizer.name")
 def optimizer(value: Any, flat: Flat) -> Settings | str:
     if not str(value).endswith(("AdamW", "FusedAdam")):
-        return Blocker("the optimizer is AdamW; choose it")
+        return Blocker("only AdamW is translated; choose it, and set optimizer.name")
     given = {name: flat.get(f"policy.optimizer.kwargs.{name}") for name in ADAMW}
     chosen: Any = {name: ADAMW[name] if v is None else v for name, v in given.items()}
     beta1, beta2 = chosen.pop("betas")

@@ -2,17 +2,23 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.models.hub import CONFIG, DAMAGED_PICKLE
+from nemorl.models.quantized import dequantize_layers, dequantized, is_quantized
 
+PREFIX = "base_model.model."
+"""What PEFT's names of adapters' matrices begin with."""
+Adapters = Literal["merged", "apart", "alone"]
+"""How weights are read: with the adapters in them; without, and then the adapters; or these alone.
+"""
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name of the file in an adapter folder, beside CONFIG."""
 
@@ -48,12 +54,14 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, of tied ones the first."""
+    """Return parameters and persistent buffers by name, of tied ones the first. What a weight in 4
+    bits has besides is left out.
+    """
     seen: dict[int, str] = {}
     return {
         canonical(name): tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if seen.setdefault(id(tensor), name) == name
+        if seen.setdefault(id(tensor), name) == name and ".weight." not in name
     }
 
 
@@ -72,21 +80,26 @@ def merged_tensors(
     *,
     dtype: torch.dtype | None = None,
     present: Callable[[Tensor], Tensor] = itself,
+    adapters: Adapters = "merged",
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the model has once adapters are merged, under Hugging Face's names.
 
-    An adapted weight is a new tensor, W + alpha/rank · B A; all others are the live ones. Those of
-    a sharded model are gathered one by one: a collective call.
+    An adapted weight is a new tensor, W + alpha/rank · B A, as is one in 4 bits; all others are the
+    live ones. Those of a sharded model are gathered one by one: a collective call.
 
     dtype: cast to it, before they are gathered.
     present: returns a tensor to read, where a live one may be offloaded.
+    adapters: apart or alone: A and alpha/rank · B under PEFT's names, last or nothing else.
     """
     layers = adapted_layers(model)
-    for name, tensor in live_tensors(model).items():
+    for name, tensor in live_tensors(model).items() if adapters != "alone" else ():
         if ".lora_" in name:
             continue
         owner, adapted, leaf = name.partition(".base_layer.")
-        merges, value = adapted and leaf == "weight", present(tensor.detach())
+        merges = adapted and leaf == "weight" and adapters == "merged"
+        value = present(tensor.detach())
+        if is_quantized(tensor):
+            value = dequantized(tensor, value)
         value = full_tensor(value if merges or dtype is None else value.to(dtype))
         if merges:
             layer = layers[owner]
@@ -95,10 +108,29 @@ def merged_tensors(
                 a, b = (full_tensor(present(matrix.detach())) for matrix in pair)
                 value = value + layer.scaling[adapter] * (b @ a)
         yield f"{owner}.{leaf}" if adapted else name, value if dtype is None else value.to(dtype)
+    for owner, layer in layers.items() if adapters != "merged" else ():
+        for adapter in layer.active_adapters:
+            for part, scale in (("lora_A", 1.0), ("lora_B", layer.scaling[adapter])):
+                value = full_tensor(present(getattr(layer, part)[adapter].weight.detach())) * scale
+                yield f"{PREFIX}{owner}.{part}.weight", value if dtype is None else value.to(dtype)
+
+
+def write_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write matrices that `merged_tensors` yielded, of any ranks, as a PEFT folder."""
+    from safetensors.torch import save_file
+
+    rank = max(each.shape[0] for name, each in tensors.items() if ".lora_A." in name)
+    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
+    targets = sorted({layer.rpartition(".")[2] for layer in layers})
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": targets}
+    values = {**settings, "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / WEIGHTS)
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the adapters into the weights in place: the model is a plain one with equal outputs."""
+    dequantize_layers(model)
     for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())

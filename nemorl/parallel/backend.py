@@ -142,7 +142,9 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter under its Hugging Face name, tied ones once."""
+        """Yield every parameter under its Hugging Face name, tied ones once, adapters merged. With
+        generation.adapter_rank it gets `adapters`, apart or alone, as `DTensorBackend.weights`.
+        """
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move what training keeps on the device to main memory, for a generator to use the device.

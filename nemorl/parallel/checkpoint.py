@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nemorl.checks import require
 from nemorl.models.adapters import WEIGHTS
 from nemorl.models.checked_files import (
     CheckedFile,
@@ -33,9 +34,12 @@ from nemorl.models.checked_files import (
     write_manifest,
 )
 from nemorl.models.tensor_files import Piece, TensorFiles, file_name, write_index, write_tensors
+from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.world import World
 
 STATE = "backend.json"
+KIND = "optimizer"
+"""The key of STATE that names an optimizer other than AdamW."""
 BEGUN = ".begun"
 """A file by which ranks see whether they share the folder."""
 File = tuple[str, list[Piece], Iterable[Tensor]]
@@ -185,6 +189,13 @@ class Saved:
             state = CheckedFile(path / STATE, self.checksums[STATE]).read()
             self.state: dict[str, Any] = json.loads(bytes(state))
 
+    def require_optimizer(self, name: str) -> None:
+        """Raise ValueError unless it has the state of the optimizer of this name."""
+        theirs = self.state.get(KIND, "adamw")
+        requirement = f"must be {theirs}, as when {self.path} was written"
+        remedy = "resume with the settings of that run"
+        require(name == theirs, "optimizer.name", requirement, name, remedy)
+
     def weights(self, shapes: Mapping[str, tuple[int, ...]], *, lora: bool = False) -> TensorFiles:
         """Return the weights. Raises ValueError unless they belong to a model with `shapes`, or
         of its adapters.
@@ -214,6 +225,11 @@ class Saved:
                 f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
             )
         return stored
+
+
+def kind_of(config: OptimizerConfig) -> dict[str, str]:
+    """Return what `state` says of an optimizer that is not AdamW."""
+    return {} if config.name == "adamw" else {KIND: config.name}
 
 
 def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:

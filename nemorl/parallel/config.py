@@ -1,6 +1,8 @@
 """Sections that set up a training backend: frozen, free of torch, checked when made."""
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -113,10 +115,19 @@ class TrainerConfig:
         )
 
 
+FOR_MUON = ("adjust_lr", "adamw_lr", "momentum", "nesterov", "ns_steps")
+"""Settings of the section optimizer for Muon alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule and gradient clipping."""
+    """AdamW or another optimizer, its learning-rate schedule and gradient clipping."""
 
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """adamw, adamw8bit (bitsandbytes' AdamW, whose state is in 8 bits for the matrices of hidden
+    layers) or muon (Muon for the matrices of hidden layers). Embeddings, the output layer and
+    vectors are AdamW's in each.
+    """
     lr: float = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -138,7 +149,21 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0
     """Largest global gradient norm; above it gradients are scaled down. None: no clipping."""
     implementation: Literal["fused", "foreach"] = "fused"
-    """Kernels of a step: one for the whole step, or one for each operation on all parameters."""
+    """Kernels of AdamW's step: one for the whole step, or one for each operation on all parameters.
+    """
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """What Muon multiplies lr by, for a matrix of r rows and c columns: match_rms_adamw (0.2
+    √max(r, c), Moonlight's, with which the lr and weight decay of AdamW suit Muon, too) or original
+    (√max(1, r / c), Keller Jordan's, for which an lr of 0.02 is usual).
+    """
+    adamw_lr: float | None = None
+    """Peak learning rate of what Muon leaves to AdamW. None: lr."""
+    momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient."""
+    nesterov: bool = True
+    """Use Nesterov's momentum in Muon."""
+    ns_steps: int = 5
+    """Newton-Schulz steps by which Muon makes an update orthogonal."""
 
     def __post_init__(self) -> None:
         require(
@@ -166,7 +191,15 @@ class OptimizerConfig:
             self.max_grad_norm,
             "1.0 is usual",
         )
-        for name in ("beta1", "beta2"):
+        rate = self.adamw_lr
+        fits = rate is None or 0 < rate < math.inf
+        require(fits, "optimizer.adamw_lr", "must be positive and finite", rate, "1e-5 is usual")
+        fits, remedy = 1 <= self.ns_steps < 100, "5 is usual"
+        require(fits, "optimizer.ns_steps", "must lie in 1 … 99", self.ns_steps, remedy)
+        if self.name != "muon":
+            requirement, remedy = "needs optimizer.name muon", "add --optimizer.name muon"
+            refuse_unused("optimizer", self, requirement, remedy, names=FOR_MUON)
+        for name in ("beta1", "beta2", "momentum"):
             require(
                 0 <= getattr(self, name) < 1,
                 f"optimizer.{name}",
@@ -174,6 +207,12 @@ class OptimizerConfig:
                 getattr(self, name),
                 "0.9 and 0.95 are usual",
             )
+
+
+def matching(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
+    """Return what the first of PEFT's patterns that fits a layer's name gives, if one does."""
+    fits = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer))
+    return next(fits, otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +225,12 @@ class LoRAConfig:
     """
     alpha: float = 32.0
     """Scale of the adapters: alpha / rank."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Other ranks for some layers, such as {"q_proj": 8, "layers.1.mlp.down_proj": 32}: PEFT's
+    rank_pattern, ends of layers' names or regular expressions, of which the first that fits counts.
+    """
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Other alphas for some layers, as in rank_pattern. A layer's scale is its alpha / its rank."""
     dropout: float = 0.0
     """Share of an adapter's inputs dropped in training. Keep it 0 in RL, where the trained model
     should be the one that sampled.
@@ -193,6 +238,10 @@ class LoRAConfig:
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all but
     the output layer.
+    """
+    quantize: Literal["none", "nf4"] = "none"
+    """Keep the frozen linear layers, but the output layer, in 4 bits (QLoRA, by bitsandbytes, also
+    on CPUs). On one device, in a process by itself.
     """
     export: Literal["merged", "adapter"] = "merged"
     """Contents of hf/: the whole model, with the adapters merged into its weights, or a PEFT folder
@@ -215,8 +264,34 @@ class LoRAConfig:
             self.dropout,
             "0.05 is usual in SFT, 0 in RL",
         )
+        for name, values in self.patterns().items():
+            for key, value in values.items():
+                field_name, remedy = f"lora.{name}, for {key}", "remove it"
+                require(value > 0, field_name, "must be positive", value, remedy)
+                try:
+                    re.compile(key)
+                except re.error as error:
+                    must, fits = "must be a regular expression", f"it is none ({error}): correct it"
+                    require(False, f"lora.{name}", must, key, fits)
         if not self.rank:
             refuse_unused("lora", self, "needs lora.rank", "add --lora.rank 16, or remove it")
+
+    def patterns(self) -> dict[str, dict[str, Any]]:
+        """Return rank_pattern and alpha_pattern by name."""
+        return {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest rank of any layer; 0 without adapters."""
+        return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of a layer's adapter.
+
+        >>> LoRAConfig(rank=4, rank_pattern={"q_proj": 8}).rank_of("layers.0.self_attn.q_proj")
+        8
+        """
+        return matching(self.rank_pattern, layer, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.parallel.config import LoRAConfig, TrainerConfig
+from nemorl.parallel.config import LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
 
@@ -13,6 +13,8 @@ class TrainingSections(Protocol):
 
     @property
     def lora(self) -> LoRAConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
     @property
     def parallel(self) -> ParallelPlan: ...
     @property

@@ -1,6 +1,7 @@
 """AdamW, and the learning rate as a pure function of the step."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> fl
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Make AdamW of all trainable parameters, with weight decay on matrices of the whole model.
+def make_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Make AdamW of parameters, with weight decay on those that are matrices.
 
     Parameters on different device meshes are in different groups: no operation takes both.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+    for parameter in parameters:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     groups: list[dict[str, Any]] = []
     for of_mesh in by_mesh.values() or [[]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from nemorl.checks import at_least, refuse_unused
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.traits import EMBEDDED, GenerationTraits
 
@@ -15,6 +15,10 @@ TRAITS = {
     "vllm": GenerationTraits(shares_model=False, engines=True),
 }
 """Traits of generation backends by name; registered ones join."""
+
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM (0.32) makes room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,10 @@ class GenerationConfig:
     max_model_len: int | None = None
     """vllm: longest prompt and response together, in tokens. Default and least in a run:
     data.max_total_sequence_length.
+    """
+    adapter_rank: int = 0
+    """vllm: largest rank of adapters (LoRA) that the engines apply themselves: they get the base
+    once, and then the adapters alone. 0: adapters are merged into the weights that are sent.
     """
     engine: dict[str, Any] = field(default_factory=dict)
     """vllm: further arguments by vLLM's own names, such as
@@ -97,8 +105,19 @@ class GenerationConfig:
         at_least(
             0,
             generation__max_restarts=self.max_restarts,
+            generation__adapter_rank=self.adapter_rank,
             generation__trainer_gpus=self.trainer_gpus,
         )
+        if self.adapter_rank:
+            fits, most = self.adapter_rank <= VLLM_RANKS[-1], f"must be at most {VLLM_RANKS[-1]}"
+            remedy = "merge larger adapters (0)"
+            require(fits, "generation.adapter_rank", most, self.adapter_rank, remedy)
+            fits, remedy = self.weight_transport in ("auto", "object_store"), "remove it"
+            must = "must be object_store with generation.adapter_rank"
+            require(fits, "generation.weight_transport", must, self.weight_transport, remedy)
+            must = "must be at most 1 with generation.adapter_rank: the base is sent once"
+            level = self.sleep_level
+            require(level != 2, "generation.sleep_level", must, level, remedy)
         if self.traits.embedded:
             names = [item.name for item in fields(self)]
             refuse_unused(

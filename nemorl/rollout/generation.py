@@ -210,11 +210,14 @@ class WeightSource(Protocol):
         use: "Callable[[int, Iterator[tuple[str, Tensor]]], T]",
         *,
         dtype: "torch.dtype | None" = None,
+        adapters: Literal["merged", "apart", "alone"] = "merged",
     ) -> T:
         """Return `use(version, weights)`, called where the newest weights are, which do not change
         meanwhile. May be called from any thread.
 
         use: picklable, for weights in another process. dtype: may be gathered in this type.
+        adapters: of a trainer with LoRA: merged into the weights, apart (behind them, under PEFT's
+        names), or alone. Asked for only with generation.adapter_rank.
         """
         return use(*self.newest())
 

@@ -161,6 +161,7 @@ def test_each_rank_writes_its_share(saved, kind):
             "cp 2, full checkpointing",
             {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True},
         ),
+        ("fsdp 2 x tp 2", {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True}),
         ("fsdp 2 x tp 2", {}),
     ],
 )

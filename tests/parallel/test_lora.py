@@ -277,6 +277,11 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
             r"lora.alpha must be the same as in the checkpoint \(8\), but it is 16",
         ),
         (
+            backend(lora={"alpha_pattern": {"o_proj": 16.0}}),
+            r"lora.alpha_pattern, for model.layers.0.self_attn.o_proj, must be the same as in",
+        ),
+        (backend(lora={"rank_pattern": {"o_proj": 2}}), r"differs in .*\(4 in all\).*lora.rank"),
+        (
             backend(lora={"rank": 0, "alpha": 32.0}),
             "lora.rank must be above 0, as when .*saved was written, but it is 0",
         ),
@@ -329,6 +334,9 @@ def test_what_is_refused():
         ({"rank": -1}, "lora.rank must be at least 0"),
         ({"rank": 4, "alpha": 0.0}, "lora.alpha must be positive"),
         ({"rank": 4, "dropout": 1.0}, "lora.dropout must lie in 0 … 1"),
+        ({"rank": 4, "rank_pattern": {"q_proj": 0}}, "lora.rank_pattern, for q_proj must be pos"),
+        ({"rank": 4, "alpha_pattern": {"(": 1.0}}, "lora.alpha_pattern must be a regular expr"),
+        ({"alpha_pattern": {"q_proj": 1.0}}, "lora.alpha_pattern needs lora.rank"),
         ({"alpha": 16.0}, r"lora.alpha needs lora.rank, but it is 16.0: add --lora.rank 16"),
         ({"target_modules": ("q_proj",)}, "lora.target_modules needs lora.rank"),
         ({"export": "adapter"}, "lora.export needs lora.rank"),

@@ -13,7 +13,8 @@ from transformers import get_scheduler
 
 from nemorl.models.adapters import full_tensor
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.optimizer import learning_rate, make_optimizer
+from nemorl.parallel.dtensor.optimizers import make_optimizer
+from nemorl.parallel.optimizer import learning_rate
 from tests.ranks import run_ranks
 
 IMPLEMENTATIONS = ("fused", "foreach")

@@ -69,6 +69,25 @@ def test_the_table_is_what_two_ranks_prove():
         assert not differs_from_the_table(family, found)
 
 
+def adapted_by_two_ranks(families: list[str]) -> dict[str, float]:
+    found = {}
+    for family in families:
+        model = tiny_model(tiny_config(generate_models.config_of(family)))
+        for sequence_parallel in (True, False):
+            plan = ParallelPlan(tp=2, param_dtype="float32", sequence_parallel=sequence_parallel)
+            settings = proving._settings(TrainerConfig(device="cpu"), parallel=plan)
+            worst = proving._adapted(model, proving.samples(160), settings)
+            found[f"{family}, {sequence_parallel}"] = worst
+    return found
+
+
+def test_adapters_follow_layers_that_are_whole_cut_or_gathered():
+    """Trained with tensor parallelism, merged, and computed by transformers."""
+    families = ["Llama 3", "Phi 3, 4", "OLMo 2", "Qwen 3 MoE", "DeepSeek V3"]
+    worst = run_ranks(2, adapted_by_two_ranks, families)[0]
+    assert all(each < LIMIT for each in worst.values()), worst
+
+
 @pytest.mark.slow
 def test_the_whole_table_is_what_two_ranks_prove():
     for family, found in run_ranks(2, found_on_ranks, list(FAMILIES))[0].items():

@@ -19,6 +19,7 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks
@@ -117,9 +118,9 @@ def test_in_bfloat16_the_parameters_stay_float32(folder, alone):
         torch.testing.assert_close(found["first"], alone["first"], atol=0.05, rtol=0)
 
 
-def loaded(folder: Path, scratch: bool, lora: int) -> dict[str, torch.Tensor]:
+def loaded(folder: Path, scratch: bool, lora: int, plan: dict) -> dict[str, torch.Tensor]:
     options = {"from_scratch": scratch, "lora": LoRAConfig(rank=lora), "seed": 3}
-    backend = set_up(folder, plan={"dp_shard": 2}, **options)
+    backend = set_up(folder, plan=plan, **options)
     metrics = finalize(backend.train_step(random_batch(LENGTHS), nll_loss))
     return {name: tensor.clone() for name, tensor in backend.weights()} | {
         "loss": torch.tensor(metrics["loss"]),
@@ -127,15 +128,46 @@ def loaded(folder: Path, scratch: bool, lora: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("scratch", "lora"), [(True, 0), (False, 4)], ids=["from scratch", "LoRA"])
-def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora):
+@pytest.mark.parametrize(
+    ("scratch", "lora", "plan"),
+    [
+        (True, 0, {"dp_shard": 2}),
+        (False, 4, {"dp_shard": 2}),
+        (False, 4, {"tp": 2}),
+        (False, 4, {"tp": 2, "sequence_parallel": False}),
+        (False, 4, {"dp_shard": 2, "tp": 2}),
+    ],
+    ids=["from scratch", "LoRA", "LoRA, TP + SP", "LoRA, TP", "LoRA, FSDP2 x TP + SP"],
+)
+def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora, plan):
     plain = set_up(folder, from_scratch=scratch, lora=LoRAConfig(rank=lora), seed=3)
     loss = finalize(plain.train_step(random_batch(LENGTHS), nll_loss))["loss"]
-    for found in run_ranks(2, loaded, folder, scratch, lora):
+    ranks = 2 * plan.get("tp", 1) if "dp_shard" in plan else 2
+    for found in run_ranks(ranks, loaded, folder, scratch, lora, plan):
         assert float(found.pop("loss")) == pytest.approx(loss, abs=2e-6)
         assert found.pop("base") == plain._base
         for name, tensor in plain.weights():
             torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=0)
+
+
+def dropped(folder: Path, sequence_parallel: bool) -> tuple[list[float], list[torch.Tensor]]:
+    plan = {"tp": 2, "sequence_parallel": sequence_parallel}
+    backend = set_up(folder, plan=plan, lora=LoRAConfig(rank=4, dropout=0.3))
+    batch = random_batch(LENGTHS)
+    losses = [finalize(backend.train_step(batch, nll_loss))["loss"] for _ in range(3)]
+    adapters = adapter_tensors(backend.model).values()
+    whole = [each for each in adapters if each.placements[-1].is_replicate()]
+    return losses, [each.to_local().detach().clone() for each in whole]
+
+
+def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(folder):
+    """The matrix of an adapter that is not cut, with and without sequence parallelism."""
+    found = [each for on in (True, False) for each in run_ranks(2, dropped, folder, on)]
+    assert len(found[0][1]) == 2 * 7
+    for losses, whole in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-5)
+        torch.testing.assert_close(whole, found[0][1], atol=1e-4, rtol=0)
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 def given(seed: int) -> float:
@@ -214,11 +246,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "model.path must be a folder with a Hugging Face model or a hub name",
     ),
     "no name": (lambda folder, target: "", {}, "model.path must name a model folder"),
-    "adapters under tp": (
-        lambda folder, target: folder,
-        {"plan": {"tp": 2}, "lora": LoRAConfig(rank=4)},
-        "lora.rank must be 0 with parallel.tp",
-    ),
     "too many devices": (
         lambda folder, target: folder,
         {"plan": {"tp": 4}},

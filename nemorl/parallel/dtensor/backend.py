@@ -20,16 +20,17 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
-from nemorl.models.adapters import base_of
+from nemorl.models.adapters import Adapters, base_of, merged_tensors
 from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.capabilities import known
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported, loading, read_config
+from nemorl.models.quantized import quantize_layers
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
-from nemorl.parallel.checkpoint import CheckpointWriter, Saved
+from nemorl.parallel.checkpoint import CheckpointWriter, Saved, kind_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import limits, mesh
@@ -38,12 +39,18 @@ from nemorl.parallel.dtensor.checkpoint import contents_of, load
 from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
 from nemorl.parallel.dtensor.offload import Offloaded
+from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
+from nemorl.parallel.dtensor.shared_base import (
+    leave_base,
+    others_weights,
+    share_base,
+    storage_of,
+)
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
-from nemorl.parallel.optimizer import make_optimizer
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.varlen import kernel_of
@@ -73,7 +80,9 @@ class DTensorBackend(Accumulating):
     each gets the whole result. Dropout is on in `train_step` only.
 
     With LoRA only adapters train: checkpoints hold them alone, the reference is the model without
-    them, and exported weights, and the model that is handed back, have them merged.
+    them, and exported weights, and the model that is handed back, have them merged. Backends of a
+    process that train adapters over equal weights, loaded for them, have these in memory once;
+    those stay on the device while one of the backends is offloaded.
     """
 
     traits, check = limits.traits, staticmethod(limits.check)
@@ -99,7 +108,9 @@ class DTensorBackend(Accumulating):
         if self._given is not None:
             _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank
+        shares = bool(config.lora.rank) and self._given is None
         if is_started_as_rank():
+            limits.check_quantized(config.lora.quantize, ranks=True)
             self._set_up_sharded(keeps_reference)
         else:
             self._set_up_plain(keeps_reference)
@@ -108,6 +119,8 @@ class DTensorBackend(Accumulating):
         self._kernel = kernel_of(self.model.config, self.device, dtype, sinks=sinks)
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
+        if shares:
+            share_base(self)
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
@@ -125,14 +138,9 @@ class DTensorBackend(Accumulating):
             module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
         plan = plan.with_precision(accelerator=is_accelerator(self.device))
         self.world = World(plan=plan, device=self.device)
-        model: Any = self._given
-        if model is None:
-            fresh = config.model.from_scratch
-            trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-            model = load_causal_lm(
-                path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
-            )
-        model = model.to(device=self.device, dtype=torch.float32)
+        model: Any = _loaded_here(config) if self._given is None else self._given
+        quantized = config.lora.quantize != "none"
+        model = model.to(device=None if quantized else self.device, dtype=torch.float32)
         self._found = Found(
             attention=model.config._attn_implementation,
             training=model.training,
@@ -140,6 +148,9 @@ class DTensorBackend(Accumulating):
         )
         self._model = model  # from here on shutdown() has something to undo
         self._base = fingerprint(model)
+        if quantized:
+            quantize_layers(model, device=self.device, dtype=DTYPES[plan.precision])
+            model.to(device=self.device)
         if config.lora.rank:
             base = _lasting_name(path or getattr(model, "name_or_path", ""))
             add_adapters(model, config.lora, base=base, seed=config.seed)
@@ -213,21 +224,23 @@ class DTensorBackend(Accumulating):
         if (limit := self.config.optimizer.max_grad_norm) is not None:
             parameters = self.model.parameters()
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.set_lr(lr)
         self.optimizer.step()
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
 
         Those of a sharded model are gathered one by one: all ranks go through them together. While
         they are offloaded, each is a copy on the device.
 
         dtype: cast to it before they are gathered.
+        adapters: apart: matrices as they are, and then the adapters; alone: the adapters only.
         """
         self._drop_gradients()
-        model = self._loaded()
-        yield from adapters.merged_tensors(model, dtype=dtype, present=self._away.present)
+        options: Any = {"dtype": dtype, "present": self._away.present, "adapters": adapters}
+        yield from merged_tensors(self._loaded(), **options)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move parameters, gradients, optimizer state and the reference model to main memory. They
@@ -236,16 +249,9 @@ class DTensorBackend(Accumulating):
         keep_weights: the generator computes with the model's own.
         """
         self._drop_gradients()
-        parameters = list(self._loaded().parameters())
-        held = [p.grad for p in parameters if p.grad is not None]
-        states = [] if self.optimizer is None else self.optimizer.state.values()
-        held += [x for state in states for x in state.values()]
-        if self._reference is not None:
-            held += self._reference.parameters()
-        if not keep_weights:
-            held += parameters
-        kind = self.device.type
-        self._away.take(x for x in held if isinstance(x, Tensor) and x.device.type == kind)
+        kind, others = self.device.type, others_weights(self)
+        tensors = (x for x in _held(self, keep_weights) if x.device.type == kind)
+        self._away.take(x for x in tensors if storage_of(x) not in others)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
@@ -256,7 +262,7 @@ class DTensorBackend(Accumulating):
         """
         self._require_training()
         assert self._writer is not None
-        state = {"step": self.step, "base": self._base}
+        state = {"step": self.step, "base": self._base, **kind_of(self.config.optimizer)}
         contents = contents_of(self.model, self.optimizer, self.world)
         self._writer.save(contents, path, state=state, background=background)
 
@@ -267,6 +273,7 @@ class DTensorBackend(Accumulating):
     def load_checkpoint(self, path: Path) -> None:
         self._require_training()
         saved = Saved(path, self.world)
+        saved.require_optimizer(self.config.optimizer.name)
         with_adapters = (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
         requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"
@@ -283,7 +290,8 @@ class DTensorBackend(Accumulating):
         close_profile(self.config.profile)
         if self._writer is not None:
             self._writer.close()
-        if self._model is not None and not self.world.sharded:
+        shared = self._model is not None and leave_base(self)
+        if self._model is not None and not self.world.sharded and not shared:
             _give_back(self.model, self._found, self.config)
         self._model = self._reference = self._given = self.optimizer = None
         self._away = Offloaded()
@@ -342,6 +350,25 @@ def _check_given(model: nn.Module, config: BackendConfig) -> None:
             " (merge_and_unload()); lora.rank gives it new ones"
         )
     require_head(model, config.head)
+
+
+def _loaded_here(config: BackendConfig) -> nn.Module:
+    """Load the model that the configuration names, whole."""
+    given: dict[str, Any] = {"head": config.head, "seed": config.seed}
+    given |= {"trust_remote_code": config.model.trust_remote_code}
+    return load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, **given)
+
+
+def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
+    """Yield what a backend keeps from call to call, with or without its parameters."""
+    parameters = list(backend._loaded().parameters())
+    yield from (p.grad for p in parameters if p.grad is not None)
+    for state in [] if backend.optimizer is None else backend.optimizer.state.values():
+        yield from (x for x in state.values() if isinstance(x, Tensor))
+    if backend._reference is not None:
+        yield from backend._reference.parameters()
+    if not keep_weights:
+        yield from parameters
 
 
 def _cut(backend: DTensorBackend, batch: TokenBatch) -> Layout:

@@ -93,7 +93,10 @@ def shard(model: Any, world: World) -> None:
         use_attention(model, ATTENTION_NAME, segment_attention)
     if plan.tp > 1:
         tp_mesh = world.dims.get_mesh("tp")
+        frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
         apply_tensor_parallel(model, tp_mesh, sequence_parallel=plan.sequence_parallel)
+        for name in frozen:  # torch makes new parameters of norms, which would train
+            model.get_parameter(name).requires_grad_(False)
     install_head(model, world.tp_group, sequence_parallel=plan.sequence_parallel)
     if plan.activation_checkpointing != "none":
         checkpoint_activations(decoder, plan.activation_checkpointing)

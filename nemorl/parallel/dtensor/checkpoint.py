@@ -8,14 +8,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.models.adapters import full_tensor, has_adapters, live_tensors
-from nemorl.models.tensor_files import Piece
+from nemorl.models.tensor_files import Piece, TensorFiles
 from nemorl.parallel.checkpoint import Contents, Saved, write_model_config
 from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_adapter_config
+from nemorl.parallel.dtensor.optimizers import AdamW8bit, Optimizers
 from nemorl.parallel.dtensor.pieces import fill, own_part, replicas
 from nemorl.parallel.world import World
 
 
-def load(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
     """Copy this rank's part into the model's own tensors, or its adapters, and its optimizer.
 
     Raises ValueError, before anything is changed, if it belongs to another model. After a
@@ -37,24 +38,45 @@ def _load_weights(saved: Saved, model: nn.Module) -> None:
         fill(tensor, stored, name)
 
 
-def _load_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _load_optimizer(saved: Saved, optimizer: Optimizers, model: nn.Module) -> None:
     names = {id(parameter): name for name, parameter in live_tensors(model).items()}
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    indices = {names[id(parameter)]: index for index, parameter in enumerate(parameters)}
-    stored = saved.optimizer(indices)
+    stored = saved.optimizer(names[id(parameter)] for parameter in parameters)
+    for part in optimizer.parts:
+        own = [each for group in part.param_groups for each in group["params"]]
+        if isinstance(part, AdamW8bit):
+            _load_8bit(part, {each: names[id(each)] for each in own}, stored)
+        else:
+            _load_part(part, {names[id(each)]: each for each in own}, stored)
+
+
+def _load_part(
+    part: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: TensorFiles
+) -> None:
+    indices = {name: index for index, name in enumerate(parameters)}
     state: dict[int, dict[str, Tensor]] = {}
     for key, shape in stored.shapes.items():
         name, _, what = key.rpartition(".")
-        parameter = parameters[indices[name]]
+        if name not in parameters:
+            continue
+        parameter = parameters[name]
         if shape == tuple(parameter.shape):
             value = fill(torch.empty_like(parameter, requires_grad=False), stored, key)
         else:
             value = stored.read(key).clone()
         state.setdefault(indices[name], {})[what] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    part.load_state_dict({**part.state_dict(), "state": state})
 
 
-def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Contents:
+def _load_8bit(part: AdamW8bit, names: Mapping[nn.Parameter, str], stored: TensorFiles) -> None:
+    state = part.fresh_state() if stored.shapes else {}
+    for parameter, values in state.items():
+        for what, value in values.items():
+            fill(value, stored, f"{names[parameter]}.{what}")
+    part.keep(state)
+
+
+def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Contents:
     """Return a checkpoint's contents of a model, or its adapters, and their optimizer."""
     lora = has_adapters(model)
     tensors = adapter_tensors(model) if lora else live_tensors(model)
@@ -73,7 +95,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _pieces(
-    model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+    model: nn.Module, optimizer: Optimizers, world: World
 ) -> tuple[list[Piece], list[Tensor]]:
     """Return this rank's pieces of the optimizer's state. Ranks with the same take turns.
 

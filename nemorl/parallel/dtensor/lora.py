@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import adapted_layers
+from nemorl.models.adapters import PREFIX, adapted_layers
 from nemorl.models.hub import CONFIG
-from nemorl.parallel.config import LoRAConfig
+from nemorl.parallel.config import LoRAConfig, matching
 
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that files give to experts' matrices, which are fused in a live model."""
@@ -37,6 +37,8 @@ def add_adapters(
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=alpha,
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
         lora_dropout=config.dropout,
         task_type="CAUSAL_LM",
         target_modules=_targets(model, config),
@@ -44,6 +46,7 @@ def add_adapters(
     )
     torch.manual_seed(seed)
     inject_adapter_in_model(settings, model, NAME)
+    _check_patterns(model, config)
 
 
 def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
@@ -66,6 +69,16 @@ def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         require(not taken, "lora.target_modules", wanted, sorted(taken), "adapt the attention")
         known = [name for name in known if name not in FUSED]
     return list(config.target_modules) or known
+
+
+def _check_patterns(model: nn.Module, config: LoRAConfig) -> None:
+    layers = adapted_layers(model)
+    for field, patterns in config.patterns().items():
+        for key in patterns:
+            fits = any(matching({key: True}, name, False) for name in layers)
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            requirement = "must name layers that get an adapter"
+            require(fits, f"lora.{field}", requirement, key, f"there are {known}")
 
 
 def fresh_adapters(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
@@ -103,7 +116,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters' live parameters under their names in PEFT's files."""
     return {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[NAME].weight
+        f"{PREFIX}{name}.{part}.weight": getattr(layer, part)[NAME].weight
         for name, layer in adapted_layers(model).items()
         for part in ("lora_A", "lora_B")
     }
@@ -119,7 +132,15 @@ def write_adapter_config(model: Any, folder: Path) -> None:
 
 def check_scale(model: Any, folder: Path) -> None:
     """Raise ValueError unless the adapters in `folder` were scaled as the model's are."""
-    alpha = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
-    now = model.peft_config[NAME].lora_alpha
-    requirement = f"must be the same as in the checkpoint ({alpha:g})"
-    require(alpha == now, "lora.alpha", requirement, now, "leave it as it was")
+    saved, settings = json.loads((folder / CONFIG).read_text("utf-8")), model.peft_config[NAME]
+    for layer in adapted_layers(model):
+        alpha, now = (
+            matching(patterns, layer, otherwise)
+            for patterns, otherwise in (
+                (saved.get("alpha_pattern") or {}, saved["lora_alpha"]),
+                (settings.alpha_pattern, settings.lora_alpha),
+            )
+        )
+        name = "lora.alpha" if now == settings.lora_alpha else f"lora.alpha_pattern, for {layer},"
+        requirement = f"must be the same as in the checkpoint ({alpha:g})"
+        require(alpha == now, name, requirement, now, "leave it as it was")

@@ -20,7 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from nemorl.checks import require
+from nemorl.models.adapters import adapted_layers
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
+from nemorl.parallel.dtensor.lora_parallel import spread_adapters
 
 
 def is_tied(model: Any) -> bool:
@@ -51,7 +53,7 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
     styles = layer_styles(model.config)
     for layer in decoder.layers:
         plan = layer_plan(layer, styles, sequence_parallel=sequence_parallel)
-        parallelize_module(layer, mesh, plan)
+        parallelize_module(layer, mesh, spread_adapters(layer, mesh, plan))
     # The embedding gives an asynchronous tensor, and a compiled layer that begins with one drops
     # its gradient (torch 2.13).
     decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output.clone())
@@ -94,12 +96,14 @@ def layer_plan(
         "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     plan: dict[str, ParallelStyle] = {}
+    adapted = tuple(f"{name}." for name in adapted_layers(layer))
     norm = SequenceParallel(use_local_output=True) if sequence_parallel else Whole()
-    for block, module in layer.named_children():
+    for block, _ in layer.named_children():
         parts = [
-            f"{block}.{name}".removesuffix(".")
-            for name, part in module.named_modules()
-            if [*part.parameters(recurse=False)]
+            name
+            for name, part in layer.named_modules()
+            if f"{name}.".startswith(f"{block}.") and not name.startswith(adapted)
+            if f"{name}." in adapted or [*part.parameters(recurse=False)]
         ]
         kinds = {style for name, style in styles.items() if name.startswith(f"{block}.")}
         if parts == [block]:

@@ -285,6 +285,7 @@ class MegatronBackend(Accumulating):
             "it has adapters: resume it with trainer.backend dtensor",
         )
         saved = Saved(path, self.world)
+        saved.require_optimizer(self.config.optimizer.name)
         if self.config.keep_reference:
             check_base(saved.state["base"], self._base, path)
         with self.world.share_errors():

@@ -21,6 +21,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Model types whose layers megatron-core's own specs build, with tables of names (`weights`)."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary frequencies that are the model's alone, whatever lies beside a sequence."""
+# No adapters: PEFT adapts nn.Linear, and here q, k and v are one matrix of another class, whose
+# adapter would be another model. megatron-core's own are in Megatron-Bridge, which needs
+# Transformer Engine.
 traits = TrainingTraits(
     packages=("megatron", "psutil"),
     needs_ranks=True,
@@ -40,7 +43,10 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     dtensor = "remove it, or take --trainer.backend dtensor"
     offloads = config.trainer.offload_during_generation
     may_be_bfloat16 = plan.param_dtype != "float32"  # None: the device is not known yet
+    name = config.optimizer.name
     for field, value, fits, requirement, remedy in (
+        # Its optimizer keeps spans of flattened parameters, not matrices.
+        ("optimizer.name", name, name == "adamw", "be adamw", dtensor),
         ("parallel.compile", plan.compile, not plan.compile, "be off", dtensor),
         ("trainer.offload_during_generation", offloads, not offloads, "be off", dtensor),
         (

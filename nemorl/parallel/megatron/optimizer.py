@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.megatron import core
-from nemorl.parallel.optimizer import make_optimizer
+from nemorl.parallel.optimizer import make_adamw
 from nemorl.parallel.world import DTYPES, World
 
 
@@ -47,7 +47,7 @@ class ShardedAdamW:
         )
         # In the order of its arguments: AdamW, settings, grad_scaler, init_state_fn.
         part = core.DistributedOptimizer(
-            make_optimizer(parameters, self.config),
+            make_adamw(parameters, self.config),
             self._settings,
             None,
             None,

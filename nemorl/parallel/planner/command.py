@@ -94,8 +94,9 @@ def find_plans(config: PlanConfig) -> Planned:
         backend,
         "add --trainer.backend megatron",
     )
+    sections = {name: getattr(config, name) for name in ("trainer", "optimizer", "lora")}
     for plan in candidates(config, model):
-        run = BackendConfig(trainer=config.trainer, lora=config.lora, parallel=plan)
+        run = BackendConfig(**sections, parallel=plan)
         problems = list(plan.problems(model, traits=limits.traits))
         try:
             check_settings(run, None, plan, limits)
@@ -135,7 +136,7 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     """Yield the plans that the settings allow, even if they don't suit the model."""
     gpus, asked, traits = config.gpus, config.parallel, limits_of(config.trainer.backend).traits
     for tp, pp, cp, shard in product(
-        _degrees(asked.tp, gpus, free=not config.lora.rank),
+        _degrees(asked.tp, gpus),
         _degrees(asked.pp, gpus, free=traits.pipelines),
         _degrees(asked.cp, gpus),
         _degrees(asked.dp_shard, gpus),
@@ -257,7 +258,9 @@ def other_flags(config: PlanConfig) -> str:
     if config.engines:
         replicas = config.gpus // config.generation.tensor_parallel_size
         generation = replace(config.generation, num_replicas=replicas)
-    return _flags(trainer=trainer, lora=config.lora, generation=generation)
+    return _flags(
+        trainer=trainer, optimizer=config.optimizer, lora=config.lora, generation=generation
+    )
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from nemorl.checks import all_but, at_least, refuse_unused, require
-from nemorl.parallel.config import LoRAConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import Precision
 from nemorl.parallel.planner.model_shape import LINEAR
 from nemorl.rollout.config import GenerationConfig
@@ -61,7 +61,8 @@ class PlanConfig:
             *("share_prompts", "device", "router_replay"),
             *("router_aux_loss_coef", "deterministic"),
         ),
-        "lora": all_but(LoRAConfig, "rank", "target_modules"),
+        "optimizer": all_but(OptimizerConfig, "name"),
+        "lora": all_but(LoRAConfig, "rank", "target_modules", "rank_pattern", "quantize"),
         "generation": all_but(
             *(GenerationConfig, "backend", "colocated"),
             *("max_batch_size", "tensor_parallel_size"),
@@ -90,6 +91,7 @@ class PlanConfig:
     """Number of plans shown, the best first."""
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(sequence_packing=True))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: OpenPlan = field(default_factory=OpenPlan)
     generation: GenerationConfig = field(

@@ -15,6 +15,11 @@ ENGINE = 2 * 10**9
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
 
+SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
+"""Bytes that an optimizer keeps less than AdamW of a parameter in a layer's matrices."""
+QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a parameter in 4 bits: a block of 64 has a scale of 8 bits, and 256 of these another."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -87,9 +92,18 @@ class Step:
 
     def adapters(self) -> Iterator[Matrix]:
         """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
+        axes = {name.split(".")[1]: axis for name, *_, axis in self.model.linear()}
         for name, (rows, columns) in self.adapted().items():
-            yield Matrix(f"{name}.lora_A.weight", (self.work.lora.rank, columns))
-            yield Matrix(f"{name}.lora_B.weight", (rows, self.work.lora.rank))
+            rank, cut = self.rank_of(name), axes[name]
+            yield Matrix(f"{name}.lora_A.weight", (rank, columns), cut or None)
+            yield Matrix(f"{name}.lora_B.weight", (rows, rank), None if cut else cut)
+
+    def rank_of(self, name: str) -> int:
+        """Return the largest rank that a layer's adapter of this name has."""
+        layers = range(self.model.num_hidden_layers)
+        block = "self_attn" if name[0] in "qkvo" else "mlp"
+        names = (f"model.layers.{number}.{block}.{name}" for number in layers)
+        return max(self.work.lora.rank_of(each) for each in names)
 
     def adapter_parameters(self) -> int:
         return self.model.num_hidden_layers * sum(each.size for each in self.adapters())
@@ -101,6 +115,12 @@ class Step:
     def kept(self) -> int:
         """Return the parameters that a device keeps, adapters among them."""
         return self.model.shard_parameters(self.plan) + self._adapter_shard()
+
+    def quantized(self) -> int:
+        """Return the parameters that are in 4 bits."""
+        sizes = [rows * columns for _, (rows, columns), *_ in self.model.linear()]
+        nf4 = self.work.lora.quantize != "none"
+        return self.model.num_hidden_layers * sum(sizes) if nf4 else 0
 
     def trained(self) -> int:
         """Return the parameters that a device trains."""
@@ -115,9 +135,13 @@ class Step:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
+        hidden = self._adapter_shard()
+        if not self.work.lora.rank:
+            matrices = (each for each in self.model.layer() if len(each.shape) == 2)
+            hidden = self.model.num_hidden_layers * sum(each.shard(self.plan) for each in matrices)
         return Memory(
-            parameters=STATE * self.kept(),
-            optimizer=2 * STATE * self.trained(),
+            parameters=STATE * self.kept() - round((STATE - QUANTIZED) * self.quantized()),
+            optimizer=2 * STATE * self.trained() - round(SPARED[self.work.optimizer.name] * hidden),
             reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )
 
@@ -237,7 +261,7 @@ class Step:
         attention = (q * (2 + twice) + 2 * self.kept_keys()) * size
         attention += 4 * (model.num_attention_heads // plan.tp)
         feed_forward = (3 + ("down_proj" in reads)) * inner * size
-        between = len(adapted) * self.work.lora.rank * size
+        between = sum(map(self.rank_of, adapted)) * size
         return self.tokens * (norms + head_norms + attention + feed_forward + between)
 
     def kept_per_layer(self) -> int:
@@ -309,5 +333,6 @@ def kept_products(step: Step) -> int:
         width = rows if axis else rows // step.plan.tp
         with_bias += width * bias
         without += [width] * (not bias)
-        without += [step.work.lora.rank, width] * (name.split(".")[1] in adapted)
+        own = name.split(".")[1]
+        without += [step.rank_of(own), width] * (own in adapted)
     return step.heads_width[0] + with_bias + sum(without[::2])

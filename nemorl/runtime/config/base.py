@@ -44,6 +44,14 @@ class BaseConfig:
     def __post_init__(self) -> None:
         self.require_room(self.data.max_total_sequence_length, "the longest sequence")
         check_lora(self.lora, self.model)
+        most, largest = self.generation.adapter_rank, self.lora.largest_rank
+        require(
+            not most or 0 < largest <= most,
+            "generation.adapter_rank",
+            f"must be 0 or as large as the largest rank of the adapters, which is {largest}",
+            most,
+            "set lora.rank, and this to the same, or remove it",
+        )
         offloads, field = (
             self.trainer.offload_during_generation,
             "trainer.offload_during_generation",

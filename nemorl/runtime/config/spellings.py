@@ -29,8 +29,8 @@ ASYNC = Absent(
     "extending.md#generation-one-request-at-a-time",
 )
 QUANTIZED = Absent(
-    "weights are not quantized; lora.rank, parallel.param_dtype bfloat16 and parallel.cpu_offload"
-    " take less memory",
+    "weights are quantized under LoRA alone, to 4 bits (lora.quantize); parallel.param_dtype"
+    " bfloat16 and parallel.cpu_offload take less memory, too",
     "parallelism.md#memory",
 )
 FLOAT16 = Absent("set parallel.param_dtype to bfloat16 or float32", "parallelism.md#memory")
@@ -221,7 +221,7 @@ TRL: dict[str, str | Absent] = {
     "environment_factory": TURNS,
     "rollout_func": TURNS,
     "fp16": FLOAT16,
-    "load_in_4bit": QUANTIZED,
+    "load_in_4bit": "lora.quantize",
     "load_in_8bit": QUANTIZED,
     "quantization_config": QUANTIZED,
     "value_model": CRITIC,
@@ -237,10 +237,7 @@ TRL: dict[str, str | Absent] = {
         " generation.temperature, top_k, top_p and min_p are there",
         "numerics.md#log-probabilities-carry-the-distribution-they-were-computed-under",
     ),
-    "optim": Absent(
-        "the optimizer is AdamW, with a learning rate, decay and schedule",
-        "configuration.md#optimizer",
-    ),
+    "optim": "optimizer.name",
     "args": Absent(
         "settings are keyword arguments of nemorl.train, or of a trainer's from_pretrained",
         "coming-from.md#from-trl",
@@ -453,7 +450,8 @@ WORDS: dict[str, str | Absent] = {
     "random_seed": "run.seed",
     **dict.fromkeys(("async", "asynchronous", "staleness"), ASYNC),
     **dict.fromkeys(("max_turns", "turns", "multi_turn", "max_tool_calls"), TURNS),
-    **dict.fromkeys(("qlora", "quantize", "quantization", "fp8"), QUANTIZED),
+    **dict.fromkeys(("quantization", "fp8"), QUANTIZED),
+    "qlora": "lora.quantize",
     **dict.fromkeys(("value_coef", "gae_lambda"), CRITIC),
     **dict.fromkeys(("teacher", "distill"), TEACHER),
     "reward_model_path": REWARD_MODEL,

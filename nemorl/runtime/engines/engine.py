@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from nemorl.checks import closest
+from nemorl.models.adapters import write_adapters
 from nemorl.openmp import spinning_variables
+from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
 from nemorl.runtime.engines.spec import EngineSpec, Numbers, Sample, vocabulary_hash
+from nemorl.runtime.engines.weights import Bucket, unpacked
 from nemorl.runtime.store.temporary import temporary_folder
 
 REPORT_TOKENS = 16
@@ -84,6 +87,9 @@ class Engine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.usable, self.asleep, self.partial = False, False, 0
+        self._updating = False
+        self._adapters: Any = None
+        """vLLM's LoRARequest for the newest adapters; None: there are none."""
         self._requests: dict[int, list[_Tokens]] = {}
         self._folder = ExitStack()
         self._folder.enter_context(_own_folder())
@@ -190,7 +196,7 @@ class Engine:
                 skip_clone=True,
             )
             tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-            self._llm.add_request(f"{id}/{j}", tokens, own)
+            self._llm.add_request(f"{id}/{j}", tokens, own, lora_request=self._adapters)
 
     def step(self) -> dict[int, tuple[Sample, ...]]:
         """Compute the next tokens; return the samples of prompts that are finished now, by id.
@@ -242,20 +248,25 @@ class Engine:
 
     def begin_weights(self) -> None:
         """Expect new weights; until `finish_weights` nothing is computed."""
-        self.usable = False
+        self.usable, self._updating = False, True
         self._llm.collective_rpc("nemorl_start_weight_update")
 
     def load_weights(self, info: dict[str, Any]) -> None:
         self._llm.collective_rpc("update_weights", args=(info,))
 
     def finish_weights(
-        self, version: int, shapes: dict[str, tuple[int, ...]]
+        self, version: int, shapes: dict[str, tuple[int, ...]], adapters: Bucket | None = None
     ) -> dict[str, tuple[str, Numbers]]:
         """Use the new weights, also for unfinished samples, whose cache is computed again.
 
+        adapters: the newest, for weights that are the same or have just come.
         Returns what `read_weights` does.
         """
-        self._llm.collective_rpc("finish_weight_update")
+        self.usable = False
+        if self._updating:
+            self._llm.collective_rpc("finish_weight_update")
+        self._updating = False
+        self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
@@ -265,6 +276,23 @@ class Engine:
         found = self.read_weights(version, shapes)
         self.usable = True
         return found
+
+    def _take_adapters(self, adapters: Bucket | None) -> None:
+        if bool(adapters) != bool(self._adapters) and self._requests:
+            raise RuntimeError(
+                "requests in flight can't begin or end to use adapters: update the weights before"
+                " the first request"
+            )
+        if not adapters:
+            self._adapters = None
+            return
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory(prefix="nemorl-adapters-") as folder:
+            write_adapters(Path(folder), dict(unpacked(adapters)))
+            # In place: requests in flight go on with them.
+            self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+            self._adapters = LoRARequest("policy", 1, folder)
 
     def read_weights(
         self, version: int, shapes: dict[str, tuple[int, ...]]
@@ -335,8 +363,16 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        **_adapter_arguments(spec.adapter_rank),
         "seed": 0,
     }
+
+
+def _adapter_arguments(rank: int) -> dict[str, Any]:
+    if not rank:
+        return {}
+    room = next(each for each in VLLM_RANKS if each >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
 
 def _sample(tokens: _Tokens) -> Sample:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from nemorl.models.adapters import PREFIX
 from nemorl.models.digest import grid
 from nemorl.runtime.engines.spec import Numbers
 
@@ -47,13 +48,19 @@ def readings(
     Experts, quantized layers, and what vLLM's model stores under other names or changes as it loads
     it can't.
     """
-    modules = dict(model.named_modules())
+    wrappers = {name: each for name, each in model.named_modules() if hasattr(each, "base_layer")}
+    # A layer that vLLM has wrapped for adapters comes after its wrapper.
+    modules = {name.replace(".base_layer", ""): each for name, each in model.named_modules()}
     packed = getattr(model, "packed_modules_mapping", None) or {}
     fused = {part: (name, i) for name, all_ in packed.items() for i, part in enumerate(all_)}
     columns_of: dict[nn.Module, Tensor] = {}
     head, untied = modules.get("lm_head"), "lm_head.weight" in shapes
     transposed = _transposes(modules, shapes)
     for name, shape in shapes.items():
+        if name.startswith(PREFIX):
+            if (values := _adapter(name, wrappers, fused, grid(shape, version), shape)) is not None:
+                yield name, name, values
+            continue
         path, _, leaf = name.rpartition(".")
         layer, part = modules.get(path), None
         if layer is None:
@@ -71,6 +78,27 @@ def readings(
             # It may compute with a copy, repacked or of its own.
             values = _values_if_plain(head, leaf, None, shape, at, columns_of)
             yield f"lm_head.weight, tied to {name}", name, values or [None] * prod(map(len, at))
+
+
+def _adapter(
+    name: str,
+    wrappers: Mapping[str, nn.Module],
+    fused: Mapping[str, tuple[str, int]],
+    at: tuple[list[int], list[int]],
+    shape: Sequence[int],
+) -> Numbers | None:
+    """Return an adapter's numbers at these rows and columns; None where the workers share it."""
+    path, _, matrix = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+    parent, _, last = path.rpartition(".")
+    own, part = fused.get(last, (last, 0))
+    layer: Any = wrappers.get(path) or wrappers.get(f"{parent}.{own}")
+    stacked = getattr(layer, f"{matrix.lower()}_stacked", None)
+    if stacked is None or layer.tp_size > 1:
+        return None
+    table = stacked[part if len(stacked) > 1 else 0][0, 0]
+    if any(have < wanted for have, wanted in zip(table.shape, shape, strict=True)):
+        return None
+    return table[at[0]][:, at[1]].float().flatten().tolist()
 
 
 def _embeds(layer: nn.Module, leaf: str, head: ParallelLMHead) -> bool:

@@ -33,6 +33,9 @@ OURS = {
     "worker_extension_cls": "it is what takes the trainer's weights",
     "load_format": "the weights are the trainer's",
     "trust_remote_code": "set model.trust_remote_code",
+    "enable_lora": "set generation.adapter_rank",
+    "max_loras": "set generation.adapter_rank",
+    "max_lora_rank": "set generation.adapter_rank",
     "generation_config": "set generation.temperature and the fields beside it",
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
@@ -61,6 +64,8 @@ class EngineSpec:
     """Further engine arguments, as the user gave them."""
     on_gpus: bool = False
     """Whether each device is a GPU."""
+    adapter_rank: int = 0
+    """Largest rank of adapters that it applies; 0: it gets merged weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +121,9 @@ def engine_spec(
     on_gpus: bool = False,
 ) -> EngineSpec:
     """Return the engine for a model, with or without adapters, whose weights are not read."""
-    default_level = 2 if on_gpus and config.colocated else 0
+    # At level 2 the base would be lost, which is sent once.
+    level = 1 if config.adapter_rank else 2
+    default_level = level if on_gpus and config.colocated else 0
     positions = max_positions(model.config)
     lengths = [length for length in (config.max_model_len, positions) if length is not None]
     if len(lengths) == 2 and lengths[0] > lengths[1]:
@@ -136,6 +143,7 @@ def engine_spec(
         trust_remote_code=any(map(has_own_code, (outline, model.config, tokenizer))),
         engine=dict(config.engine),
         on_gpus=on_gpus,
+        adapter_rank=config.adapter_rank,
     )
 
 

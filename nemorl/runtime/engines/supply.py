@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -36,6 +37,8 @@ class Supply:
         self._source: WeightSource = Weights(version=0, tensors=())
         self._sending, self._version = threading.RLock(), 0
         self._told: set[str] = set()
+        self._based = set[Any]()
+        """Ids of the processes that have the weights without adapters."""
         self._receipt: Receipt | None = None
         """The last one since the last metrics."""
 
@@ -106,11 +109,15 @@ class Supply:
             places={rank: one.place for rank, one in processes.items() if one.place},
             expected=self._expected,
             dtype=getattr(torch, self.spec.dtype),
-            transport=self.config.weight_transport,
+            transport="object_store" if self.spec.adapter_rank else self.config.weight_transport,
             processes=self.config.tensor_parallel_size,
             timeout_s=self.config.timeout_s,
         )
-        receipt = self._source.send(sender, dtype=sender.dtype)
+        options: dict[str, Any] = {}
+        if self.spec.adapter_rank:
+            based = {one.id for one in processes.values()} <= self._based
+            options["adapters"] = "alone" if based else "apart"
+        receipt = self._source.send(sender, dtype=sender.dtype, **options)
         self._router.check()
         receipt.check()
         for rank, said in receipt.failed.items():
@@ -119,6 +126,7 @@ class Supply:
             self._receipt, self._version = receipt, receipt.version
             if receipt.version < (self._router.state.version or 0):  # an old checkpoint was loaded
                 self._router.send(Published(receipt.version))
+            self._based |= {one.id for one in processes.values()}
             for one in processes.values():
                 self._router.send(Supplied(one.id, receipt.version))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.models.adapters import merged_tensors
+from nemorl.models.adapters import PREFIX, merged_tensors
 from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.store.errors import reason_of
@@ -171,13 +172,18 @@ class WeightSender:
         places = list(self.places.values())
         transport = choose_transport(self.transport, own_place(), places, alone=alone)
         sent: dict[str, Tensor] = {}
-        checked = self._noted(checked_weights(weights, self.expected), sent)
+        adapters: dict[str, Tensor] = {}
+        base = _without_adapters(weights, adapters)
+        first = list(itertools.islice(base, 1))
+        has_base = bool(adapters) and not first  # the engines have the base
+        checked = checked_weights(itertools.chain(first, base), self.expected)
+        checked = self._noted(checked, sent)
         try:
             if transport in ("cuda_ipc", "nccl"):
                 send = partial(self._send_by_gpu, transport, checked)
                 _in_time(send, self.timeout_s, self.failed)
             else:
-                self._send_buckets(checked)
+                self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
             return Receipt(version=version, failed=error.args[0])
         return self._receipt(sent)
@@ -256,13 +262,18 @@ class WeightSender:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.readings.update(self.wait(self.start("finish_weights", self.version, self.expected)))
 
-    def _send_buckets(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _send_buckets(
+        self,
+        weights: Iterator[tuple[str, Tensor]] | None,
+        adapters: Mapping[str, Tensor],
+        sent: dict[str, Tensor],
+    ) -> None:
         """Send through Ray's object store, which engines on this machine map."""
         import ray
 
         calls: dict[int, Any] = {}
         try:
-            for bucket in self._buckets(weights):
+            for bucket in self._buckets(weights) if weights is not None else ():
                 calls = calls or self.start("begin_weights")
                 stored = ray.put({"bucket": bucket})
                 waiting, calls = calls, {}
@@ -270,7 +281,12 @@ class WeightSender:
                 calls = self.start("load_weights", stored)
         finally:  # none may come after the begin of another update
             self.wait(calls)
-        self.finish_weight_update()
+        shapes = dict(self.expected if weights is not None else {})
+        shapes |= {name: tuple(tensor.shape) for name, tensor in adapters.items()}
+        held = itertools.chain.from_iterable(self._buckets(self._noted(adapters.items(), sent)))
+        stored = (ray.put(list(held)),) if adapters else ()
+        calls = self.start("finish_weights", self.version, shapes, *stored)
+        self.readings.update(self.wait(calls))
 
     def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         bucket: Bucket = []
@@ -339,6 +355,17 @@ class _Source:
                     f" {expected!r}: set generation.weight_transport object_store"
                 )
             yield name, tensor.detach().to(DEVICE, self.sender.dtype)
+
+
+def _without_adapters(
+    weights: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that are not an adapter's; note those in `adapters`, in main memory."""
+    for name, tensor in weights:
+        if name.startswith(PREFIX):
+            adapters[name] = tensor.detach().to("cpu", copy=True)
+        else:
+            yield name, tensor
 
 
 def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

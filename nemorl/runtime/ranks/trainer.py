@@ -184,12 +184,15 @@ class RankedTrainer:
         send: Callable[[Iterator[tuple[str, Tensor]]], Any],
         *,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> Any:
         """Call `send`, which must be picklable, with the weights on rank 0; return its result.
 
+        options: of the backend's `weights`.
+
         What it raises is raised here; the ranks stay usable.
         """
-        options = {} if dtype is None else {"dtype": dtype}
+        options |= {} if dtype is None else {"dtype": dtype}
         result, error = self._call("send_weights", send, **options)
         if error is not None:
             raise raised(error, 0)

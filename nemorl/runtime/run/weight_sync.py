@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemorl.checks import own_methods
 from nemorl.data.batch import Example, collate
+from nemorl.models.adapters import Adapters
 from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
 from nemorl.rollout.conversation import with_last
 from nemorl.rollout.generation import GenerationBackend, SamplingParams, WeightSource
@@ -32,8 +33,12 @@ class SendsWeights(Protocol):
         send: Callable[[Iterator[tuple[str, Tensor]]], Any],
         *,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> Any:
-        """Return `send(weights)`, called where rank 0 has the weights, gathered in `dtype`."""
+        """Return `send(weights)`, called where rank 0 has the weights, gathered in `dtype`.
+
+        options: of the backend's `weights`, such as `adapters`.
+        """
 
 
 class TrainerWeights(WeightSource):
@@ -61,12 +66,14 @@ class TrainerWeights(WeightSource):
         use: Callable[[int, Iterator[tuple[str, Tensor]]], T],
         *,
         dtype: torch.dtype | None = None,
+        adapters: Adapters = "merged",
     ) -> T:
+        options: Any = {} if adapters == "merged" else {"adapters": adapters}
         with self._turn:
             version = self.trainer.step
             if isinstance(self.trainer, SendsWeights):
-                return self.trainer.send_weights(partial(use, version), dtype=dtype)
-            return use(version, iter(self.trainer.weights()))  # perhaps on another thread
+                return self.trainer.send_weights(partial(use, version), dtype=dtype, **options)
+            return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
 
     def _unchanged(self, version: int) -> Iterator[tuple[str, Tensor]]:
         weights: Iterator[tuple[str, Tensor]] = iter(())

@@ -82,7 +82,8 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig) ->
     """Return a run's settings as `nemorl plan` has them."""
     targets = config.lora.target_modules
     lora = replace(config.lora, target_modules=targets if {*targets} <= {*LINEAR} else ())
-    sections = {"trainer": config.trainer, "lora": lora, "generation": engines}
+    sections = {"trainer": config.trainer, "optimizer": config.optimizer}
+    sections |= {"lora": lora, "generation": engines}
     return PlanConfig(
         gpus=devices.plan.num_ranks * engines.tensor_parallel_size,
         seq_len=engines.max_model_len or config.data.max_total_sequence_length,

@@ -43,6 +43,11 @@ def devices(plan: dict[str, Any], **options: Any) -> Devices:
         ),
         ({"dp_replicate": 2}, {}, "parallel.dp_replicate must be 1 .* it is 2: parallel.dp_shard"),
         ({"reduce_dtype": "bfloat16"}, {}, "parallel.reduce_dtype must be float32 unless"),
+        (
+            {},
+            {"optimizer": nemorl.OptimizerConfig(name="muon")},
+            "optimizer.name must be adamw with trainer.backend megatron, but it is 'muon'",
+        ),
         ({}, {"lora": nemorl.LoRAConfig(rank=4)}, "lora.rank must be 0 .* it is 4: .* dtensor"),
     ],
 )

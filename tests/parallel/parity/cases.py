@@ -213,8 +213,8 @@ def is_megatron(plan: str) -> bool:
 
 
 def has_lora(plan: str) -> bool:
-    """Adapters are refused with tensor parallelism, and by megatron."""
-    return (PLANS[plan] or ParallelPlan()).tp == 1 and not is_megatron(plan)
+    """Adapters are refused by megatron."""
+    return not is_megatron(plan)
 
 
 UNTIED = Problem(tied=False)
@@ -236,6 +236,7 @@ QUICK = (
     ),
     Case(plan="TP 2", layout="padded", problem=UNTIED, activation_checkpointing="full"),
     Case(plan="TP 2 + SP", layout="packed"),
+    Case(plan="TP 2 + SP", layout="packed", problem=Problem(lora=True)),
     Case(plan="CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
     Case(plan="FSDP2 2 × TP 2 + SP", layout="microbatched", problem=Problem(logprobs="min-p")),
     Case(
@@ -300,6 +301,13 @@ REST = (
     Case(plan="CP 2 allgather", layout="token budget"),
     Case(plan="HSDP 2×2", layout="padded", problem=Problem(few=True)),
     Case(plan="FSDP2 2 × TP 2", layout="packed", problem=Problem(loss="nll")),
+    Case(plan="TP 2", layout="packed", problem=Problem(lora=True), compile=True),
+    Case(
+        plan="FSDP2 2 × TP 2 + SP",
+        layout="microbatched",
+        problem=Problem(model="qwen3", lora=True),
+        activation_checkpointing="selective",
+    ),
     Case(plan="FSDP2 2 × CP 2 ulysses", layout="packed"),
     Case(plan="FSDP2 2 × CP 2 allgather", layout="microbatched", problem=UNTIED),
     Case(plan="FSDP2 2 × CP 2 ulysses × TP 2 + SP", layout="packed"),

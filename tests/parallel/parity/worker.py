@@ -115,8 +115,8 @@ def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
     seen = Seen(batch)
     before = backend.get_logprobs(batch).values
     losses, norms, gradients, metrics = [], [], {}, {}
-    optimizer = backend.optimizer
-    adamw = optimizer if isinstance(optimizer, torch.optim.AdamW) else optimizer.parts[0].optimizer
+    (part, *_) = backend.optimizer.parts
+    adamw = part if isinstance(part, torch.optim.AdamW) else part.optimizer
     hook = adamw.register_step_pre_hook(lambda *_: gradients.update(gradients_of(backend)))
     for step in range(STEPS):
         watch = seen if step == 0 else lambda *_: None

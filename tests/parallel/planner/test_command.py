@@ -226,7 +226,6 @@ BAD = {
     "--offload-during-generation --generation.backend vllm --cpu-offload": (
         "trainer.offload_during_generation is not for parallel.cpu_offload"
     ),
-    "--lora.rank 8 --tp 2": "lora.rank must be 0 with parallel.tp above 1, but it is 8",
     "--target-modules q_proj": "lora.target_modules needs lora.rank",
     "--lora.rank 8 --target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
     "--lora.rank 8 --lora.dropout 0.1": "unknown setting --lora.dropout: plan does not use it",
@@ -371,7 +370,7 @@ def test_offloading_leaves_engines_room(models: Path):
 def test_adapters_leave_room(models: Path):
     whole, adapted = find(models, gpus=8), find(models, gpus=8, lora__rank=16)
     assert not whole.fitting and adapted.fitting
-    assert all(each.plan.tp == 1 for each in (*adapted.fitting, *adapted.too_large))
+    assert {each.plan.tp for each in adapted.fitting} >= {1, 2}
     targets = ("q_proj", "v_proj")
     output = shown(models, "70b", width=200, gpus=8, lora__rank=16, target_modules=targets)
     assert "32.8 M in adapters that train" in output

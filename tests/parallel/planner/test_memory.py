@@ -11,8 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemorl.models.adapters import live_tensors
-from nemorl.parallel.config import LoRAConfig
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor import mesh
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import HOST_BANDWIDTH, seconds, step_traffic
@@ -21,6 +27,7 @@ from nemorl.parallel.planner.memory import ENGINE, Step
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 from nemorl.runtime.cli.api import from_keywords
+from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.measured_steps import measure_steps
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS
@@ -219,6 +226,8 @@ RARE = {
     "LoRA of wide layers": ("mistral", SHARDED, replace(SHORT, lora=RANK)),
     "LoRA, HSDP": ("llama", HSDP, LORA),
     "LoRA, CP": ("llama", CP, LORA),
+    "LoRA, TP": ("llama", TP, LORA),
+    "LoRA, TP without SP": ("llama", replace(TP, sequence_parallel=False), LORA),
     "LoRA, offload": ("llama", OFFLOAD, LORA),
 }
 
@@ -368,6 +377,27 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
     assert numbers == step.trained() == step.adapter_parameters()
     first = sorted(shape for name, shape in trained.items() if ".layers.0." in name)
     assert first == sorted(matrix.shape for matrix in step.adapters())
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw8bit"])
+def test_states_of_optimizers_are_as_large_as_said(name: str, rank: int, tmp_path: Path):
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    folder, shape = small_folder(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    backend = DTensorBackend(model)
+    config = BackendConfig(
+        trainer=TrainerConfig(device="cpu"),
+        optimizer=OptimizerConfig(name=name),
+        lora=LoRAConfig(rank=rank),
+    )
+    backend.setup(config)
+    backend.train_step(random_batch([9, 5]), nll_loss)
+    states = (x for each in backend.optimizer.state.values() for x in each.values() if x.ndim)
+    work = workload(seq_len=8, optimizer=config.optimizer, lora=config.lora)
+    planned = Step(shape, Plan(), work).states().optimizer
+    assert planned == pytest.approx(sum(each.nbytes for each in states), rel=0.01)
 
 
 def test_a_generator_takes_weights_and_a_cache():

@@ -517,3 +517,25 @@ def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_
     assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
     assert len({line["grad_norm"] for line in lines}) == STEPS
     assert result.model is None
+
+
+def test_vllm_applies_the_adapters_of_ranks(place: Path, tmp_path: Path):
+    """Which are cut between them, and gathered for it alone after the first time."""
+    generation = nemorl.GenerationConfig(
+        backend="vllm", max_new_tokens=4, max_batch_size=64, engine=CACHE, adapter_rank=4
+    )
+    config = ranked(
+        grpo_config,
+        place,
+        tmp_path / "run",
+        generation=generation,
+        lora=nemorl.LoRAConfig(rank=4),
+        parallel=nemorl.ParallelPlan(tp=2),
+        runtime=nemorl.RuntimeConfig(oversubscribe=True),
+    )
+    with shared_replicas():
+        lines = [line for line in in_tests(config).history if line["phase"] == "train"]
+    assert len(lines) == STEPS
+    assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
+    proved = [line.get("generation/weights/proved") for line in lines]
+    assert proved[-1] == 2 * 7 * 2 and lines[-1]["generation/weights/unproved"] == 0

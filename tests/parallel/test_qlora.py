@@ -1,0 +1,175 @@
+"""Adapters over weights in 4 bits: against the same weights in float32, on a CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nemorl.losses.types import finalize
+from nemorl.models.adapters import adapted_layers
+from nemorl.models.quantized import dequantize_layers, quantize_layers
+from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.lora import adapter_tensors
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+from tests.rollout.updates import update
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
+
+
+def wide_model() -> nn.Module:
+    return tiny_model(hidden_size=128, intermediate_size=192, head_dim=32, scale=1.0)
+
+
+def rounded_model() -> nn.Module:
+    """The weights in float32 that those in 4 bits stand for."""
+    model = wide_model()
+    quantize_layers(model, device=torch.device("cpu"), dtype=torch.float32)
+    dequantize_layers(model)
+    return model
+
+
+def backend(model: nn.Module, quantize: str = "nf4", **options: Any) -> DTensorBackend:
+    lora = {"rank": 4, "alpha": 8.0, "quantize": quantize, **options.pop("lora", {})}
+    made = DTensorBackend(model)
+    made.setup(
+        BackendConfig(
+            trainer=TrainerConfig(device="cpu"),
+            optimizer=OptimizerConfig(lr=1e-2),
+            lora=LoRAConfig(**lora),
+            parallel=ParallelPlan(**options),
+            keep_reference=True,
+        )
+    )
+    return made
+
+
+def step(made: DTensorBackend) -> dict[str, float]:
+    return finalize(made.train_step(random_batch(LENGTHS, seed=made.step), nll_loss))
+
+
+def values(tensors: Any) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in dict(tensors).items()}
+
+
+FULL = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, FULL, {"lora": {"target_modules": ("q_proj", "down_proj")}}], ids=str
+)
+def test_it_trains_as_over_the_weights_that_4_bits_stand_for(options):
+    made, plain = backend(wide_model(), **options), backend(rounded_model(), "none", **options)
+    batch = random_batch(LENGTHS)
+    for _ in range(4):
+        found, expected = step(made), step(plain)
+        for name in ("loss", "grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    near: dict[str, Any] = {"atol": 1e-5, "rtol": 0}
+    ours, theirs = (values(adapter_tensors(each.model)) for each in (made, plain))
+    torch.testing.assert_close(ours, theirs, **near)
+    torch.testing.assert_close(values(made.weights()), values(plain.weights()), **near)
+    for read in ("get_logprobs", "get_reference_logprobs"):
+        one, other = (getattr(each, read)(batch).values for each in (made, plain))
+        torch.testing.assert_close(one, other, **near)
+    assert (made.get_logprobs(batch).values - one).abs().max() > 0.01
+
+
+def test_the_matrices_take_an_eighth_of_float32():
+    made = backend(wide_model())
+    bases = [layer.base_layer for layer in adapted_layers(made.model).values()]
+    assert len(bases) == 2 * 7
+    for base in bases:
+        assert base.weight.dtype == torch.uint8
+        assert base.weight.nbytes == base.in_features * base.out_features / 2
+    kept = {name: each for name, each in made.model.named_parameters() if "base_layer" not in name}
+    assert {each.dtype for each in kept.values()} == {torch.float32}
+
+
+def test_what_is_exported_and_handed_back_is_what_was_trained():
+    model = wide_model()
+    made = backend(model)
+    for _ in range(3):
+        step(made)
+    batch = random_batch(LENGTHS)
+    live, exported = made.get_logprobs(batch).values, values(made.weights())
+    assert exported.keys() == dict(wide_model().named_parameters()).keys()
+    made.shutdown()
+    assert list(model.state_dict()) == list(wide_model().state_dict())
+    torch.testing.assert_close(values(model.named_parameters()), exported, atol=0, rtol=0)
+    again = backend(model, "none")
+    torch.testing.assert_close(again.get_logprobs(batch).values, live, atol=1e-5, rtol=0)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path):
+    made = backend(wide_model())
+    for _ in range(2):
+        step(made)
+    made.save_checkpoint(tmp_path / "saved")
+    expected = [step(made)["loss"] for _ in range(2)]
+    again = backend(wide_model())
+    again.load_checkpoint(tmp_path / "saved")
+    assert [step(again)["loss"] for _ in range(2)] == expected
+    ours, theirs = (values(adapter_tensors(each.model)) for each in (made, again))
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+
+
+def test_samplers_have_the_trainers_model():
+    """The embedded engine shares it; another gets whole weights, adapters merged."""
+    made = backend(wide_model())
+    for _ in range(2):
+        step(made)
+    shared = TorchGenerationBackend(model=made.model, tokenizer=tiny_tokenizer())
+    own = TorchGenerationBackend(model=wide_model(), tokenizer=tiny_tokenizer())
+    for each in (shared, own):
+        each.setup(GenerationConfig())
+        update(each, made.weights(), version=1)
+    prompts, params = random_prompts(4), SamplingParams(max_new_tokens=12, seed=1)
+    pairs = zip(shared.generate(prompts, params), own.generate(prompts, params), strict=True)
+    for one, other in pairs:
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_in_bfloat16_it_trains():
+    made = backend(wide_model(), param_dtype="bfloat16")
+    exact = backend(wide_model())
+    for _ in range(5):
+        found, expected = step(made)["loss"], step(exact)["loss"]
+        assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_weights_come_back_from_main_memory():
+    made = backend(wide_model())
+    step(made)
+    before = values(made.weights())
+    made.offload()
+    torch.testing.assert_close(values(made.weights()), before, atol=0, rtol=0)
+    step(made)
+
+
+def refusal() -> str:
+    try:
+        backend(wide_model(), dp_shard=2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_refuse_it(monkeypatch):
+    for found in run_ranks(2, refusal):
+        assert found.startswith("lora.quantize must be none on ranks, whose FSDP2 can't divide")
+    with pytest.raises(ValueError, match=r"lora.quantize needs lora.rank"):
+        LoRAConfig(quantize="nf4")
+    monkeypatch.setattr("nemorl.parallel.dtensor.limits.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"lora.quantize nf4 needs the package bitsandbytes"):
+        backend(wide_model())

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
-from nemorl.models.hub import check_supported
+from nemorl.models.hub import max_positions
 from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.config import (
     BackendConfig,
@@ -22,8 +22,8 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron.limits import check_model
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -132,28 +132,23 @@ def test_weights_are_shared_not_copied():
     assert after == before
 
 
-def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
-    with pytest.raises(ValueError, match="'mistral' and it has a sliding attention window of 4"):
-        check_supported(MistralConfig(sliding_window=4))
-    check_supported(MistralConfig(sliding_window=None))
+def test_a_model_that_was_not_checked_is_refused_by_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpt = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match=r"one of llama, .* with full attention, but it is 'gpt2'"):
+    with pytest.raises(ValueError, match=r"'gpt2' is neither: run nemorl models check FOLDER"):
         set_up(gpt)
 
 
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_batch_are_refused(kind, key):
+def test_positions_that_depend_on_the_batch_limit_the_length(kind):
     short = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16, **short}
-    with pytest.raises(ValueError, match=f"the model's rope_type must be .* but it is '{kind}'"):
-        check_supported(LlamaConfig(hidden_size=16, num_attention_heads=2, **{key: rope}))
-    with pytest.raises(ValueError, match=f"the model's rope_type must be .* but it is '{kind}'"):
-        model_shape({"model_type": "llama", key: {"full_attention": rope}})
-    with pytest.raises(ValueError, match="rope_type must be one of default, linear, llama3, yarn"):
-        model_shape({"model_type": "llama", "rope_scaling": {"type": kind}})  # as it was once
-    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
-    check_supported(LlamaConfig(hidden_size=16, num_attention_heads=2, **{key: rope}))
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, rope_parameters={**rope, "rope_theta": 1e4})
+    assert max_positions(config) == (16 if kind == "longrope" else 64)
+    with pytest.raises(ValueError, match=f"rope_type must be one of default, .* it is '{kind}'"):
+        check_model(config)
+    assert max_positions(LlamaConfig(**sizes)) == 64
 
 
 def test_loading(tmp_path):

@@ -96,8 +96,8 @@ class DTensorBackend(Accumulating):
         self._away = Offloaded()
 
     def setup(self, config: BackendConfig) -> None:
-        self.config = config = _settled(config, self._given)
         check_training(config, None, config.parallel, limits)
+        self.config = config = _settled(config, self._given)
         if config.lora.rank:
             adapters.require_peft("lora.rank")
         profile_folder(config.profile)

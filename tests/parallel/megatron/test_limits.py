@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from transformers import GemmaConfig
 
 import nemorl
-from nemorl.models.hub import check_supported
 from nemorl.parallel.backends import check_training
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -102,8 +102,12 @@ def test_experts_that_do_not_fit():
         devices({"tp": 2}).check_model(narrow)
     with pytest.raises(ValueError, match=r"mlp_only_layers must be \[\]"):
         devices({}).check_model(tiny_model("qwen3_moe", mlp_only_layers=[1]).config)
-    with pytest.raises(ValueError, match=r"but it is 'qwen3_moe': .*--trainer.backend megatron"):
-        check_supported(model)
+    other = GemmaConfig(num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"the model's type must be llama, .* but it is 'gemma'"):
+        devices({}).check_model(other)
+    window = tiny_model("mistral", sliding_window=4).config
+    with pytest.raises(ValueError, match=r"sliding attention window must be off .* it is 4"):
+        devices({}).check_model(window)
 
 
 def test_what_is_for_experts():

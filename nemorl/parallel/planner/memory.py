@@ -94,16 +94,9 @@ class Step:
         """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
         axes = {name.split(".")[1]: axis for name, *_, axis in self.model.linear()}
         for name, (rows, columns) in self.adapted().items():
-            rank, cut = self.rank_of(name), axes[name]
+            rank, cut = largest_rank(self, name), axes[name]
             yield Matrix(f"{name}.lora_A.weight", (rank, columns), cut or None)
             yield Matrix(f"{name}.lora_B.weight", (rows, rank), None if cut else cut)
-
-    def rank_of(self, name: str) -> int:
-        """Return the largest rank that a layer's adapter of this name has."""
-        layers = range(self.model.num_hidden_layers)
-        block = "self_attn" if name[0] in "qkvo" else "mlp"
-        names = (f"model.layers.{number}.{block}.{name}" for number in layers)
-        return max(self.work.lora.rank_of(each) for each in names)
 
     def adapter_parameters(self) -> int:
         return self.model.num_hidden_layers * sum(each.size for each in self.adapters())
@@ -115,12 +108,6 @@ class Step:
     def kept(self) -> int:
         """Return the parameters that a device keeps, adapters among them."""
         return self.model.shard_parameters(self.plan) + self._adapter_shard()
-
-    def quantized(self) -> int:
-        """Return the parameters that are in 4 bits."""
-        sizes = [rows * columns for _, (rows, columns), *_ in self.model.linear()]
-        nf4 = self.work.lora.quantize != "none"
-        return self.model.num_hidden_layers * sum(sizes) if nf4 else 0
 
     def trained(self) -> int:
         """Return the parameters that a device trains."""
@@ -135,13 +122,10 @@ class Step:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
-        hidden = self._adapter_shard()
-        if not self.work.lora.rank:
-            matrices = (each for each in self.model.layer() if len(each.shape) == 2)
-            hidden = self.model.num_hidden_layers * sum(each.shard(self.plan) for each in matrices)
+        spared = round(SPARED[self.work.optimizer.name] * trained_matrices(self))
         return Memory(
-            parameters=STATE * self.kept() - round((STATE - QUANTIZED) * self.quantized()),
-            optimizer=2 * STATE * self.trained() - round(SPARED[self.work.optimizer.name] * hidden),
+            parameters=STATE * self.kept() - round((STATE - QUANTIZED) * quantized(self)),
+            optimizer=2 * STATE * self.trained() - spared,
             reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )
 
@@ -261,7 +245,7 @@ class Step:
         attention = (q * (2 + twice) + 2 * self.kept_keys()) * size
         attention += 4 * (model.num_attention_heads // plan.tp)
         feed_forward = (3 + ("down_proj" in reads)) * inner * size
-        between = sum(map(self.rank_of, adapted)) * size
+        between = sum(largest_rank(self, name) for name in adapted) * size
         return self.tokens * (norms + head_norms + attention + feed_forward + between)
 
     def kept_per_layer(self) -> int:
@@ -324,6 +308,29 @@ def engine_memory(step: Step, sequences: int) -> int:
     return step.dtype_size * numbers + ENGINE
 
 
+def largest_rank(step: Step, name: str) -> int:
+    """Return the largest rank that a layer's adapter of this name has."""
+    block = "self_attn" if name[0] in "qkvo" else "mlp"
+    layers = range(step.model.num_hidden_layers)
+    names = (f"model.layers.{number}.{block}.{name}" for number in layers)
+    return max(map(step.work.lora.rank_of, names))
+
+
+def trained_matrices(step: Step) -> int:
+    """Return the parameters in layers' matrices, or adapters, that a device trains."""
+    if step.work.lora.rank:
+        return step.trained()
+    matrices = [each for each in step.model.layer() if len(each.shape) == 2]
+    return step.model.num_hidden_layers * sum(each.shard(step.plan) for each in matrices)
+
+
+def quantized(step: Step) -> int:
+    """Return the parameters that are in 4 bits."""
+    sizes = [rows * columns for _, (rows, columns), *_ in step.model.linear()]
+    nf4 = step.work.lora.quantize != "none"
+    return step.model.num_hidden_layers * sum(sizes) if nf4 else 0
+
+
 def kept_products(step: Step) -> int:
     """Return the width that selective checkpointing keeps of a token: attention's output, every
     product with a bias, and every second one without.
@@ -334,5 +341,5 @@ def kept_products(step: Step) -> int:
         with_bias += width * bias
         without += [width] * (not bias)
         own = name.split(".")[1]
-        without += [step.rank_of(own), width] * (own in adapted)
+        without += [largest_rank(step, own), width] * (own in adapted)
     return step.heads_width[0] + with_bias + sum(without[::2])

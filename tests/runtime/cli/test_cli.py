@@ -111,7 +111,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
     )
     undocumented = []
     for owner, field, flag, is_bool in flags(cls):
-        if field.name == "name":
+        if field.name == "name" and flag[2:].removesuffix(".name") in unions(cls):
             assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
             continue
         positional = (owner, field.name) in ((ReportConfig, "runs"), (ExampleConfig, "file"))
@@ -139,7 +139,7 @@ def test_help_shows_defaults_and_the_selectors(capsys):
     assert (
         "(default: 1e-05)" in text
         and "model options" in text
-        and "AdamW, its learning-rate schedule" in text
+        and "AdamW or another optimizer, its learning-rate schedule" in text
     )
     assert all(f"{name}: " in text for name in ("dapo", "dr_grpo", "reinforce_plus_plus"))
     assert cli.main(["grpo", "--help", "--preset", "dapo"]) == 0
@@ -160,7 +160,7 @@ def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
     assert {"--optimizer.lr", "--num-prompts-per-step", "--run.dir", "--data.chat"} <= {*usual}
     assert "--optimizer.beta1" not in usual and "--reward-weights" not in usual
     optimizer = shown("grpo", "--help", "optimizer")
-    assert len(optimizer) == 10 and all(flag.startswith("--optimizer.") for flag in optimizer)
+    assert len(optimizer) == 16 and all(flag.startswith("--optimizer.") for flag in optimizer)
     assert "--reduction" in shown("grpo", "--help", "grpo")
     assert len(shown("grpo", "--help", "all")) > 130
     for args in (["--help"], ["--help", "loss"]):

@@ -76,9 +76,8 @@ def test_the_list_is_whole(packages: Path):
 def test_the_model_answers_in_its_template(smollm2: Path):
     question = {"prompt": [{"role": "user", "content": "What is 7+5?"}], "answer": "12"}
     result = nemorl.evaluate(smollm2, [question], reward="last_number", temperature=0.0)
-    (answer,) = result["answers"]
-    assert answer["response"] == "7 + 5 = 12"
-    assert "SmolLM" in answer["prompt"] or answer["reward"] == 1
+    assert result["answers"][0]["response"].startswith("7 + 5 = 12")
+    assert result["accuracy"] == 1
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])

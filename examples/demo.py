@@ -18,6 +18,7 @@ import nemorl
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -83,8 +84,8 @@ def show_both(before: dict[str, Any], after: dict[str, Any], count: int = 8) -> 
     table = Table("question", "before", "after", title="The same model on sums it never saw")
     for pair in list(zip(before["answers"], after["answers"], strict=True))[:count]:
         colored = [
-            f"[{'green' if answer['reward'] == 1 else 'red'}]{' '.join(answer['response'].split())}"
-            for answer in pair
+            Text(" ".join(one["response"].split()), "green" if one["reward"] == 1 else "red")
+            for one in pair
         ]
         table.add_row(pair[0]["prompt"], *colored)
     console.print(table)

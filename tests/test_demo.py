@@ -12,13 +12,12 @@ import pytest
 from packaging.requirements import Requirement
 
 import nemorl
+from tests.examples import load_example
 from tests.test_documentation import LAST_LINE
 from tests.test_install import ROOT, lines, wanted
 
 REQUIREMENTS = "requirements/demo.txt"
 SUMS = [(a, b) for a in range(3, 7) for b in range(4, 8)]
-
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
 
 
 def run(*command: str | Path, packages: Path) -> str:
@@ -67,12 +66,14 @@ def unmet(folder: Path) -> Iterator[str]:
                 yield f"{name} asks for {asked}, but there is {has}"
 
 
+@pytest.mark.slow
 def test_the_list_is_whole(packages: Path):
     """Each package with one version, and all that they ask for but what nemorl brings."""
     assert all(str(Requirement(line).specifier).startswith("==") for line in lines(REQUIREMENTS))
     assert not list(unmet(packages))
 
 
+@pytest.mark.slow
 def test_the_model_answers_in_its_template(smollm2: Path):
     question = {"prompt": [{"role": "user", "content": "What is 7+5?"}], "answer": "12"}
     result = nemorl.evaluate(smollm2, [question], reward="last_number", temperature=0.0)
@@ -80,6 +81,7 @@ def test_the_model_answers_in_its_template(smollm2: Path):
     assert result["accuracy"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_it_learns(algorithm: str, smollm2: Path, tmp_path: Path):
     """The loss on the rows that it is trained on falls, under both by a half at least."""
@@ -105,6 +107,7 @@ def test_it_learns(algorithm: str, smollm2: Path, tmp_path: Path):
     assert (tmp_path / "run" / "hf" / "chat_template.jinja").exists()
 
 
+@pytest.mark.slow
 def test_a_short_demo(packages: Path, smollm2: Path, tmp_path: Path):
     script, folder = ROOT / "examples" / "demo.py", tmp_path / "demo"
     short = ["--steps", "2", "--prompts", "2", "--num-held-out", "9", "--seed", "3"]
@@ -121,3 +124,10 @@ def test_a_short_demo(packages: Path, smollm2: Path, tmp_path: Path):
     assert len(held_out) == 9
     assert len(train) > 1000
     assert not held_out & train
+
+
+def test_answers_are_shown_as_they_are(capsys):
+    """Brackets in them are not the table's markup."""
+    answer = {"prompt": "Calculate 1 + 1.", "response": "[/] [red] is \n 2", "reward": 1.0}
+    load_example("demo").show_both({"answers": [answer]}, {"answers": [answer]})
+    assert capsys.readouterr().out.count("[/] [red] is 2") == 2

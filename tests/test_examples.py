@@ -22,6 +22,7 @@ BRIEFLY = {
 }
 """The number of steps of a short run, and what its output has to hold."""
 ELSEWHERE = {
+    "demo.py": "tests/test_demo.py",
     "quickstart.py": "tests/test_documentation.py",
     "custom_loss.py": "tests/test_scripts.py",
     "grpo_loop.py": "tests/test_scripts.py",

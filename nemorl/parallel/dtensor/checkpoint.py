@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.models.adapters import full_tensor, has_adapters, live_tensors
+from nemorl.models.stored import as_stored, shapes_of, stored_names
 from nemorl.models.tensor_files import Piece, TensorFiles
 from nemorl.parallel.checkpoint import Contents, Saved, write_model_config
 from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_adapter_config
@@ -30,12 +31,12 @@ def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
 def _load_weights(saved: Saved, model: nn.Module) -> None:
     lora = has_adapters(model)
     own = adapter_tensors(model) if lora else live_tensors(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    stored = saved.weights(shapes, lora=lora)
+    names = {} if lora else stored_names(model)
+    stored = saved.weights(shapes_of(own, names), lora=lora)
     if lora:
         check_scale(model, saved.path)
     for name, tensor in own.items():
-        fill(tensor, stored, name)
+        fill(tensor, stored, name, names)
 
 
 def _load_optimizer(saved: Saved, optimizer: Optimizers, model: nn.Module) -> None:
@@ -80,9 +81,13 @@ def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Conten
     """Return a checkpoint's contents of a model, or its adapters, and their optimizer."""
     lora = has_adapters(model)
     tensors = adapter_tensors(model) if lora else live_tensors(model)
+    names = {} if lora else stored_names(model)
+    outlines = [
+        (name, torch.empty(x.shape, dtype=x.dtype, device="meta")) for name, x in tensors.items()
+    ]
     return Contents(
-        weights=tensors,
-        gather=partial(_whole, tensors),
+        weights=dict(as_stored(outlines, names)),
+        gather=lambda: as_stored(_whole(tensors), names),
         optimizer=_pieces(model, optimizer, world),
         write_config=partial(write_adapter_config if lora else write_model_config, model),
         adapters=lora,

@@ -9,7 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nemorl.models.stored import Stored, as_live
 from nemorl.models.tensor_files import TensorFiles
+
+NOTHING: Stored = {}
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -35,12 +38,19 @@ def replicas(tensor: DTensor) -> tuple[int, int]:
     return count, this
 
 
-def fill(tensor: Tensor, stored: TensorFiles, name: str) -> Tensor:
-    """Copy this rank's part of a stored tensor into its own, and return that."""
+def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING) -> Tensor:
+    """Copy this rank's part of a stored tensor into its own, and return that.
+
+    stored: tensors that the files have otherwise. Of experts, the rank's are read.
+    """
+    groups = stored.get(name, ((name,),))
     with torch.no_grad():
         local, offsets = own_part(tensor)
-        if local.numel():
-            local.copy_(stored.read(name, offsets, local.shape))
+        if local.numel() and groups == ((groups[0][0],),):
+            local.copy_(files.read(groups[0][0], offsets, local.shape))
+        elif local.numel():
+            assert local.shape[1:] == tensor.shape[1:]  # FSDP2 cuts the first dimension
+            local.copy_(as_live(groups, files.read, first=offsets[0], count=len(local)))
     return tensor
 
 

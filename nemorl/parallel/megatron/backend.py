@@ -6,7 +6,7 @@ without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from nemorl.models.causal_lm import load_causal_lm, on_meta, refuse_scalar_head
 from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
+from nemorl.models.stored import as_stored, stored_names
 from nemorl.models.tensor_files import TensorFiles, require_shapes
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.backend import ForwardOutput, LossFn
@@ -353,18 +354,20 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     """Return where weights come from: safetensors, or a whole model on the CPU where that is
     `given`, has random weights, or is put together from adapters.
     """
-    from nemorl.parallel.megatron.weights import as_stored
-
     path, fresh = config.model.path, config.model.from_scratch
     trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     folder = None if fresh or given is not None else weights_folder(path, **trust)
     if folder is None and given is None:
         given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
     model = on_meta(str(folder) if given is None else given.config, **trust)
-    stored_as = partial(as_stored, model_type=model.config.model_type)
-    tensors, names = stored_as(live_tensors(model)), list(stored_as(model.state_dict()))
+    stored = stored_names(model)
+
+    def of_files(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(as_stored(tensors.items(), stored))
+
+    tensors, names = of_files(live_tensors(model)), list(of_files(model.state_dict()))
     if given is not None:
-        read: Any = partial(_box, stored_as(given.state_dict()))
+        read: Any = partial(_box, of_files(given.state_dict()))
         return Source(model=model, tensors=tensors, names=names, read=read)
     assert folder is not None
     with loading(str(folder)):

@@ -6,7 +6,7 @@ rows or columns of matrices; queries, keys and values lie in one matrix, group b
 heads, as do gate and up projection.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,24 +214,6 @@ class Conversion:
             if group is not None and source is not None:
                 dist.broadcast(value, dist.get_global_rank(group, source), group=group)
         return value
-
-
-def as_stored(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Return a Hugging Face model's tensors as files have them: of each expert its own."""
-    if model_type not in EXPERTS:
-        return dict(tensors)
-    found: dict[str, Tensor] = {}
-    where, *matrices = EXPERTS[model_type]
-    for name, tensor in tensors.items():
-        layer, is_fused, kind = name.partition(".mlp.experts.")
-        if not is_fused:
-            found[name.replace(".mlp.", f".{where}.")] = tensor
-            continue
-        names = matrices[:2] if kind == "gate_up_proj" else matrices[2:]
-        for index, expert in enumerate(tensor.unbind()):
-            for leaf, part in zip(names, expert.chunk(len(names)), strict=True):
-                found[f"{layer}.{where}.experts.{index}.{leaf}.weight"] = part
-    return found
 
 
 def fused(parts: list[Shaped[Tensor, "..."]], groups: int) -> Shaped[Tensor, "rows ..."]:

@@ -33,7 +33,7 @@ class Supply:
         router: Router,
     ) -> None:
         self.config, self.spec, self._processes, self._router = config, spec, processes, router
-        self._expected = expected_weights(spec.files["config.json"])
+        self._expected, self._stored = expected_weights(spec.files["config.json"])
         self._source: WeightSource = Weights(version=0, tensors=())
         self._sending, self._version = threading.RLock(), 0
         self._told: set[str] = set()
@@ -108,6 +108,7 @@ class Supply:
             actors={rank: one.actor for rank, one in processes.items()},
             places={rank: one.place for rank, one in processes.items() if one.place},
             expected=self._expected,
+            stored=self._stored,
             dtype=getattr(torch, self.spec.dtype),
             transport="object_store" if self.spec.adapter_rank else self.config.weight_transport,
             processes=self.config.tensor_parallel_size,

@@ -20,6 +20,7 @@ from torch import Tensor
 from nemorl.checks import require
 from nemorl.models.adapters import PREFIX, merged_tensors
 from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
+from nemorl.models.stored import Stored, as_stored, shapes_of, stored_names
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.store.errors import reason_of
 
@@ -36,15 +37,18 @@ class EnginesFailed(Exception):
     """Engines that died, hung or raised. Its argument says why, by their rank."""
 
 
-def expected_weights(config: str | bytes) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the weights of a model with this config.json; tied ones once."""
+def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], Stored]:
+    """Return names and shapes of the weights in files of a model with this config.json, tied ones
+    once, and which of its live tensors files have otherwise.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**json.loads(config)), trust_remote_code=False
         )
-    return {name: tuple(tensor.shape) for name, tensor in merged_tensors(model)}
+    stored = stored_names(model)
+    return shapes_of(dict(merged_tensors(model)), stored), stored
 
 
 def checked_weights(
@@ -148,7 +152,9 @@ class WeightSender:
     """Actors by the engines' ranks."""
     places: Mapping[int, Place]
     expected: Mapping[str, tuple[int, ...]]
-    """Names and shapes that the engines' model has."""
+    """Names and shapes that files of the engines' model have."""
+    stored: Stored = field(default_factory=dict)
+    """Live tensors that files have otherwise: of each expert its own."""
     dtype: torch.dtype
     """The engines'. Floating point numbers are cast to it."""
     transport: str = "auto"
@@ -173,7 +179,7 @@ class WeightSender:
         transport = choose_transport(self.transport, own_place(), places, alone=alone)
         sent: dict[str, Tensor] = {}
         adapters: dict[str, Tensor] = {}
-        base = _without_adapters(weights, adapters)
+        base = _without_adapters(as_stored(weights, self.stored), adapters)
         first = list(itertools.islice(base, 1))
         has_base = bool(adapters) and not first  # the engines have the base
         checked = checked_weights(itertools.chain(first, base), self.expected)

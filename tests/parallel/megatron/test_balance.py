@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
+from nemorl.models.stored import as_stored, stored_names
 from nemorl.parallel.config import OptimizerConfig, TrainerConfig
-from nemorl.parallel.megatron.weights import as_stored
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.megatron.test_backend import start
@@ -64,7 +64,7 @@ def expected(model: Any, batch: TokenBatch) -> tuple[float, float, dict[str, Ten
     )
     output.loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    stored = as_stored(gradients, model.config.model_type)
+    stored = dict(as_stored(gradients.items(), stored_names(model)))
     return float(output.loss.detach()), float(output.aux_loss.detach()), stored
 
 

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nemorl.models.adapters import live_tensors
+from nemorl.models.stored import as_stored, stored_names
 from nemorl.parallel.megatron.backend import _box
-from nemorl.parallel.megatron.weights import Conversion, as_stored, fused, split
+from nemorl.parallel.megatron.weights import Conversion, fused, split
 from nemorl.parallel.plan import ParallelPlan
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS, tiny_model
@@ -43,7 +44,7 @@ def make(kind: str, tied: bool) -> nn.Module:
 
 
 def stored(model: nn.Module) -> dict[str, Tensor]:
-    return as_stored(odd_numbers(model), model.config.model_type)
+    return dict(as_stored(odd_numbers(model).items(), stored_names(model)))
 
 
 def there_and_back(plan: ParallelPlan, kind: str, tied: bool) -> None:
@@ -81,7 +82,7 @@ def test_tensors_have_the_names_of_files(kind: str, tmp_path: Path):
     model = make(kind, tied=False)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
-    found = as_stored(live_tensors(model), kind)
+    found = dict(as_stored(live_tensors(model).items(), stored_names(model)))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

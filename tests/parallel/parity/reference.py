@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.parallel.megatron.weights import as_stored
+from nemorl.models.stored import as_stored, stored_names
 from tests.parallel.parity import losses
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, Problem, golden_batch, make_model
 
@@ -186,13 +186,14 @@ def reference(problem: Problem) -> Outcome:
         after = torch.where(batch.response_mask, forward(model, batch, problem.dtype)[0], 0.0)
     whole = model.merge_and_unload() if problem.lora else model  # type: ignore[operator]
     weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    stored = stored_names(whole)
     return Outcome(
         logprobs=before,
         token_logprobs=first[0],
         entropy=first[1],
         losses=tuple(values),
         grad_norms=tuple(norms),
-        gradients=as_stored(gradients, problem.model),
-        weights=as_stored(weights, problem.model),
+        gradients=dict(as_stored(gradients.items(), stored)),
+        weights=dict(as_stored(weights.items(), stored)),
         after=after,
     )

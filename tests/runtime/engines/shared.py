@@ -176,7 +176,7 @@ class SharedEngine:
             **{
                 "actors": {0: self.actor},
                 "places": {0: self.place},
-                "expected": expected_weights(self.spec.files["config.json"]),
+                "expected": expected_weights(self.spec.files["config.json"])[0],
                 "dtype": getattr(torch, self.spec.dtype),
                 **options,
             }

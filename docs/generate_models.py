@@ -78,16 +78,18 @@ def page(found: dict[str, Proofs]) -> str:
     names = list(CAPABILITIES)
     lines = ["| family | " + " | ".join(name.replace("_", " ") for name in names) + " |"]
     lines.append("|---" * (len(names) + 1) + "|")
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for family, proofs in found.items():
         cells = []
         for name in names:
             cells.append(str(proofs[name]).replace("e-0", "e-") if proofs[name].holds else "–")
             if not proofs[name].holds:
-                reasons.setdefault(f"{name.replace('_', ' ')}: {proofs[name]}", []).append(family)
+                why = name.replace("_", " "), str(proofs[name]).replace("|", "\\|")
+                reasons.setdefault(why, []).append(family)
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
-    lines += ["", "Why not:", ""]
-    lines += [f"- {', '.join(families)}: {reason}" for reason, families in reasons.items()]
+    lines += ["", "| does not hold | for | because |", "|---|---|---|"]
+    for (name, reason), families in sorted(reasons.items()):
+        lines.append(f"| {name} | {', '.join(families)} | {reason} |")
     return "\n".join(lines)
 
 

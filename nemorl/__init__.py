@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nemorl.parallel.config import ProfileConfig as ProfileConfig
     from nemorl.parallel.config import TrainerConfig as TrainerConfig
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
+    from nemorl.parallel.proving import prove as prove
     from nemorl.rollout.config import GenerationConfig as GenerationConfig
     from nemorl.rollout.conversation import Conversation as Conversation
     from nemorl.rollout.conversation import Episode as Episode
@@ -134,6 +135,7 @@ _NAMES = {
         "TrainerConfig",
     ],
     "nemorl.parallel.plan": ["ParallelPlan"],
+    "nemorl.parallel.proving": ["prove"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
     "nemorl.rollout.processes": ["judged_in_processes"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],

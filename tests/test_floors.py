@@ -56,7 +56,7 @@ ProfileConfig RayVirtualCluster RayWorkerGroup ReinforceLoss ReinforcePlusPlusAd
 RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams SimPOLoss Step StopTraining TokenBatch
 TrainResult TrainerConfig TrainingBackend Turn __version__ cli data evaluate export generate
 get_algorithm get_generation_backend get_training_backend judged_in_processes load_config losses
-main needs open_run policy_loss preset register_advantage register_algorithm
+main needs open_run policy_loss preset prove register_advantage register_algorithm
 register_generation_backend register_logger register_loss register_reward register_training_backend
 run sync_weights train write_report
 """

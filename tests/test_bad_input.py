@@ -762,12 +762,9 @@ MODELS = [
         lambda folder: (shutil.rmtree(folder), folder.mkdir()),
     ),
     model(
-        r"the model must be one of .*sliding",
+        r"the model's weights must not be quantized, but it is 'gptq': take the checkpoint that",
         lambda folder: json_with(
-            folder / "config.json",
-            sliding_window=16,
-            use_sliding_window=True,
-            layer_types=["sliding_attention"] * 2,
+            folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}
         ),
     ),
     model(r"model\.path.*could not be loaded", lambda folder: half(folder / "model.safetensors")),

@@ -12,6 +12,7 @@ ELSEWHERE = {
     "test_install.py": 1,  # no vLLM
     "runtime/start/test_devices.py": 1,  # no vLLM
     "test_benchmarks.py": 2,  # no vLLM; no network for the peers' environment
+    "test_demo.py": 1,  # no network for the demo's packages
     "parallel/test_named_optimizers.py": 5,  # no bitsandbytes
     "parallel/planner/test_memory.py": 1,  # no bitsandbytes
     "parallel/test_qlora.py": 1,  # no bitsandbytes

@@ -55,7 +55,9 @@ def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     layers = [
         name
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and layer is not head  # some routers derive from it
+        # Some routers of transformers derive from it, and return more.
+        if isinstance(layer, nn.Linear) and not type(layer).__module__.startswith("transformers")
+        if layer is not head
     ]
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for name in config.target_modules:

@@ -238,7 +238,7 @@ BAD = {
     "--trainer.backend megaton": "unknown training backend 'megaton'; did you mean megatron?",
     "--ep 2": "parallel.ep 2 is for mixtures of experts",
     "--trainer.backend megatron --ep 2": "parallel.ep 2 is for mixtures of experts",
-    "--model 8x7b": "trainer.backend must be megatron for mixtral, a mixture of experts, which",
+    "--model 8x7b": "trainer.backend must be megatron for mixtral, a mixture of experts, whose",
     "--model 8x7b --trainer.backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide",
     "--trainer.backend megatron --lora.rank 8": "lora.rank must be 0 with trainer.backend megatron",
     "--trainer.backend megatron --dp-replicate 2": "parallel.dp_replicate must be 1 with trainer.b",

@@ -103,15 +103,6 @@ def test_what_a_configuration_does_not_say_is_as_in_transformers(kind: str):
 REFUSED = {
     "another kind": ({"model_type": "mamba"}, "must be one of llama.*'mamba'"),
     "a size that is missing": ({"vocab_size": None}, "must say its vocab_size"),
-    "a window": (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512},
-        "full attention.*512",
-    ),
-    "a window by default": ({"model_type": "mistral"}, "full attention.*4096"),
-    "layers of two types": (
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        "full attention",
-    ),
 }
 
 

@@ -28,6 +28,7 @@ from nemorl import (
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.settings import (
     EvalConfig,
+    CheckConfig,
     ExampleConfig,
     GenerateConfig,
     ReportConfig,
@@ -114,7 +115,11 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
         if field.name == "name" and flag[2:].removesuffix(".name") in unions(cls):
             assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
             continue
-        positional = (owner, field.name) in ((ReportConfig, "runs"), (ExampleConfig, "file"))
+        positional = (owner, field.name) in (
+            (ReportConfig, "runs"),
+            (ExampleConfig, "file"),
+            (CheckConfig, "model"),
+        )
         if flag[2:].replace("-", "_") in unused(cls):
             assert f"{flag} " not in text
             continue

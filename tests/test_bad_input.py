@@ -384,11 +384,6 @@ DEVICES = [
         runtime={"oversubscribe": True},
     ),
     sft(
-        r"lora\.rank must be 0 with parallel\.tp above 1, but it is 4: spread",
-        parallel={"tp": 2},
-        lora={"rank": 4},
-    ),
-    sft(
         r"trainer\.device must be cpu .*where the ranks have one each, but it is 'cuda:1'",
         parallel={"dp_shard": 2},
         trainer={"device": "cuda:1"},

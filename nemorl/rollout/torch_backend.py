@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from nemorl.models.causal_lm import Logits, decoder_of, end_tokens, head_weight
 from nemorl.models.digest import check_held, misfits, sampled
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
+from nemorl.models.stored import Stored, as_stored, stored_names
 from nemorl.rollout.attention import decoding
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
@@ -166,8 +168,12 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], versio
     Raises: ValueError for weights of another model, or not all of them; WeightsDiffer for a tensor
     that does not hold what came once all are copied, as where a later one is the same memory.
     """
-    own, adapted = model.state_dict(keep_vars=True), has_adapters(model)
-    came: set[int] = set()
+    live, adapted = model.state_dict(keep_vars=True), has_adapters(model)
+    stored: Stored = {} if adapted else stored_names(model)
+    # A single expert's tensor, as files have it, is a view.
+    own = {**dict(as_stored(live.items(), stored)), **live}
+    whole = {each: name for name, names in stored.items() for each in chain(*names)}
+    came: Counter[int] = Counter()
     sent: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in weights:
@@ -182,12 +188,13 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], versio
                 expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"
                 fit = f"(shape {tuple(tensor.shape)}; the model {expected})"
                 raise misfits([f"{name!r} does not fit {fit}"])
-            came.add(own[name].data_ptr())
+            came[live[whole.get(name, name)].data_ptr()] += tensor.numel()
             if not shared(own[name], tensor):
                 own[name].copy_(tensor)
                 sent[name] = sampled(tensor, version).to(own[name])
         found = {name: sampled(own[name], version) for name in sent}
-    lacking = [name for name, one in model.named_parameters() if one.data_ptr() not in came]
+    parameters = model.named_parameters()
+    lacking = [name for name, one in parameters if came[one.data_ptr()] < one.numel()]
     if lacking:
         raise misfits([f"{name!r} is missing" for name in lacking])
     check_held("the generator's copy", sent, found)

@@ -27,8 +27,8 @@ from nemorl import (
 )
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.settings import (
-    EvalConfig,
     CheckConfig,
+    EvalConfig,
     ExampleConfig,
     GenerateConfig,
     ReportConfig,

@@ -288,6 +288,14 @@ def test_what_is_not_proved_is_not_used():
         settled(replace(config, **options), "one", proofs())
 
 
+def test_rows_padded_on_the_left_are_refused_where_they_are_not_right():
+    model, rows = tiny_model(tiny_config(CONFIG_MAPPING["llama"]())), proving.samples(160)
+    settings = BackendConfig(trainer=TrainerConfig(device="cpu"), proofs=proofs("left_padded"))
+    proving.computed(model, rows, settings)
+    with pytest.raises(ValueError, match="rows must be padded on the right for this model"):
+        proving.computed(model, rows, settings, left=True)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

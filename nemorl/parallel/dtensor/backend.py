@@ -53,7 +53,7 @@ from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
-from nemorl.parallel.varlen import kernel_of
+from nemorl.parallel.varlen import Kernel, kernel_of
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
@@ -115,8 +115,7 @@ class DTensorBackend(Accumulating):
         else:
             self._set_up_plain(keeps_reference)
         dtype = DTYPES[self.world.plan.precision]
-        sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
-        self._kernel = kernel_of(self.model.config, self.device, dtype, sinks=sinks)
+        self._kernel = _kernel_of(self.model, self.device, dtype)
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if shares:
@@ -321,7 +320,24 @@ class DTensorBackend(Accumulating):
 
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
         share = self.config.trainer.share_prompts
+        _require_side(part, self.config)
         return planned(part, wanted, self.world, share=share, kernel=self._kernel)
+
+
+def _kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:
+    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    return kernel_of(model.config, device, dtype, sinks=sinks)
+
+
+def _require_side(part: TokenBatch, config: BackendConfig) -> None:
+    """Raise ValueError for rows padded on the left, where the model is not right for them."""
+    proof = config.proofs and config.proofs["left_padded"]
+    ids = part.segment_ids
+    if proof and not proof.holds and ((ids[:, 1:] > 0) & (ids[:, :-1] == 0)).any():
+        raise ValueError(
+            "rows must be padded on the right for this model, but some are on the left"
+            f" ({proof.reason}): make batches with collate"
+        )
 
 
 def _settled(config: BackendConfig, given: Any) -> BackendConfig:

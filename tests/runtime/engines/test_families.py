@@ -1,0 +1,60 @@
+"""vLLM samples from families of the tested table, and follows the trainer's weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+import nemorl
+from nemorl.models.tiny import tiny_config, tiny_model
+from tests.runtime.engines.shared import CACHE
+from tests.tiny_models import tiny_tokenizer
+
+
+def folder_of(kind: str, path: Path) -> str:
+    """Write a tiny model with heads as large as vLLM's kernels for CPUs take."""
+    tokenizer, config = tiny_tokenizer(), tiny_config(CONFIG_MAPPING[kind]())
+    config.update({"vocab_size": len(tokenizer), "max_position_embeddings": 256})
+    config.update({"hidden_size": 128, "eos_token_id": 1, "pad_token_id": 0})
+    if getattr(config, "head_dim", None):
+        config.head_dim = 32
+    tiny_model(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def steps(folder: str, path: Path, **options: Any) -> list[dict[str, float]]:
+    """Train for some steps, sampling with vLLM, and return their metrics."""
+    nemorl.train(
+        folder,
+        [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)],
+        lambda prompt, response: len(response) % 2 + 0.1 * response.count("1"),
+        **{"max_num_steps": 3, "num_prompts_per_step": 4, "num_generations_per_prompt": 4},
+        **{"optimizer.lr": 1e-2, "generation.backend": "vllm", "generation.engine": CACHE},
+        **{"generation.max_new_tokens": 12, "data.max_total_sequence_length": 64},
+        **{"run.dir": str(path), "run.display": "none", **options},
+    )
+    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["phase"] == "train"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "phi3", "olmo2", "granite"])
+def test_each_token_has_the_trainers_logprob(kind: str, tmp_path: Path):
+    """Windows, caps, scaled logits, fused projections, other norms: after each update."""
+    for line in steps(folder_of(kind, tmp_path / "model"), tmp_path / "run"):
+        assert line["grad_norm"] > 0
+        assert line["token_mult_prob_error_max"] < 1 + 1e-4
+        assert line["generation/weights/unproved"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:replica 0 is started again")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_that_vllm_does_not_take_right_stop_the_run(kind: str, tmp_path: Path):
+    """vLLM 0.32's build for CPUs; nothing is sampled with other weights."""
+    message = "did not take the new weights|must give a token the same log-probability"
+    with pytest.raises((ChildProcessError, RuntimeError), match=message):
+        steps(folder_of(kind, tmp_path / "model"), tmp_path / "run")

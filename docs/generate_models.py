@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import track
 from transformers import CONFIG_MAPPING
 
-from nemorl.models.capabilities import CAPABILITIES, TESTED, Proofs
+from nemorl.models.capabilities import CAPABILITIES, TESTED, Proofs, versions_here
 from nemorl.parallel.proving import LIMIT, prove
 
 PAGE = Path(__file__).with_name("models.md")
@@ -101,7 +101,8 @@ def main() -> None:
         kind: {name: asdict(proof) for name, proof in proofs.items()}
         for kind, proofs in by_type(found).items()
     }
-    TESTED.write_text(json.dumps(table, indent=1) + "\n")
+    found_with = {"versions": versions_here(), "types": table}
+    TESTED.write_text(json.dumps(found_with, indent=1) + "\n")
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n\n{page(found)}\n\n{END}{after}")

@@ -1,16 +1,17 @@
-"""What models can do here: the tested table, the user's cache, and the tiny model on which a
-capability is proved. Free of torch.
-"""
+"""What models can do here: the tested table, and what earlier checks found. Free of torch."""
 
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from nemorl.models.hub import has_own_code
 
 Capability = Literal[
     "alone",
@@ -50,7 +51,7 @@ CAPABILITIES: dict[Capability, str] = dict(
 )
 """Capabilities, and what each is."""
 TESTED = Path(__file__).with_name("tested.json")
-"""Proofs by model type, written by docs/generate_models.py and tested."""
+"""Proofs by model type, and the versions that they are for, by docs/generate_models.py."""
 PACKAGES = ("torch", "transformers", "torchtitan", "peft")
 """Packages whose versions a proof is for."""
 
@@ -74,22 +75,27 @@ ASSUMED: Proofs = {name: Proof(True) for name in CAPABILITIES}
 
 
 def known(config: Any) -> Proofs | None:
-    """Return what is proved of models with a Hugging Face configuration: by the tested table, or
-    kept from an earlier check with these versions; None for a model that was not checked.
+    """Return what is proved of models with a Hugging Face configuration, with the packages in use:
+    by the tested table, or kept from an earlier check; None for a model that was not checked.
     """
-    found = _tested().get(config.model_type)
-    if found is None and (file := _kept(config)).is_file():
-        found = from_json(file.read_bytes())
-    return found
+    versions, table = _tested()
+    # What is not installed computes nothing.
+    same = all(versions[name] == own for name, own in versions_here().items() if own)
+    if same and config.model_type in table:
+        return table[config.model_type]
+    file = _kept(config)
+    return from_json(file.read_bytes()) if file is not None and file.is_file() else None
 
 
 def keep(config: Any, proofs: Proofs) -> None:
-    """Keep proofs for later runs of this user."""
-    file = _kept(config)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(as_json(proofs), encoding="utf-8")
-    aside.replace(file)
+    """Keep proofs for later runs of this user, where there is a place for them."""
+    if (file := _kept(config)) is None:
+        return
+    with suppress(OSError):  # they are found again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(as_json(proofs), encoding="utf-8")
+        aside.replace(file)
 
 
 def as_json(proofs: Proofs) -> str:
@@ -102,21 +108,34 @@ def from_json(text: bytes) -> Proofs:
     return {name: Proof(**values) for name, values in json.loads(text).items()}
 
 
+def versions_here() -> dict[str, str]:
+    """Return the versions of PACKAGES, without the build (2.13.0 of 2.13.0+cpu); "" if missing."""
+    return {name: _version(name).partition("+")[0] for name in PACKAGES}
+
+
 @cache
-def _tested() -> Mapping[str, Proofs]:
-    if not TESTED.is_file():
-        return {}
-    table = json.loads(TESTED.read_bytes())
-    return {
+def _tested() -> tuple[Mapping[str, str], Mapping[str, Proofs]]:
+    found = json.loads(TESTED.read_bytes())
+    return found["versions"], {
         kind: {name: Proof(**values) for name, values in proofs.items()}
-        for kind, proofs in table.items()
+        for kind, proofs in found["types"].items()
     }
 
 
-def _kept(config: Any) -> Path:
-    """Return the file of a configuration's proofs, with these versions of packages."""
-    values = {name: x for name, x in config.to_dict().items() if name not in ("_name_or_path",)}
-    words = json.dumps([values, {name: _version(name) for name in PACKAGES}, _version("nemorl")])
+def _kept(config: Any) -> Path | None:
+    """Return the file of a configuration's proofs, with its code and these versions of packages;
+    None where that code can't be read.
+    """
+    code: list[str] = []
+    if has_own_code(config):
+        files = sorted(Path(config._name_or_path or "nowhere").glob("*.py"))
+        code = [file.read_text(encoding="utf-8") for file in files]
+        code = code or [getattr(config, "_commit_hash", None) or ""]
+        if code == [""]:
+            return None
+    values = {name: x for name, x in config.to_dict().items() if name != "_name_or_path"}
+    key = [values, code, versions_here(), _version("nemorl")]
+    words = json.dumps(key, sort_keys=True, default=str)
     name = hashlib.sha256(words.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "nemorl" / "models" / f"{config.model_type}-{name}.json"

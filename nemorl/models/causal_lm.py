@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.models.adapters import base_of, has_adapters, merge_adapters, merge_folder
 from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_config
+from nemorl.warn import warn
 
 Head = Literal["lm", "scalar"]
 """What a model has after its decoder: logits of the vocabulary, or one number per token."""
@@ -77,6 +78,7 @@ def load_causal_lm(
             if head == "lm":
                 refuse_scalar_head(report.get("unexpected_keys", ()))
             # transformers would fill them with random numbers, and only warn.
+            warn_of_unused(report.get("unexpected_keys", ()))
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
                 names = ", ".join(missing[:3])
                 raise ValueError(f"its weights lack {names}, {len(missing)} in all")
@@ -129,6 +131,15 @@ def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") 
     check_supported(source)
     with torch.device("meta"):
         return from_config(source, head, **trust)
+
+
+def warn_of_unused(unused: Iterable[str]) -> None:
+    """Warn of weights that a model does not use: it may be of another kind than its configuration
+    says.
+    """
+    if found := sorted({*unused} - {*SCORE}):
+        names = ", ".join(found[:3])
+        warn(f"the model does not use {names} of its files ({len(found)} in all)")
 
 
 def refuse_scalar_head(unused: Iterable[str]) -> None:

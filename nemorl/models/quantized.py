@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from nemorl.models.layers import linear_layers
+
 
 def quantize_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
     """Replace each linear layer but the output layer by one in 4 bits, in place, one by one.
@@ -21,10 +23,7 @@ def quantize_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> 
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if not isinstance(layer, nn.Linear) or layer is head:
-            continue
+    for name, layer in linear_layers(model).items():
         sizes = (layer.in_features, layer.out_features)
         found = Linear4bit(*sizes, bias=False, compute_dtype=dtype, device="meta", **how)
         found.weight = Params4bit(layer.weight.detach(), requires_grad=False, **how).to(device)

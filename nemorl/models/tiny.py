@@ -32,18 +32,17 @@ def tiny_config(config: Any) -> Any:
 
     Raises: ValueError for a configuration that has no such model.
     """
-    values = _smaller(config.to_dict())
-    depth = config.num_hidden_layers
-    kinds = [_kind(layer) for layer in layers_of(_on_meta(type(config), values))]
+    make, values = type(config).from_dict, _smaller(config.to_dict())
+    kinds = _kinds(make({**values}))
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
-    wanted = f"must show all kinds of layers in its first {MOST_LAYERS}"
-    require(count <= MOST_LAYERS, "the model's layers", wanted, count, "report the model")
-    for name, value in values.items():
-        if isinstance(value, list) and len(value) == depth:
-            values[name] = value[:count]
-    if "num_hidden_layers" in values:
-        values["num_hidden_layers"] = min(count, depth)
-    return type(config).from_dict(values)
+    if count > MOST_LAYERS:  # the first of each kind, where lists say of which kind a layer is
+        first = sorted({kinds.index(kind) for kind in kinds})
+        tiny = make(_with_layers(values, first, len(kinds)))
+        wanted = f"must show all kinds in the first {MOST_LAYERS}, or list the kind of each"
+        fits = _kinds(tiny) == [kinds[index] for index in first]
+        require(fits, "the model's layers", wanted, f"{count} to show them", "report the model")
+        return tiny
+    return make(_with_layers(values, [*range(min(count, len(kinds)))], len(kinds)))
 
 
 def tiny_model(config: Any, *, seed: int = 0) -> Any:
@@ -67,10 +66,22 @@ def tiny_model(config: Any, *, seed: int = 0) -> Any:
     return model.eval()
 
 
-def _on_meta(kind: type, values: Mapping[str, Any]) -> Any:
-    config = kind.from_dict({**values})  # type: ignore[attr-defined]
+def _kinds(config: Any) -> list[tuple[Any, ...]]:
+    """Return what tells the layers of a configuration's model apart."""
     with torch.device("meta"):
-        return decoder_of(from_config(config, trust_remote_code=has_own_code(config)))
+        model = from_config(config, trust_remote_code=has_own_code(config))
+    return [_kind(layer) for layer in layers_of(decoder_of(model))]
+
+
+def _with_layers(values: Mapping[str, Any], chosen: list[int], depth: int) -> dict[str, Any]:
+    """Return the values of a configuration with some of its layers, by their numbers."""
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == depth:
+            found[name] = [value[index] for index in chosen]
+    if "num_hidden_layers" in values:
+        found["num_hidden_layers"] = len(chosen)
+    return found
 
 
 def _smaller(values: dict[str, Any]) -> dict[str, Any]:

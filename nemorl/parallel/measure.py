@@ -12,6 +12,8 @@ import torch
 from nemorl.accelerator import is_accelerator, module_of
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Max, Mean, Metrics, Sum
+from nemorl.models.causal_lm import head_weight, on_meta
+from nemorl.models.hub import has_own_code
 
 GIGABYTE = 1e9
 PEAK_FLOPS = {
@@ -43,36 +45,55 @@ def flops_per_step(
     *,
     frozen_weights: bool = False,
     copied: float = 0,
+    weights: float | None = None,
 ) -> float:
     """Return the floating-point operations of a forward and backward pass of a decoder.
 
         6 · N · (Σ L − copied)  +  12 · layers · heads · head_dim · Σ L (L + 1) / 2
 
-    N: weights of all matrices but the embeddings, with the output layer, tied or not; 2 operations
-    per token forward, 4 backward. The second term is attention of each token to itself and those
-    before it: 4 operations forward per pair and number in a head, 8 backward (PaLM counts all L²
-    pairs). Recomputation and padding don't count.
+    N: weights of the matrices that a token is multiplied with (`weights_per_token`); 2 operations
+    per token forward, 4 backward. The second term is softmax attention of each token to itself and
+    those before it: 4 operations forward per pair and number in a head, 8 backward (PaLM counts all
+    L² pairs); head_dim is the mean of keys' and values'. Windows, recomputation and padding don't
+    count.
 
     model_config: a Hugging Face configuration.
     segment_lengths: L of each sequence.
     frozen_weights: as in LoRA, where matrices need no gradients: 4 · N.
     copied: tokens of prompts that are computed once for several sequences, but for one of these.
     Each sequence's attention is computed whole.
+    weights: N, where it is known already.
     """
+    weights = weights_per_token(model_config) if weights is None else weights
     hidden, heads = model_config.hidden_size, model_config.num_attention_heads
     head_dim = getattr(model_config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    width = model_config.intermediate_size
-    if getattr(model_config, "num_local_experts", None):  # a token goes through some of them
-        width = getattr(model_config, "moe_intermediate_size", width)
-        width *= model_config.num_experts_per_tok
-    per_layer = attention + 3 * hidden * width
-    weights = model_config.num_hidden_layers * per_layer + hidden * model_config.vocab_size
+    if (width := getattr(model_config, "v_head_dim", None)) is not None:  # latent attention
+        head_dim = (model_config.qk_nope_head_dim + model_config.qk_rope_head_dim + width) / 2
+    kinds = getattr(model_config, "layer_types", None)
+    layers = model_config.num_hidden_layers
+    if kinds is not None:
+        layers = sum(kind.endswith("attention") and kind != "linear_attention" for kind in kinds)
     lengths = list(segment_lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    in_heads = 12 * model_config.num_hidden_layers * heads * head_dim * pairs
+    in_heads = 12 * layers * heads * head_dim * pairs
     return float((4 if frozen_weights else 6) * weights * (sum(lengths) - copied) + in_heads)
+
+
+def weights_per_token(model_config: Any) -> float:
+    """Return the weights of all matrices but the embeddings, with the output layer, tied or not; of
+    experts those that a token goes through.
+    """
+    trust = has_own_code(model_config)
+    model = on_meta(model_config, trust_remote_code=trust)
+    found = float(head_weight(model).numel())
+    ends = (head_weight(model), model.get_input_embeddings().weight)
+    for name, matrix in model.named_parameters():
+        if matrix.ndim < 2 or any(matrix is end for end in ends):
+            continue
+        fused = "experts" in name and matrix.ndim > 2
+        share = model_config.num_experts_per_tok / len(matrix) if fused else 1.0
+        found += share * matrix.numel()
+    return found
 
 
 def segment_lengths(batch: TokenBatch) -> list[int]:
@@ -122,6 +143,7 @@ class StepMeter:
         frozen_weights: bool = False,
     ) -> None:
         self.model_config, self.device, self.num_ranks = model_config, device, num_ranks
+        self.weights = weights_per_token(model_config)
         self.frozen_weights, self.peak_flops = frozen_weights, peak_flops(device)
         self.started = 0.0
 
@@ -140,7 +162,8 @@ class StepMeter:
 
         seconds = number(time.perf_counter() - self.started)
         lengths = [length for batch in batches for length in segment_lengths(batch)]
-        flops = partial(flops_per_step, self.model_config, frozen_weights=self.frozen_weights)
+        how: Any = {"frozen_weights": self.frozen_weights, "weights": self.weights}
+        flops: Any = partial(flops_per_step, self.model_config, **how)
         work = flops(lengths) / self.num_ranks + flops((), copied=copied)
         metrics: dict[str, Any] = {
             "trainer/seconds": Mean(seconds, number(1.0)),

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from nemorl.models.capabilities import (
     from_json,
     keep,
 )
-from nemorl.models.hub import has_own_code, read_config
+from nemorl.models.hub import copy_code, has_own_code, read_config
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
@@ -62,7 +63,8 @@ TRAINERS: dict[Capability, TrainerConfig] = {
     "recompute": ROWS,
 }
 """How rows are computed to prove a capability, on one device."""
-TIMEOUT_S = 300.0
+TIMEOUT_S, COLLECTIVE_S = 300.0, 60.0
+"""Longest time of the two ranks, and of their wait for each other, where one has failed."""
 RESULT = "result.json"
 
 
@@ -94,12 +96,14 @@ def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
     code, in float32. Values and gradients may differ by rounding alone.
 
     Returns: of each capability whether it holds, with the largest difference, or why not.
-    Raises: ValueError for a configuration from which no tiny model can be made.
+    Raises: ValueError for a configuration from which no tiny model can be made; RuntimeError where
+    the ranks end without an answer.
     """
     tiny = tiny_config(config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tiny.save_pretrained(folder)
+        copy_code(folder, tiny_model(tiny))
         ranks = _start_ranks(folder, trust=has_own_code(config))
         try:
             found = on_one_device(tiny, device)
@@ -140,8 +144,9 @@ def _proof(attempt: Callable[[], float]) -> Proof:
     try:
         worst = attempt()
     except Exception as error:  # whatever a model's own code raises
-        first = next(iter(str(error).strip().splitlines()), "")
-        return Proof(False, None, f"{type(error).__name__}: {first}"[:200])
+        first = next(iter(str(error).strip().splitlines()), "").partition(". ")[0]
+        said = isinstance(error, ValueError | AttributeError | TypeError | RuntimeError) and first
+        return Proof(False, None, first if said else f"{type(error).__name__}: {first}")
     if worst <= LIMIT:
         return Proof(True, worst)
     return Proof(False, worst, f"numbers differ by {worst:.2g}")
@@ -242,7 +247,8 @@ def _device(model: Any) -> torch.device:
 
 def _settings(trainer: TrainerConfig, **others: Any) -> BackendConfig:
     plan = ParallelPlan(param_dtype="float32")
-    return BackendConfig(**{"trainer": trainer, "parallel": plan, "proofs": ASSUMED, **others})
+    usual = {"trainer": trainer, "parallel": plan, "proofs": ASSUMED}
+    return BackendConfig(**{**usual, "collective_timeout_s": COLLECTIVE_S, **others})
 
 
 @contextmanager
@@ -338,16 +344,22 @@ def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
 
 
 def _of_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> dict[Capability, Proof]:
-    try:
+    """Return what ranks found.
+
+    Raises: RuntimeError where they end without that, or don't end.
+    """
+    end, why = time.monotonic() + TIMEOUT_S, f"they did not end in {TIMEOUT_S:g} s"
+    with suppress(subprocess.TimeoutExpired):
         for rank in ranks:
-            rank.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass
-    if (result := folder / RESULT).is_file():
-        return {**from_json(result.read_bytes())}
-    lines = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()
-    reason = f"the ranks of the check ended without a result ({lines[-1] if lines else 'silent'})"
-    return {name: Proof(False, None, reason) for name in PLANS}
+            rank.wait(max(0.0, end - time.monotonic()))
+        lines = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else "they said nothing"
+    if not (result := folder / RESULT).is_file():
+        raise RuntimeError(
+            "a model must be checked on two processes of this machine, but they gave no result"
+            f" ({why}): see that it has memory for them, and try again"
+        )
+    return {**from_json(result.read_bytes())}
 
 
 def on_ranks(config: Any) -> dict[Capability, Proof]:

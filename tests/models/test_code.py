@@ -97,7 +97,7 @@ def test_code_is_run_where_it_is_allowed_and_nowhere_else(name, folder, marker, 
         found = LOADERS[name](folder, trust_remote_code=True)
         assert "transformers_modules" in type(found).__module__ and marker.read_text() == "run"
     else:
-        with pytest.raises(ValueError, match=r"or checked before, but 'own' is neither"):
+        with pytest.raises(ValueError, match=r"checked before, but 'own' is neither"):
             LOADERS[name](folder, trust_remote_code=True)
 
 

@@ -7,10 +7,13 @@ import time
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING
 
 from nemorl.data.batch import Example, collate
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize, merge
+from nemorl.models.tiny import tiny_config
+from nemorl.models.tiny import tiny_model as tiny_model_of
 from nemorl.parallel import measure
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -55,6 +58,21 @@ def test_pytorch_counts_the_same(kind, tied, frozen):
     above *= 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     expected = flops_per_step(config, [length] * 2, frozen_weights=frozen) + 2 * above
     assert counter.get_total_flops() == pytest.approx(expected, abs=2 * rotary)
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "phi3", "qwen3_moe", "deepseek_v3"])
+def test_pytorch_counts_the_same_of_other_layers(kind):
+    """Two matrices in a feed-forward block, fused ones, experts, and latent attention."""
+    config = tiny_config(CONFIG_MAPPING[kind]())
+    model, length = tiny_model_of(config), 20
+    model.set_experts_implementation("eager")  # others compute padding, too
+    embedded = model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+    pairs = 2 * length * length - sum(range(1, length + 1)) * 2
+    heads = flops_per_step(config, [2]) - 2 * flops_per_step(config, (), copied=-1)
+    expected = flops_per_step(config, [length] * 2) + pairs * heads / 3  # 3 pairs of two tokens
+    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
 
 
 def test_a_model_of_a_billion_and_a_half():

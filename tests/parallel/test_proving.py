@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +43,7 @@ assert spec is not None and spec.loader is not None
 generate_models = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generate_models)
 FAMILIES = generate_models.FAMILIES
-TABLE = json.loads(TESTED.read_bytes())
+TABLE = json.loads(TESTED.read_bytes())["types"]
 
 
 def found_on_ranks(families: list[str]) -> dict[str, Any]:
@@ -221,7 +223,9 @@ def test_tiny_models_have_every_kind_of_layer():
     late = CONFIG_MAPPING["qwen2"](use_sliding_window=True, max_window_layers=3)
     assert tiny_config(late).layer_types == ["full_attention"] * 3 + ["sliding_attention"]
     late = CONFIG_MAPPING["qwen2"](use_sliding_window=True, max_window_layers=20)
-    with pytest.raises(ValueError, match="must show all kinds of layers in its first 16"):
+    assert tiny_config(late).layer_types == ["full_attention", "sliding_attention"]
+    late = CONFIG_MAPPING["deepseek_v3"](first_k_dense_replace=20)  # a number says it
+    with pytest.raises(ValueError, match="must show all kinds in the first 16, or list the kind"):
         tiny_config(late)
     config = tiny_config(CONFIG_MAPPING["qwen3"]())
     one, other = (tiny_model(config).state_dict() for _ in range(2))
@@ -270,10 +274,12 @@ def test_what_is_not_proved_is_not_used():
     ):
         found = settled(config, "one", proofs("packed", "shared_prompts", "padded"))
     assert found.trainer == TrainerConfig(share_prompts=False, train_micro_batch_size=1)
-    with pytest.raises(ValueError, match=r"model must give transformers' numbers here, row by row"):
+    with pytest.raises(
+        ValueError, match=r"transformers here, but 'one' has not, even row"
+    ):
         settled(config, "one", proofs("alone"))
     for options, failing, field in (
-        ({"parallel": ParallelPlan(tp=2)}, "tp", r"parallel.tp must be off for one: numbers"),
+        ({"parallel": ParallelPlan(tp=2)}, "tp", r"parallel.tp must be off for one \(numbers"),
         ({"parallel": ParallelPlan(cp=2)}, "cp", "parallel.cp must be off"),
         ({"parallel": ParallelPlan(dp_shard=2)}, "fsdp", "parallel must be off"),
         ({"lora": LoRAConfig(rank=4)}, "lora", "lora.rank must be off"),
@@ -311,6 +317,34 @@ def test_a_check_is_kept_by_configuration_and_versions(cache: Path, monkeypatch)
     assert known(CONFIG_MAPPING["olmo3"](sliding_window=7)) is None
     monkeypatch.setattr(capabilities, "_version", lambda package: "0.0")
     assert known(config) is None
+
+
+def test_the_table_is_for_the_versions_that_it_was_tested_with(cache: Path, monkeypatch):
+    config = CONFIG_MAPPING["llama"]()
+    assert known(config) is not None
+    own = capabilities.versions_here()
+    monkeypatch.setattr(capabilities, "versions_here", lambda: {**own, "peft": ""})
+    assert known(config) is not None  # it is not installed
+    monkeypatch.setattr(capabilities, "versions_here", lambda: {**own, "transformers": "5.18.0"})
+    assert known(config) is None
+
+
+def test_a_check_is_not_lost_where_nothing_can_be_kept(cache: Path):
+    cache.write_text("a file, where a folder should be")
+    keep(CONFIG_MAPPING["olmo3"](), proofs())
+    assert known(CONFIG_MAPPING["olmo3"]()) is None
+
+
+def test_ranks_that_end_without_an_answer_are_an_error(monkeypatch):
+    command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
+
+    def start(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
+        with (folder / "rank0.log").open("wb") as log:
+            return [subprocess.Popen(command, stderr=log)]
+
+    monkeypatch.setattr(proving, "_start_ranks", start)
+    with pytest.raises(RuntimeError, match=r"two processes .* no result \(out of memory\)"):
+        proving.prove(CONFIG_MAPPING["llama"]())
 
 
 def test_sampling_without_a_cache_gives_the_models_own_logprobs():
@@ -352,7 +386,7 @@ def test_a_run_checks_a_type_that_is_not_in_the_table_once(tmp_path: Path, cache
     }
     for number in range(2):
         nemorl.train(folder, rows, lambda prompt, response: len(response) % 2, **options)
-        said = "checking what olmo3, which is not in the tested table, can do"
+        said = "checking what olmo3 can do here, for this and later runs"
         assert (said in capfd.readouterr().err) == (number == 0)
     (kept,) = (cache / "nemorl" / "models").iterdir()
     assert json.loads(kept.read_bytes())["packed"]["holds"]

@@ -352,8 +352,9 @@ def _settled(config: BackendConfig, given: Any) -> BackendConfig:
     proofs = known(of_model) if config.proofs is None else config.proofs
     if proofs is None:
         raise ValueError(
-            f"the model must be of a type in the tested table, or checked before, but"
-            f" {of_model.model_type!r} is neither: run nemorl models check {path or 'FOLDER'}"
+            "the model must be of a type that was tested with these versions of packages, or be"
+            f" checked before, but {of_model.model_type!r} is neither: run nemorl models check"
+            f" {path or 'FOLDER'}, or give BackendConfig(proofs=nemorl.prove(model.config))"
         )
     return limits.settled(replace(config, proofs=proofs), of_model.model_type, proofs)
 

@@ -53,8 +53,11 @@ def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:
         return not proofs[name].holds
 
     for name in ("alone", "head"):
-        wanted = f"must give transformers' numbers here, row by row, but {proofs[name].reason}"
-        require(not fails(name), "the model", wanted, kind, "take another model, and report it")
+        if fails(name):
+            raise ValueError(
+                f"the model must have the numbers of transformers here, but {kind!r} has not, even"
+                f" row by row ({proofs[name].reason}): take another model, and report it"
+            )
     asked: tuple[tuple[Capability, str, object, object], ...] = (
         ("fsdp", "parallel", plan.data_ranks > 1 or plan.needs_ranks, plan),
         ("tp", "parallel.tp", plan.tp > 1, plan.tp),
@@ -68,7 +71,7 @@ def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:
         ),
     )
     for name, field, used, value in asked:
-        wanted = f"must be off for {kind}: {proofs[name].reason}"
+        wanted = f"must be off for {kind} ({proofs[name].reason})"
         require(not (used and fails(name)), field, wanted, value, "remove it")
     if trainer.sequence_packing and fails("packed"):
         trainer = replace(trainer, sequence_packing=False, packed_row_tokens=None)

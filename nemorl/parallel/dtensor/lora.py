@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.models.adapters import PREFIX, adapted_layers
 from nemorl.models.hub import CONFIG
+from nemorl.models.layers import linear_layers
 from nemorl.parallel.config import LoRAConfig, matching
 
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -51,14 +52,7 @@ def add_adapters(
 
 def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     """Return the names of linear layers, or the last parts of names, that get an adapter."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    layers = [
-        name
-        for name, layer in model.named_modules()
-        # Some routers of transformers derive from it, and return more.
-        if isinstance(layer, nn.Linear) and not type(layer).__module__.startswith("transformers")
-        if layer is not head
-    ]
+    layers = linear_layers(model)
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for name in config.target_modules:
         fits = any(f".{layer}".endswith(f".{name}") for layer in layers)

@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nemorl.checks import require
 from nemorl.models.adapters import adapted_layers
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
 from nemorl.parallel.dtensor.lora_parallel import spread_adapters
@@ -74,9 +73,8 @@ def layer_styles(config: Any) -> dict[str, str]:
     prefix = "layers.*."
     plan = getattr(config, "base_model_tp_plan", None) or {}
     found = {name.removeprefix(prefix): style for name, style in plan.items() if prefix in name}
-    remedy = "take parallel.tp 1, with dp_shard for memory"
-    wanted = f"must be 1 for {config.model_type}, for which transformers has no plan"
-    require(bool(found), "parallel.tp", wanted, "more", remedy)
+    if not found:
+        raise ValueError(f"transformers has no plan for tensor parallelism of {config.model_type}")
     return found
 
 

@@ -30,6 +30,7 @@ from nemorl.runtime.cli.settings import (
 from nemorl.runtime.config.tree import layer, nested
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows, read_rows
+from nemorl.runtime.start.backends import proofs_of
 from nemorl.runtime.start.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.start.registry import check_generation, get_generation_backend
 from nemorl.runtime.start.settings import model_config_of
@@ -234,6 +235,10 @@ def _loaded(
     warn_of_strings(rows, tokenizer)
     token_ids = to_prompts(rows, tokenizer)
     backend: Any = get_generation_backend(config.generation.backend)
+    of_model = model_config_of(folder, **trust)
+    traits = config.generation.traits
+    if traits.embedded and traits.shares_model and of_model is not None:
+        proofs_of(of_model, quiet=False)  # the engine looks whether it may keep the past
     generator = backend(
         model=ModelSource(folder, device=device, **trust),
         tokenizer=tokenizer,

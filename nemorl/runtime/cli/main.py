@@ -127,6 +127,9 @@ use what was trained
 find out how a model fits on GPUs, and how fast each way is
   nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80
 
+find out what nemorl can do with a model (packing, LoRA, FSDP2, …), without its weights
+  nemorl models check google/gemma-3-1b-it
+
 data: one JSON object a line; nemorl data example FILE writes some, data inspect shows them
   grpo, eval   {{"prompt": "12+34=", "answer": "46"}}
   sft          {{"prompt": "12+34=", "response": "46"}}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from nemorl.checks import own_methods, require
-from nemorl.models.capabilities import known
+from nemorl.models.capabilities import Proofs, known
 from nemorl.models.hub import check_supported
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import FullTrainingBackend
@@ -118,12 +118,7 @@ class Backends:
         of_model = model_config_of(given or config.model.path, **trust)
         if of_model is None or not limits_of(config.trainer.backend).traits.proves:
             return config
-        check_supported(of_model)
-        proofs = known(of_model)
-        if proofs is None and not launch.devices.torchrun:
-            what = f"checking what {of_model.model_type}, which is not in the tested table, can do"
-            with waiting(what, quiet=launch.quiet):
-                proofs = proved_now(of_model)
+        proofs = known(of_model) if launch.devices.torchrun else proofs_of(of_model, launch.quiet)
         return replace(config, proofs=proofs)
 
     @contextmanager
@@ -233,6 +228,20 @@ class Backends:
                     f" {config.trainer.backend!r} has none: add it, or omit what needs it"
                     f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
                 )
+
+
+def proofs_of(of_model: Any, quiet: bool) -> Proofs:
+    """Return what is proved of models with a Hugging Face configuration, which are checked now if
+    they were not before.
+
+    Raises: ValueError for a model that is not supported.
+    """
+    check_supported(of_model)
+    if (proofs := known(of_model)) is not None:
+        return proofs
+    what = f"checking what {of_model.model_type} can do here, for this and later runs"
+    with waiting(what, quiet=quiet):
+        return proved_now(of_model)
 
 
 def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:

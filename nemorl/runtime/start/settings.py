@@ -86,9 +86,12 @@ def within_positions(config: Config, of_model: Any) -> Config:
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
         return config
+    which = "that the model has"
+    if positions < of_model.max_position_embeddings:
+        which = "beyond which longrope would change the numbers of a batch's other sequences"
     warn(
         f"data.max_total_sequence_length is lowered from {wanted} to {positions}, the positions"
-        " that the model has"
+        f" {which}"
     )
     return replace(config, data=replace(config.data, max_total_sequence_length=positions))
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.models.capabilities import keep, known
 from nemorl.models.causal_lm import load_causal_lm, on_meta
+from nemorl.models.hub import read_config
 from nemorl.models.pretrained import load_tokenizer
 from nemorl.models.source import ModelSource
 from nemorl.parallel.config import BackendConfig
@@ -178,3 +180,17 @@ def test_the_tokenizer_of_a_loaded_model_runs_code_where_it_is_allowed(
     with nullcontext() if allowed else refused:
         nemorl.train(model, [{"prompt": "1+1=", "response": "2"}], algorithm="sft", **options)
     assert marker.exists() == allowed
+
+
+@pytest.mark.parametrize("folder", ["own"], indirect=True)
+def test_a_check_runs_the_code_and_is_for_it(folder: Path, tmp_path: Path, monkeypatch):
+    """On ranks, too; with other code it is checked again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = read_config(str(folder), trust_remote_code=True)
+    found = nemorl.prove(config)
+    assert all(proof.holds for proof in found.values()), found
+    keep(config, found)
+    assert known(config) == found
+    code = folder / "own_code.py"
+    code.write_text(code.read_text() + "\nOTHER = 1\n")
+    assert known(config) is None

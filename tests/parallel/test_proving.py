@@ -274,9 +274,7 @@ def test_what_is_not_proved_is_not_used():
     ):
         found = settled(config, "one", proofs("packed", "shared_prompts", "padded"))
     assert found.trainer == TrainerConfig(share_prompts=False, train_micro_batch_size=1)
-    with pytest.raises(
-        ValueError, match=r"transformers here, but 'one' has not, even row"
-    ):
+    with pytest.raises(ValueError, match=r"transformers here, but 'one' has not, even row"):
         settled(config, "one", proofs("alone"))
     for options, failing, field in (
         ({"parallel": ParallelPlan(tp=2)}, "tp", r"parallel.tp must be off for one \(numbers"),

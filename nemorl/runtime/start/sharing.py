@@ -35,6 +35,12 @@ def sharing_of(
     try:
         shape = model_shape(model.to_dict())
     except ValueError:
+        if "gpu_memory_utilization" not in engines.engine:
+            warn(
+                f"the sizes of {getattr(model, 'model_type', 'the model')} are not known, so"
+                " engines on the trainer's GPUs take vLLM's own share of them: if memory runs out,"
+                """ set --generation.engine '{"gpu_memory_utilization": 0.4}'"""
+            )
         return None
     step = Step(shape, devices.plan, workload(config, devices, engines))
     room = card * (1 - step.work.reserve)

@@ -118,9 +118,7 @@ def test_who_shares(options: dict[str, Any], environ, gpus: int, shared: bool):
 
 def test_a_model_whose_sizes_are_not_known_leaves_the_share_to_the_engine():
     assert found(None) is None  # it is read, and refused, elsewhere
-    with pytest.warns(
-        UserWarning, match="sizes of gpt2 are not known, so engines on the trainer"
-    ):
+    with pytest.warns(UserWarning, match="sizes of gpt2 are not known, so engines on the trainer"):
         assert found(GPT2Config()) is None
     assert found(LlamaConfig(num_hidden_layers=8)) is not None
 

@@ -35,6 +35,7 @@ from nemorl.models.capabilities import (
     from_json,
     keep,
 )
+from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import copy_code, has_own_code, read_config
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
@@ -295,21 +296,16 @@ def _of_responses(values: Tensor, batch: TokenBatch) -> list[Tensor]:
 
 
 def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
-    """Write a checkpoint after a step, and load it as any user of transformers would."""
-    from transformers import AutoModelForCausalLM
-
+    """Write a checkpoint after a step, load it, and compute it in transformers' plain way."""
     batch = batch_of(rows)
     with tempfile.TemporaryDirectory() as name, trained(copy.deepcopy(model), settings) as backend:
         backend.train_step(batch, weighted)
         found = backend.get_logprobs(batch).values
         backend.save_checkpoint(Path(name) / "model")
-        read: Any = AutoModelForCausalLM.from_pretrained(
-            Path(name) / "model",
-            dtype=torch.float32,
-            attn_implementation="eager",
-            trust_remote_code=has_own_code(model.config),
-        )
-    return _logprobs_differ(read.to(_device(model)), rows, _of_responses(found, batch))
+        trust = has_own_code(model.config)
+        read: Any = load_causal_lm(str(Path(name) / "model"), trust_remote_code=trust)
+    read.set_attn_implementation("eager")
+    return _logprobs_differ(read.eval().to(_device(model)), rows, _of_responses(found, batch))
 
 
 def _sampled(model: Any, rows: Any) -> float:

@@ -209,11 +209,12 @@ def check_model(config: CheckConfig) -> None:
 
     from nemorl.models.capabilities import CAPABILITIES
     from nemorl.models.hub import check_supported, loading, read_config
+    from nemorl.models.pretrained import model_folder
     from nemorl.parallel.proving import LIMIT, proved_now
 
-    with loading(config.model):
+    with loading(config.model, field="model"):
         path = Path(config.model)
-        folder = str(path.parent) if path.name == "config.json" else config.model
+        folder = model_folder(str(path.parent) if path.name == "config.json" else config.model)
         of_model = read_config(folder, trust_remote_code=config.trust_remote_code)
     check_supported(of_model)
     console = Console(highlight=False)

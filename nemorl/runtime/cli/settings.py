@@ -291,6 +291,6 @@ class CheckConfig:
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
-    """A folder or hub name of a model, or a config.json."""
+    """A folder or hub name of a model, a run's directory, or a config.json."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""

@@ -134,7 +134,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "policy.dtensor_cfg.expert_parallel_size": (
         (1, None),
-        Blocker("models with experts are for megatron_cfg: enable that instead"),
+        "experts are divided as other parameters are: by FSDP2, and among the ranks of parallel.tp",
     ),
     "policy.dtensor_cfg.custom_parallel_plan": (
         (None,),

@@ -11,10 +11,10 @@ from nemorl.checks import checked_by, refuse_unused, require
 from nemorl.parallel.dtensor import limits as dtensor
 from nemorl.parallel.limits import TrainingLimits, TrainingSections
 from nemorl.parallel.megatron import limits as megatron
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.plan import ParallelPlan, num_experts
 from nemorl.parallel.traits import TrainingTraits
 
-FOR_EXPERTS = ("router_replay", "router_aux_loss_coef")
+FOR_EXPERTS = ("router_replay", "router_aux_loss_coef", "router_bias_update_rate")
 """Settings of the section trainer for mixtures of experts."""
 LIMITS: dict[str, TrainingLimits] = {"dtensor": dtensor, "megatron": megatron}
 """Light modules of the built-in backends, and what registered classes say."""
@@ -44,6 +44,10 @@ def able(does: Callable[[TrainingTraits], bool]) -> str:
     'megatron'
     """
     return " or ".join(name for name, limits in LIMITS.items() if does(limits.traits))
+
+
+def _able_to(setting: str) -> str:
+    return able(lambda traits: setting in traits.experts)
 
 
 def limits_of(name: str) -> TrainingLimits:
@@ -92,11 +96,11 @@ def check_settings(
     ):
         requirement = f"must be {wanted} with trainer.backend {config.trainer.backend}"
         require(fits, field, requirement, value, remedy)
-    if not limits.traits.experts:
-        names = able(lambda traits: traits.experts)
+    for name in sorted(set(FOR_EXPERTS) - set(limits.traits.experts)):
+        names = _able_to(name)
         requirement, remedy = f"needs trainer.backend {names}", f"add --trainer.backend {names}"
-        refuse_unused("trainer", config.trainer, requirement, remedy, names=FOR_EXPERTS)
-    elif model is not None and not getattr(model, "num_local_experts", None):
+        refuse_unused("trainer", config.trainer, requirement, remedy, names=[name])
+    if model is not None and not num_experts(model):
         requirement = "is for models with experts"
         refuse_unused("trainer", config.trainer, requirement, "remove it", names=FOR_EXPERTS)
     limits.check(config, model, plan)

@@ -79,7 +79,12 @@ class TrainerConfig:
     """
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that balances the load of a mixture's experts, Hugging Face's of the whole
-    batch; it takes another forward pass. With trainer.backend megatron.
+    batch; it takes another forward pass.
+    """
+    router_bias_update_rate: float = 0.0
+    """Step of the biases by which a mixture's experts are chosen, after each optimizer step: up for
+    those with less tokens than the mean, down for the others (DeepSeek-V3, which takes 0.001). For
+    models that have such biases, with trainer.backend dtensor.
     """
     cudnn_attention: bool = False
     """Let PyTorch choose cuDNN's attention kernels on NVIDIA GPUs. cuDNN makes a plan for each new
@@ -98,7 +103,11 @@ class TrainerConfig:
             trainer__packed_row_tokens=self.packed_row_tokens,
             trainer__logprob_chunk=self.logprob_chunk,
         )
-        at_least(0, trainer__router_aux_loss_coef=self.router_aux_loss_coef)
+        at_least(
+            0,
+            trainer__router_aux_loss_coef=self.router_aux_loss_coef,
+            trainer__router_bias_update_rate=self.router_bias_update_rate,
+        )
         require(
             self.train_micro_batch_size is None or self.micro_batch_tokens is None,
             "trainer.micro_batch_tokens",

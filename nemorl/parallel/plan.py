@@ -177,14 +177,15 @@ class ParallelPlan:
         for name, size in sizes.items():
             if size % self.tp:
                 yield f"parallel.tp {self.tp} does not divide the model's {name} {size}"
-        experts = getattr(model, "num_local_experts", None) or 0
+        experts = num_experts(model)
         if self.ep > 1 and (not experts or experts % self.ep):
             divides = f"does not divide the model's num_local_experts {experts}"
             yield f"parallel.ep {self.ep} {divides if experts else 'is for mixtures of experts'}"
         width = getattr(model, "moe_intermediate_size", None) or self.tp
-        if experts and traits.experts and self.ep == 1 and width % self.tp:
+        shares = experts and "parallel.ep" in traits.experts
+        if shares and self.ep == 1 and width % self.tp:
             yield f"parallel.tp {self.tp} does not divide the model's moe_intermediate_size {width}"
-        if experts and traits.experts and self.tp > 1 and not self.sequence_parallel:
+        if shares and self.tp > 1 and not self.sequence_parallel:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
         if self.pp > 1 and not traits.pipelines:
             yield f"parallel.pp {self.pp} is for trainer.backend megatron"
@@ -225,3 +226,9 @@ class ParallelPlan:
         if interleaved:
             remedy = f"{remedy} with this vpp, or remove vpp" if pps else "remove parallel.vpp"
         return remedy
+
+
+def num_experts(config: Any) -> int:
+    """Return the experts of a layer, by a Hugging Face configuration; 0 for a dense model."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((n for name in names if (n := getattr(config, name, None))), 0)

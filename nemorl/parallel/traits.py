@@ -17,9 +17,9 @@ class TrainingTraits:
     """Whether it runs on ranks in other processes, even on a single one."""
     pipelines: bool = False
     """Whether devices may have different layers (parallel.pp and vpp)."""
-    experts: bool = False
-    """Whether it trains mixtures of experts (parallel.ep, trainer.router_replay and
-    router_aux_loss_coef).
+    experts: tuple[str, ...] = ()
+    """Settings for mixtures of experts that it has: parallel.ep, and those of the section trainer
+    (router_replay, router_aux_loss_coef, router_bias_update_rate).
     """
     proves: bool = False
     """Whether it trains any decoder, with what is proved of it (`BackendConfig.proofs`)."""

@@ -512,7 +512,6 @@ def test_values_that_change_training_make_a_note(theirs: str, key: str, note: st
         ("sft: {}\npolicy: {precision: float16}", "policy.precision 'float16': .*bfloat16"),
         ("sft: {}\npolicy: {optimizer: {name: torch.optim.SGD}}", "'torch.optim.SGD': .*AdamW"),
         ("sft: {}\npolicy: {scheduler: {name: StepLR}}", "constant, linear and cosine"),
-        ("sft: {}\npolicy: {dtensor_cfg: {expert_parallel_size: 8}}", "models with experts"),
         ("sft: {}\npolicy: {hf_config_overrides: {a: 1}}", "change that in a copy of the model"),
         ("sft: {max_num_steps: soon}", "sft.max_num_steps, or a key beside it, .*but it is 'soon'"),
         ("sft: {}\ndata: [1]", "data, or a key beside it, must be as in NeMo RL's"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,12 +30,14 @@ from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
+from nemorl.parallel.balance import require_one_batch
 from nemorl.parallel.checkpoint import CheckpointWriter, Saved, kind_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import limits, mesh
 from nemorl.parallel.dtensor.build import build
 from nemorl.parallel.dtensor.checkpoint import contents_of, load
+from nemorl.parallel.dtensor.experts import Mixtures
 from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
 from nemorl.parallel.dtensor.offload import Offloaded
@@ -120,6 +122,7 @@ class DTensorBackend(Accumulating):
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if shares:
             share_base(self)
+        self._mixtures = Mixtures(self.model, self.world, config.trainer)
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
@@ -202,22 +205,25 @@ class DTensorBackend(Accumulating):
             torch.manual_seed(seed)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
-        with gathering(model):
-            for part in _cut(self, batch).parts(world.data_rank):
-                rows, work = to_device((part, self._work(part, part.loss_mask)), self.device)
+        forward = partial(_forward, model, config=self.config, world=world)
+        parts = _cut(self, batch).parts(world.data_rank)
+        with gathering(model), self._mixtures.watched():
+            _balance(self, batch, parts, forward)
+            for part in parts:
+                rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
-                found = _forward(model, rows, work, needs, config=self.config, world=world)
+                found = forward(rows, work, needs)
                 output = loss_fn(found, rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         if world.data_group is not None:
             dist.all_reduce(loss, group=world.data_group)
-        return metrics, loss
+        of_experts, more = self._mixtures.end_batch()
+        return {**metrics, **of_experts}, loss + more
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, foreach=True)
-        return adapters.full_tensor(norm.detach())
+        return adapters.full_tensor(nn.utils.get_total_norm(gradients, foreach=True).detach())
 
     def _update(self, grad_norm: Tensor, lr: float) -> None:
         if (limit := self.config.optimizer.max_grad_norm) is not None:
@@ -225,6 +231,7 @@ class DTensorBackend(Accumulating):
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
         self.optimizer.set_lr(lr)
         self.optimizer.step()
+        self._mixtures.move_biases()
 
     def weights(
         self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
@@ -307,7 +314,7 @@ class DTensorBackend(Accumulating):
         adapters_as_they_are = nullcontext() if not reference else adapters_off(model)
         with torch.no_grad(), gathering(model), adapters_as_they_are:
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
-            works = [(part, self._work(part, part.response_mask)) for part in layout.parts(rank)]
+            works = [(part, _work(self, part, part.response_mask)) for part in layout.parts(rank)]
             found = [forward(*to_device(each, self.device)) for each in works]
         model.train(was_training)
         outputs = {}
@@ -318,10 +325,32 @@ class DTensorBackend(Accumulating):
             outputs[name] = layout.restore(placed.to(batch.input_ids.device))
         return ForwardOutput(**outputs)
 
-    def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
-        share = self.config.trainer.share_prompts
-        _require_side(part, self.config)
-        return planned(part, wanted, self.world, share=share, kernel=self._kernel)
+
+def _work(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> Work:
+    trainer, kernel = backend.config.trainer, backend._kernel
+    _require_side(part, backend.config)
+    return planned(part, wanted, backend.world, share=trainer.share_prompts, kernel=kernel)
+
+
+def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[TokenBatch, Work]:
+    """Return the microbatch that trains next and its work, on the device."""
+    work, mixtures = _work(backend, part, wanted), backend._mixtures
+    rows, work, copies = to_device((part, work, mixtures.copies(part, work)), backend.device)
+    mixtures.follow(copies)
+    return rows, work
+
+
+def _balance(
+    backend: DTensorBackend, batch: TokenBatch, parts: Sequence[TokenBatch], forward: Any
+) -> None:
+    """Prepare the gradient of the loss that balances experts, if there is one."""
+    mixtures = backend._mixtures
+    if not backend._batches:
+        mixtures.forget()
+    if require_one_batch(backend.config.trainer, backend._batches):
+        empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
+        passes = (forward(*_next(backend, *each), Needs()) for each in empty)
+        mixtures.weigh(batch.num_tokens, passes)
 
 
 def _kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:

@@ -12,12 +12,16 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
 from nemorl.warn import warn
 
-traits = TrainingTraits(heads=("lm", "scalar"), proves=True)
+traits = TrainingTraits(
+    heads=("lm", "scalar"),
+    proves=True,
+    experts=("router_aux_loss_coef", "router_bias_update_rate"),
+)
 
 
 def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
-    """Raise ValueError for what needs a package that is not installed, and for weights in 4 bits on
-    ranks.
+    """Raise ValueError for what needs a package that is not installed, for weights in 4 bits on
+    ranks, and for routers' biases that would move beside adapters.
     """
     quantize = config.lora.quantize
     for setting, needed in (
@@ -29,6 +33,11 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
                 f"{setting} needs the package bitsandbytes, which can't be imported: pip install"
                 " 'nemorl[bitsandbytes]'"
             )
+    rate, wanted = config.trainer.router_bias_update_rate, "must be 0 with lora.rank"
+    remedy = "remove it: the biases are the base model's, which adapters leave as it is"
+    require(
+        not (rate and config.lora.rank), "trainer.router_bias_update_rate", wanted, rate, remedy
+    )
     check_quantized(quantize, ranks=plan.num_ranks > 1 or plan.needs_ranks)
 
 

@@ -7,9 +7,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -49,9 +57,13 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
             input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
         )
     parallelize_module(decoder, mesh, outer)
-    styles = layer_styles(model.config)
+    styles, experts = layer_styles(model.config), experts_of(model.config)
     for layer in decoder.layers:
-        plan = layer_plan(layer, styles, sequence_parallel=sequence_parallel)
+        plan: dict[str, ParallelStyle] = {}
+        for name in experts & {name for name, _ in layer.named_modules()}:
+            if layer.get_submodule(name).num_experts % mesh.size() == 0:
+                plan[name] = Experts()  # before their block, which they are a part of
+        plan |= layer_plan(layer, styles, sequence_parallel=sequence_parallel)
         parallelize_module(layer, mesh, spread_adapters(layer, mesh, plan))
     # The embedding gives an asynchronous tensor, and a compiled layer that begins with one drops
     # its gradient (torch 2.13).
@@ -78,11 +90,19 @@ def layer_styles(config: Any) -> dict[str, str]:
     return found
 
 
+def experts_of(config: Any) -> set[str]:
+    """Return the names in a layer of experts that transformers can divide among ranks."""
+    prefix = "layers.*."
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    found = {name for name, style in plan.items() if style == "ep_dispatch_experts"}
+    return {name.removeprefix(prefix) for name in found}
+
+
 def layer_plan(
     layer: Any, styles: Mapping[str, str], *, sequence_parallel: bool
 ) -> dict[str, ParallelStyle]:
     """Return the plan of one decoder layer: `styles` cuts its blocks. Norms, and blocks with a
-    part that is split in another way (experts, linear attention), are whole on each rank.
+    part that is split in another way (linear attention), are whole on each rank but for `Experts`.
     """
     between = Shard(1) if sequence_parallel else Replicate()
     known = {
@@ -138,6 +158,8 @@ class Whole(ParallelStyle):
     def _apply(self, module: Any, mesh: DeviceMesh) -> Any:
         for part in module.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
+                if isinstance(parameter, DTensor):
+                    continue  # of experts, which ranks share
                 spread = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
                 own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
                 part.register_parameter(name, own)
@@ -159,6 +181,40 @@ class Whole(ParallelStyle):
         def moved(tokens: Tensor, layout: Placement, wanted: Placement) -> Tensor:
             spread = DTensor.from_local(tokens, mesh, [layout], run_check=False)
             return spread.redistribute(placements=[wanted]).to_local()
+
+        module.forward = forward
+        return module
+
+
+class Experts(ParallelStyle):
+    """Gives each rank some experts of a block that is `Whole`: it computes the tokens that go to
+    them, and the sum over ranks is the block's.
+
+    Source: transformers' style ep_dispatch_experts, whose way of leaving tokens out is used.
+    """
+
+    def _apply(self, module: Any, mesh: DeviceMesh) -> Any:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, own)
+        count = module.num_experts // mesh.size()
+        first = count * mesh.get_local_rank()
+        module.num_experts, module._is_expert_parallel = count, True
+        inner = module.forward
+
+        @functools.wraps(inner)
+        def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            here = (chosen >= first) & (chosen < first + count)
+            own = torch.where(here, chosen - first, count)  # `count`: it is left out
+            found = inner(partial(hidden), own, partial(weights).masked_fill(~here, 0.0))
+            total = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+            return total.redistribute(placements=[Replicate()]).to_local()
+
+        def partial(whole: Tensor) -> Tensor:
+            """Sum the gradient over ranks."""
+            spread = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+            return spread.to_local(grad_placements=[Partial()])
 
         module.forward = forward
         return module

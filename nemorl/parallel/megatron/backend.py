@@ -30,6 +30,7 @@ from nemorl.models.tensor_files import TensorFiles, require_shapes
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
+from nemorl.parallel.balance import require_one_batch
 from nemorl.parallel.checkpoint import (
     CheckpointWriter,
     Contents,
@@ -44,10 +45,7 @@ from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
 from nemorl.parallel.megatron.moments import fill_moments, moments
-from nemorl.parallel.megatron.routing import (
-    balancing,
-    require_routes,
-)
+from nemorl.parallel.megatron.routing import balancing, require_routes
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.world import DTYPES, is_started_as_rank
@@ -162,14 +160,7 @@ class MegatronBackend(Accumulating):
     def _gradients(
         self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
     ) -> tuple[Metrics, Tensor]:
-        coef = self.config.trainer.router_aux_loss_coef
-        require(
-            not (coef and self._batches),
-            "trainer.router_aux_loss_coef",
-            "must be 0 where gradients of several batches are added: its loss is of one",
-            coef,
-            "call optim_step() after each forward_backward(), with larger batches",
-        )
+        coef = require_one_batch(self.config.trainer, self._batches)
         layout, pull = _cut(self, batch, replay=True), None
         if coef:
             load = self._pipeline.load(self._stages, layout)

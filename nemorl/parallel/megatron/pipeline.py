@@ -16,11 +16,12 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.types import Needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.balance import Load
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.head import RankInputs, planned
 from nemorl.parallel.layout import Layout
 from nemorl.parallel.megatron.core import get_forward_backward_func
-from nemorl.parallel.megatron.routing import Load, balancing, copies_of, routes_of
+from nemorl.parallel.megatron.routing import balancing, copies_of, routes_of
 from nemorl.parallel.megatron.without_cuda import runtime
 from nemorl.parallel.varlen import kernel_of
 from nemorl.parallel.world import DTYPES, World

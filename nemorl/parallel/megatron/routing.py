@@ -5,7 +5,6 @@ balances their load (arXiv 2101.03961, as Hugging Face has it).
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
+from nemorl.parallel.balance import Load, Pull
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.world import World
 
@@ -59,67 +59,6 @@ class Routes:
         if self.records:
             self.taken = experts
         return found, experts
-
-
-@dataclass(frozen=True)
-class Load:
-    """Sums over tokens and layers: how often each expert is among the likeliest ones, and its
-    probability.
-    """
-
-    topk: int
-    sums: Float[Tensor, "2 experts"]
-    """In float64, so that they do not depend on the order of the tokens."""
-
-    def seen(
-        self, logits: Float[Tensor, "tokens experts"], copies: Float[Tensor, "tokens"]
-    ) -> Float[Tensor, "tokens experts"]:
-        probabilities = logits.float().softmax(-1)
-        weights = copies.to(self.sums.dtype)
-        likeliest = probabilities.topk(self.topk, -1).indices
-        self.sums[0].index_add_(0, likeliest.flatten(), weights.repeat_interleave(self.topk))
-        self.sums[1] += weights @ probabilities.to(self.sums.dtype)
-        return logits
-
-    def loss(self, count: int) -> Float[Tensor, ""]:
-        """Return E · Σ_e share_e · mean probability_e, over `count` tokens of all layers.
-
-        Source: Hugging Face's `load_balancing_loss_func`.
-        """
-        shares, means = self.sums / count
-        return self.sums.shape[1] * (shares * means).sum().float()
-
-    def pull(self, count: int, *, coef: float) -> "Pull":
-        """Return what a token adds to the gradient of coef · `loss`, whose shares are fixed."""
-        shares = self.sums[0] / count
-        return Pull((coef * self.sums.shape[1] / count * shares).float())
-
-
-@dataclass(frozen=True)
-class Pull:
-    """The gradient of a loss that is Σ_e weight_e · probability_e, summed over tokens."""
-
-    weights: Float[Tensor, "experts"]
-
-    def seen(
-        self, logits: Float[Tensor, "tokens experts"], copies: Float[Tensor, "tokens"]
-    ) -> Float[Tensor, "tokens experts"]:
-        return _Pulled.apply(logits, self.weights, copies)
-
-
-class _Pulled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, weights: Tensor, copies: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, weights, copies)
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        logits, weights, copies = ctx.saved_tensors
-        probabilities = logits.float().softmax(-1)
-        mean = probabilities @ weights
-        pulled = copies[:, None] * probabilities * (weights - mean[:, None])
-        return grads[0] + pulled.to(grads[0].dtype), None, None
 
 
 @contextmanager

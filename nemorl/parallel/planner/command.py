@@ -87,7 +87,7 @@ def find_plans(config: PlanConfig) -> Planned:
     model, steps, refused = read_shape(config.model.path), [], dict[str, None]()
     backend, limits = config.trainer.backend, limits_of(config.trainer.backend)
     require(
-        limits.traits.experts or not model.num_local_experts,
+        "parallel.ep" in limits.traits.experts or not model.num_local_experts,
         "trainer.backend",
         f"must be megatron for {model.model_type}, a mixture of experts, whose memory on {backend}"
         " is not known",

@@ -59,7 +59,7 @@ class PlanConfig:
         "model": all_but(ModelConfig, "path"),
         "trainer": (
             *("share_prompts", "device", "router_replay"),
-            *("router_aux_loss_coef", "deterministic"),
+            *("router_aux_loss_coef", "router_bias_update_rate", "deterministic"),
         ),
         "optimizer": all_but(OptimizerConfig, "name"),
         "lora": all_but(LoRAConfig, "rank", "target_modules", "rank_pattern", "quantize"),

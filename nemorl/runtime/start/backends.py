@@ -156,7 +156,8 @@ class Backends:
             path = model_folder(str(order.model)) if named else ""
             config = replace(config, model=replace(config.model, path=path, from_scratch=False))
         # Its experts are not the sampler's, if it has any.
-        trainer = replace(config.trainer, router_replay=False, router_aux_loss_coef=0.0)
+        options: Any = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
+        trainer = replace(config.trainer, router_replay=False, **options)
         policys = order.model is None and not order.trains and order.head == "lm"
         same = self.found / POLICY if self.found and policys else None
         return replace(

@@ -115,17 +115,24 @@ def test_what_is_for_experts():
         trainer = nemorl.TrainerConfig(backend=backend, device="cpu", **options)
         return nemorl.GRPOConfig(trainer=trainer)
 
-    for options in ({"router_replay": True}, {"router_aux_loss_coef": 0.1}):
-        (name,) = options
-        with pytest.raises(ValueError, match=rf"trainer.{name} needs trainer.backend megatron"):
-            Devices.of(of("dtensor", **options), {}, num_gpus=0)
-        with pytest.raises(ValueError, match=rf"trainer.{name} needs trainer.backend megatron"):
-            DTensorBackend().setup(BackendConfig(trainer=of("dtensor", **options).trainer))
-        config = of("megatron", **options)
-        found = Devices.of(config, {}, num_gpus=0)
-        found.check_model(tiny_model("mixtral").config)
-        with pytest.raises(ValueError, match=rf"trainer.{name} is for models with experts"):
-            found.check_model(tiny_model().config)
+    for name, value, others in (
+        ("router_replay", True, "megatron"),
+        ("router_aux_loss_coef", 0.1, None),
+        ("router_bias_update_rate", 0.1, "dtensor"),
+    ):
+        for backend in ("dtensor", "megatron"):
+            config = of(backend, **{name: value})
+            if others not in (backend, None):
+                with pytest.raises(ValueError, match=f"trainer.{name} needs .*{others}"):
+                    Devices.of(config, {}, num_gpus=0)
+                continue
+            found = Devices.of(config, {}, num_gpus=0)
+            found.check_model(tiny_model("mixtral").config)
+            with pytest.raises(ValueError, match=rf"trainer.{name} is for models with experts"):
+                found.check_model(tiny_model().config)
+    trainer = of("dtensor", router_replay=True).trainer
+    with pytest.raises(ValueError, match=r"trainer.router_replay needs trainer.backend megatron"):
+        DTensorBackend().setup(BackendConfig(trainer=trainer))
 
 
 def test_more_ranks_than_key_value_heads():

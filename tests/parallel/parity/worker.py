@@ -15,6 +15,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor, live_tensors
+from nemorl.models.stored import as_stored, stored_names
 from nemorl.parallel import attention
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import (
@@ -147,11 +148,12 @@ def gradients_of(backend: DTensorBackend | MegatronBackend) -> dict[str, Tensor]
     if isinstance(backend, MegatronBackend):
         whole = backend.conversion.whole(partial(megatron_gradient, backend))
         return {name: gradient.cpu() for name, gradient in whole}
-    return {
-        name: full_tensor(parameter.grad).detach().cpu().clone()
+    own = (
+        (name, full_tensor(parameter.grad).detach().cpu().clone())
         for name, parameter in live_tensors(backend.model).items()
         if parameter.grad is not None
-    }
+    )
+    return dict(as_stored(own, stored_names(backend.model)))
 
 
 def megatron_gradient(backend: MegatronBackend, name: str) -> Tensor:

@@ -1,0 +1,187 @@
+"""Mixtures of experts in Hugging Face models: how tokens are shared out among experts, a loss that
+balances this, and biases that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nemorl.checks import require
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.types import Mean, Metric, Metrics
+from nemorl.models.causal_lm import decoder_of
+from nemorl.parallel.balance import Load, Pull
+from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.plan import num_experts
+from nemorl.parallel.tokens import Work
+from nemorl.parallel.world import World
+
+BIAS = "e_score_correction_bias"
+"""Buffer that is added to the scores by which experts are chosen, but not to their weights."""
+
+
+class Mixtures:
+    """The blocks of a model that share out tokens among experts, in the order of its layers.
+
+    Every microbatch that trains is announced by `follow`. A dense model has no blocks.
+    """
+
+    def __init__(self, model: Any, world: World, trainer: TrainerConfig) -> None:
+        decoder = decoder_of(model)
+        recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+        kind = getattr(recorder, "target_class", None)
+        self.world, self.config, self.trainer = world, model.config, trainer
+        self.routers = [part for part in decoder.modules() if kind and isinstance(part, kind)]
+        self.blocks = [
+            part
+            for part in decoder.modules()
+            if isinstance(getattr(part, "experts", None), nn.Module)
+        ]
+        self._check()
+        self._index: int = getattr(recorder, "index", 0)  # of logits in what a router returns
+        self.forget()
+
+    def _check(self) -> None:
+        """Raise ValueError for settings that the model's routers can't follow."""
+        coef, rate = self.trainer.router_aux_loss_coef, self.trainer.router_bias_update_rate
+        kind, biased = self.config.model_type, any(True for _ in self._biases())
+        remedy = "take trainer.router_bias_update_rate" if biased else "remove it"
+        known = bool(self.routers) and hasattr(self.config, "router_aux_loss_coef")
+        wanted = f"must be 0 for {kind}, for which Hugging Face has no such loss"
+        require(known or not coef, "trainer.router_aux_loss_coef", wanted, coef, remedy)
+        wanted = f"must be 0 for {kind}, whose routers have no {BIAS}"
+        remedy = "take trainer.router_aux_loss_coef" if known else "remove it"
+        require(biased or not rate, "trainer.router_bias_update_rate", wanted, rate, remedy)
+
+    def forget(self) -> None:
+        """Drop what was counted since the last step, as is done with gradients."""
+        self._counted: Tensor | None = None
+        """How many tokens each expert got since the last step, `[blocks, experts]`."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch routers and experts in the block, which computes the gradient of a batch."""
+        self._balance: Load | Pull | None = None
+        self._loss: Tensor | None = None
+        self._counts: dict[int, Tensor] = {}
+        """Tokens of each expert by the number of its block, of this rank, up to a factor."""
+        with ExitStack() as hooks:
+            for router in self.routers:
+                hooks.enter_context(router.register_forward_hook(self._routed))
+            for number, block in enumerate(self.blocks):
+                hook = partial(self._chosen, number)
+                hooks.enter_context(block.experts.register_forward_pre_hook(hook))
+            yield
+
+    def copies(self, part: TokenBatch, work: Work) -> Float[Tensor, "batch part"] | None:
+        """Return for how many tokens of a microbatch each one stands that routers get (0: padding);
+        None for a dense model.
+        """
+        return work.copies(part.segment_ids.cpu() > 0) if self.blocks else None
+
+    def follow(self, copies: Float[Tensor, "batch part"] | None) -> None:
+        """Announce a microbatch: what `copies` returned, on the device."""
+        if copies is not None:
+            self._copies = copies.flatten()
+
+    def weigh(self, num_tokens: int, passes: Iterable[Any]) -> None:
+        """Have routers add the gradient of the loss that balances experts over a whole batch; a
+        collective call.
+
+        passes: does the forward passes of the rank's microbatches, each after `follow`.
+        """
+        experts, device = num_experts(self.config), self.world.device
+        sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
+        self._balance = load = Load(self.config.num_experts_per_tok, sums)
+        with torch.no_grad():
+            for _ in passes:
+                pass
+        self._counts.clear()  # they are computed again
+        self._sum_over_ranks(sums)
+        count, coef = num_tokens * len(self.routers), self.trainer.router_aux_loss_coef
+        self._balance, self._loss = load.pull(count, coef=coef), load.loss(count)
+
+    def end_batch(self) -> tuple[Metrics, Tensor | float]:
+        """Return metrics of a batch that all ranks have computed, and what its loss has more; a
+        collective call.
+
+        experts/max_load: tokens of the expert that got most, as a multiple of the mean; experts/
+        idle: share of the experts that got none. Both are means over layers. router_aux_loss: the
+        loss that balances experts, without its coefficient.
+        """
+        metrics: dict[str, Metric] = {}
+        more: Tensor | float = 0.0
+        if self._counts:
+            counts = torch.stack([each for _, each in sorted(self._counts.items())])
+            self._sum_over_ranks(counts)
+            self._counted = counts if self._counted is None else self._counted + counts
+            metrics = _shares(counts)
+        if self._loss is not None:
+            metrics["router_aux_loss"] = Mean(self._loss, torch.ones(()))
+            more = self.trainer.router_aux_loss_coef * self._loss
+        return metrics, more
+
+    def move_biases(self) -> None:
+        """Move the bias of each expert's score, in place, up where it got less than the mean of its
+        layer since the last step, and down where it got more.
+
+        Source: DeepSeek-V3 (arXiv 2412.19437), auxiliary-loss-free load balancing.
+        """
+        rate = self.trainer.router_bias_update_rate
+        if rate and self._counted is not None:
+            steps = rate * (self._counted.mean(-1, keepdim=True) - self._counted).sign()
+            for bias, step in zip(self._biases(), steps, strict=True):
+                bias.add_(step.to(bias.dtype))
+        self._counted = None
+
+    def _biases(self) -> Iterable[Tensor]:
+        parts = (part for block in self.blocks for part in block.modules())
+        return (bias for part in parts if (bias := part._buffers.get(BIAS)) is not None)
+
+    def _routed(self, router: nn.Module, args: Any, output: Any) -> Any:
+        """Show a router's logits to the loss that balances experts."""
+        if self._balance is None:
+            return None
+        logits = output[self._index].flatten(0, -2)
+        if isinstance(self._balance, Load):
+            self._balance.seen(logits, self._copies)
+            return None
+        # The block computes with weights that follow from the logits, not with these.
+        floating = (n for n, part in enumerate(output) if part.is_floating_point())
+        carrier = next(number for number in floating if number != self._index)
+        pulled = self._balance.on(output[carrier], logits, self._copies)
+        return (*output[:carrier], pulled, *output[carrier + 1 :])
+
+    def _chosen(self, number: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count the tokens that go to each expert of a block; twice, all alike, where the layer is
+        computed again for its gradient.
+        """
+        if len(args) < 3:
+            return  # Llama 4's experts get all tokens, most of them as zeros
+        chosen, size = args[1].detach(), num_experts(self.config)
+        weights = self._copies.double().repeat_interleave(chosen.shape[-1])
+        counts = weights.new_zeros(size).index_add_(0, chosen.flatten().long(), weights)
+        self._counts[number] = self._counts.get(number, 0.0) + counts
+
+    def _sum_over_ranks(self, sums: Tensor) -> None:
+        """Add up what ranks with other tokens have found, in place."""
+        for group in (self.world.data_group, self.world.cp_group):
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+
+
+def _shares(counts: Float[Tensor, "layers experts"]) -> dict[str, Metric]:
+    load = counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)
+    one = counts.new_ones(())
+    return {
+        "experts/max_load": Mean(load.mean(), one),
+        "experts/idle": Mean((counts == 0).double().mean(), one),
+    }

@@ -1,0 +1,305 @@
+"""Mixtures of experts with trainer.backend dtensor: the loss and the biases that balance experts,
+and metrics of their load, against Hugging Face and the papers.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.types import finalize
+from nemorl.models.tiny import tiny_config
+from nemorl.models.tiny import tiny_model as tiny_of
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
+from tests.parallel.balance import BATCH, COEF, LAYOUTS, assert_same, expected, steps, written
+from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.megatron.test_backend import weights
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
+
+BIAS = "e_score_correction_bias"
+RATE, DTENSOR = 0.01, "FSDP2 2"
+ALONE = ParallelPlan()
+ON_RANKS = [
+    pytest.param(ParallelPlan(dp_shard=2), id="FSDP2 2"),
+    pytest.param(
+        ParallelPlan(dp_shard=1, tp=2, activation_checkpointing="full"),
+        id="TP 2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        ParallelPlan(dp_shard=1, tp=2, sequence_parallel=False),
+        id="TP 2, whole rows",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(ParallelPlan(dp_shard=1, cp=2), id="CP 2", marks=pytest.mark.slow),
+]
+
+
+def family(kind: str, folder: Path, **options: Any) -> Any:
+    """Write a tiny model of a type that only the tested table has."""
+    config = tiny_config(CONFIG_MAPPING[kind](**options))
+    model = tiny_of(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def set_up(folder: Path, plan: ParallelPlan = ALONE, **options: Any) -> DTensorBackend:
+    trainer = TrainerConfig(device="cpu", **options.pop("trainer", {}))
+    backend, model = DTensorBackend(), ModelConfig(path=str(folder))
+    backend.setup(BackendConfig(model=model, trainer=trainer, parallel=plan, **options))
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_gradient_is_hugging_faces(kind: str, tmp_path: Path):
+    model = written(kind, tmp_path)
+    layouts = [*LAYOUTS, {"micro_batch_tokens": 60}]
+    found = steps(tmp_path, ALONE, BATCH, layouts, DTENSOR)
+    recompute = ParallelPlan(activation_checkpointing="full")
+    found += steps(tmp_path, recompute, BATCH, LAYOUTS[:1], DTENSOR)
+    assert_same(model, BATCH, [found])
+    balanced = expected(model, BATCH)[2]
+    model.router_aux_loss_coef = 0.0
+    plain = expected(model, BATCH)[2]
+    assert max((balanced[name] - plain[name]).abs().max() for name in plain) > 1e-3
+
+
+@pytest.mark.parametrize("plan", ON_RANKS)
+def test_the_gradient_is_hugging_faces_on_ranks(plan: ParallelPlan, tmp_path: Path):
+    model = written("qwen3_moe", tmp_path)
+    layouts = LAYOUTS if plan.cp == 1 else LAYOUTS[1:]
+    found = run_ranks(2, steps, tmp_path, plan, BATCH, layouts, DTENSOR)
+    assert_same(model, BATCH, found)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
+def test_other_families_have_hugging_faces_loss(kind: str, tmp_path: Path):
+    """A router with a bias; and experts beside linear attention."""
+    model = family(kind, tmp_path, router_aux_loss_coef=COEF)
+    if kind == "qwen3_next":
+        model.router_aux_loss_coef = COEF
+    # Hugging Face's rows, because linear attention rounds otherwise in rows of other widths.
+    layouts: list[dict[str, Any]] = [{}, {"train_micro_batch_size": 1}]
+    layouts = layouts[:1] if kind == "qwen3_next" else layouts
+    found = steps(tmp_path, ALONE, BATCH, layouts, DTENSOR)
+    assert_same(model, BATCH, [found], rtol=2e-6)  # of gradients up to 2
+
+
+def counted(model: Any, batch: TokenBatch) -> Tensor:
+    """Tokens of each expert, `[layers, experts]`: row by row, by what experts are called with."""
+    blocks = [part for part in model.modules() if hasattr(part, "experts")]
+    counts = torch.zeros(len(blocks), 4)
+
+    def seen(layer: int, experts: Any, args: Any) -> None:
+        for expert in args[1].flatten().tolist():
+            counts[layer, expert] += 1
+
+    hooks = [
+        block.experts.register_forward_pre_hook(partial(seen, layer))
+        for layer, block in enumerate(blocks)
+    ]
+    for ids, segments in zip(batch.input_ids, batch.segment_ids, strict=True):
+        with torch.no_grad():
+            model(ids[segments > 0][None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def loads(folder: Path, plan: ParallelPlan, layouts: list[dict[str, Any]]) -> list[dict]:
+    found = []
+    for layout in layouts:
+        backend = set_up(folder, plan, trainer=layout)
+        found.append(finalize(backend.train_step(BATCH, nll_loss)))
+        backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_load_metrics_count_tokens(kind: str, tmp_path: Path):
+    model = written(kind, tmp_path) if kind == "qwen3_moe" else family(kind, tmp_path)
+    with torch.no_grad():  # one expert is never chosen
+        for name, tensor in model.state_dict().items():
+            if name.endswith(BIAS):
+                tensor[1] -= 100.0
+    model.save_pretrained(tmp_path)
+    counts = counted(model.eval(), BATCH)
+    load = (counts.amax(-1) / counts.mean(-1)).mean()
+    idle = (counts == 0).float().mean()
+    assert idle > 0 or kind == "qwen3_moe"
+    recompute = ParallelPlan(activation_checkpointing="full")
+    alone = loads(tmp_path, ALONE, LAYOUTS) + loads(tmp_path, recompute, LAYOUTS[:1])
+    for metrics in [
+        *alone,
+        *(each for rank in run_ranks(2, loads, tmp_path, *SHARED) for each in rank),
+    ]:
+        assert metrics["experts/max_load"] == pytest.approx(float(load), rel=1e-6)
+        assert metrics["experts/idle"] == pytest.approx(float(idle), abs=1e-6)
+
+
+SHARED = ParallelPlan(dp_shard=2), LAYOUTS[:2]
+
+
+def test_a_dense_model_has_no_load(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path)
+    (metrics,) = loads(tmp_path, ALONE, [{}])
+    assert not any(name.startswith("experts/") for name in metrics)
+
+
+def biases(backend: DTensorBackend) -> Tensor:
+    return torch.stack([x.clone() for name, x in backend.weights() if name.endswith(BIAS)])
+
+
+def moved(folder: Path, plan: ParallelPlan, checkpoint: Path) -> list[Tensor]:
+    """Biases before, and after steps on one batch and on two; and the last in a resumed run."""
+    options: dict[str, Any] = {"trainer": {"router_bias_update_rate": RATE}}
+    backend = set_up(folder, plan, **options)
+    found = [biases(backend)]
+    backend.train_step(BATCH, nll_loss)
+    found.append(biases(backend))
+    backend.save_checkpoint(checkpoint)
+    backend.forward_backward(random_batch([9, 3, 14], seed=1), nll_loss)
+    backend.forward_backward(BATCH, nll_loss)
+    backend.optim_step()
+    found.append(biases(backend))
+    backend.shutdown()
+    backend = set_up(folder, plan, **options)
+    backend.load_checkpoint(checkpoint)
+    found.append(biases(backend))
+    backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(ALONE, id="alone"), *ON_RANKS], ids=lambda plan: None
+)
+def test_biases_move_as_in_the_paper(plan: ParallelPlan, tmp_path: Path):
+    """DeepSeek-V3: γ down where an expert is overloaded, γ up where it is underloaded."""
+    model = family("deepseek_v3", tmp_path / "model").eval()
+    args = tmp_path / "model", plan, tmp_path / "checkpoint"
+    of_ranks = [moved(*args)] if plan is ALONE else run_ranks(plan.num_ranks, moved, *args)
+    own = [x for name, x in model.state_dict().items() if name.endswith(BIAS)]
+    wanted = [torch.stack(own).clone()]
+    for batches in ([BATCH], [random_batch([9, 3, 14], seed=1), BATCH]):
+        counts = sum(counted(model, batch) for batch in batches)
+        for bias, count in zip(own, counts, strict=True):
+            for expert in range(4):  # the box of the paper, one by one
+                if count[expert] > count.mean():
+                    bias[expert] -= RATE
+                elif count[expert] < count.mean():
+                    bias[expert] += RATE
+        wanted.append(torch.stack(own).clone())
+    assert (wanted[0] != wanted[1]).any() and (wanted[1] != wanted[2]).any()
+    for found in of_ranks:
+        for each, expect in zip(found, [*wanted, wanted[1]], strict=True):
+            torch.testing.assert_close(each, expect, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "message"),
+    [
+        (
+            "deepseek_v3",
+            {"router_aux_loss_coef": 0.1},
+            r"router_aux_loss_coef must be 0 for deepseek_v3.* take trainer.router_bias_update",
+        ),
+        (
+            "mixtral",
+            {"router_bias_update_rate": 0.1},
+            r"router_bias_update_rate must be 0 for mixtral, whose .* take trainer.router_aux_loss",
+        ),
+        ("qwen2", {"router_aux_loss_coef": 0.1}, "must be 0 for qwen2"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(
+    kind: str, trainer: dict, message: str, tmp_path: Path
+):
+    if kind == "deepseek_v3":
+        family(kind, tmp_path)
+    else:
+        tiny_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        set_up(tmp_path, trainer=trainer)
+
+
+def test_biases_do_not_move_beside_adapters(tmp_path: Path):
+    trainer = {"router_bias_update_rate": RATE}
+    with pytest.raises(ValueError, match=r"router_bias_update_rate must be 0 with lora.rank"):
+        set_up(tmp_path, trainer=trainer, lora=LoRAConfig(rank=2))
+
+
+def test_an_error_leaves_no_trace(tmp_path: Path):
+    """Of the counts and of the loss, where the step is tried again."""
+    written("qwen3_moe", tmp_path)
+    backend = set_up(tmp_path, trainer={"router_aux_loss_coef": COEF})
+
+    def bad(output: Any, part: Any) -> Any:
+        raise RuntimeError("this loss fails")
+
+    with pytest.raises(RuntimeError, match="this loss fails"):
+        backend.train_step(BATCH, bad)
+    backend.get_logprobs(random_batch([5, 2]))
+    found = finalize(backend.train_step(BATCH, nll_loss))
+    with pytest.raises(ValueError, match=r"must be 0 where gradients of several batches"):
+        for _ in range(2):
+            backend.forward_backward(BATCH, nll_loss)
+    backend.shutdown()
+    backend = set_up(tmp_path, trainer={"router_aux_loss_coef": COEF})
+    wanted = finalize(backend.train_step(BATCH, nll_loss))
+    assert all(found[name] == wanted[name] for name in ("loss", "grad_norm", "experts/max_load"))
+    assert not any(part._forward_hooks for part in backend.model.modules())
+    backend.shutdown()
+
+
+def spread(folder: Path, plan: ParallelPlan, checkpoint: Path) -> tuple[int, dict, dict, dict]:
+    """Experts that a rank has, the loaded weights, the trained, and the resumed."""
+    backend = set_up(folder, plan)
+    experts = next(p for n, p in backend.model.named_parameters() if n.endswith("gate_up_proj"))
+    count, found = len(experts.to_local()), [weights(backend)]
+    backend.train_step(BATCH, nll_loss)
+    backend.save_checkpoint(checkpoint)
+    found.append(weights(backend))
+    backend.shutdown()
+    backend = set_up(folder, plan)
+    backend.load_checkpoint(checkpoint)
+    found.append(weights(backend))
+    backend.shutdown()
+    return count, *found
+
+
+@pytest.mark.parametrize(
+    ("plan", "experts", "counts"),
+    [
+        pytest.param(ParallelPlan(dp_shard=1, tp=2), 4, [2, 2], id="TP 2"),
+        pytest.param(ParallelPlan(dp_shard=1, tp=2), 3, [3, 3], id="an odd number"),
+        pytest.param(
+            *(ParallelPlan(dp_shard=2, tp=2), 6, [2, 2, 1, 1]),
+            id="TP 2, FSDP2 2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_ranks_of_tensor_parallelism_share_experts(
+    plan: ParallelPlan, experts: int, counts: list[int], tmp_path: Path
+):
+    """Each has some of them, where the number can be divided."""
+    model = written("qwen3_moe", tmp_path / "model", num_local_experts=experts)
+    initial = model.state_dict()
+    args = tmp_path / "model", plan, tmp_path / "checkpoint"
+    for count, (own, loaded, trained, resumed) in zip(
+        counts, run_ranks(plan.num_ranks, spread, *args), strict=True
+    ):
+        assert own == count
+        assert all(torch.equal(loaded[name], initial[name]) for name in loaded)
+        assert trained.keys() == resumed.keys() == loaded.keys()
+        assert all(torch.equal(trained[name], resumed[name]) for name in trained)
+    found = run_ranks(plan.num_ranks, steps, tmp_path / "model", plan, BATCH, LAYOUTS[:1], DTENSOR)
+    assert_same(model, BATCH, found)

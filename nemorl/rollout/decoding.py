@@ -44,6 +44,17 @@ class Pass:
     slots: SlotTensors
     cache: SlotCache
 
+    def keep(self, experts: Int[Tensor, "tokens layers topk"]) -> None:
+        """Give each sample the experts of the tokens that the pass computed, in int16. Those of
+        tokens that are computed again stay as they were: the response was drawn with them.
+        """
+        # They stay on the device, for the host not to wait.
+        rows = experts.short().unflatten(0, self.input_ids.shape)
+        for slot, row in zip(self.slots.slots, self.rows, strict=True):
+            first = slot.length - rows.shape[1] if self.sources is None else 0
+            known = sum(map(len, slot.experts))
+            slot.experts.append(rows[row, known - first : slot.length - first])
+
 
 def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor, "2 samples"]:
     """Draw each sample's next token; return the tokens and their log-probabilities, as float64, in

@@ -15,6 +15,7 @@ from nemorl.models.adapters import has_adapters
 from nemorl.models.capabilities import Proof, known
 from nemorl.models.causal_lm import Logits, decoder_of, end_tokens, head_weight
 from nemorl.models.digest import check_held, misfits, sampled
+from nemorl.models.experts import blocks_of, recorded
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
 from nemorl.models.stored import Stored, as_stored, stored_names
@@ -45,10 +46,14 @@ class TorchGenerationBackend(ScheduledBackend):
         tokenizer: Any = None,
         precision: str = "float32",
         cached: bool | None = None,
+        records_experts: bool = False,
     ) -> None:
-        """cached: keep keys and values of the past. None: where that is proved of the model."""
+        """cached: keep keys and values of the past. None: where that is proved of the model.
+
+        records_experts: completions get the experts that computed each token (`routed_experts`).
+        """
         super().__init__(self._step, tokenizer)
-        self._cached = cached
+        self._cached, self._records = cached, records_experts
         self._source, self.precision = ModelSource.of(model), precision
         self.model: nn.Module | None = None
         self._decoding: Decoding | None = None
@@ -137,9 +142,12 @@ class TorchGenerationBackend(ScheduledBackend):
         if self._cached:
             past = {"attention_mask": work.visible, "past_key_values": work.cache}
             past["use_cache"] = True
-        hidden = decoder_of(self._model)(
-            input_ids=work.input_ids, position_ids=work.position_ids, **past
-        )[0]
+        with recorded(blocks_of(self._model) if self._records else []) as experts:
+            hidden = decoder_of(self._model)(
+                input_ids=work.input_ids, position_ids=work.position_ids, **past
+            )[0]
+        if experts:
+            work.keep(torch.stack(experts, 1))
         hidden = hidden.flatten(0, 1)[work.states]
         logits = Logits.of(self._model.config)(hidden, head_weight(self._model))
         return draw_tokens(logits, work)

@@ -25,10 +25,12 @@ class GenerationTraits:
     tensor_parallel_size, cpus_per_replica and colocated say.
     """
     records_experts: bool = False
-    """Whether completions carry the experts that computed each token (trainer.router_replay)."""
+    """Whether completions carry the experts that computed each token, if asked for
+    (trainer.router_replay); if not `on_trainer`, by the argument records_experts=True.
+    """
 
 
-EMBEDDED = GenerationTraits(embedded=True)
+EMBEDDED = GenerationTraits(embedded=True, records_experts=True)
 """Traits of the embedded engine, "torch"."""
 
 

@@ -1,5 +1,7 @@
 """Losses that balance experts, as Hugging Face has them, and batches for them."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from nemorl.parallel.config import OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss
 from tests.parallel.megatron.test_backend import start
+from tests.parallel.parity.golden import draw_experts
+from tests.parallel.parity.reference import forced
 from tests.parallel.parity.worker import gradients_of
 from tests.parallel.test_tokens import grouped
 from tests.tiny_models import tiny_model
@@ -86,3 +90,17 @@ def assert_same(
             assert metrics["router_aux_loss"] == pytest.approx(balance, abs=2e-6)
             assert metrics["loss"] == pytest.approx(loss, abs=2e-6)
             torch.testing.assert_close(own, gradients, atol=2e-6, rtol=rtol)
+
+
+def sampled(model: Any, batch: TokenBatch, weigh: Any = forced) -> TokenBatch:
+    """A batch with drawn experts, which the model takes from now on.
+
+    weigh: the hook of a router that does it.
+    """
+    generator, width = torch.Generator().manual_seed(0), batch.input_ids.shape[1]
+    rows = [draw_experts(width, model.config, generator) for _ in range(len(batch))]
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    experts = torch.stack(rows)[:, :, : len(routers)].to(torch.int16)
+    for layer, router in enumerate(routers):
+        router.register_forward_hook(partial(weigh, experts[:, :, layer].flatten(0, 1)))
+    return replace(batch, routed_experts=experts)

@@ -5,12 +5,14 @@ and metrics of their load, against Hugging Face and the papers.
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+import nemorl
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.models.tiny import tiny_config
@@ -18,11 +20,20 @@ from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from tests.parallel.balance import BATCH, COEF, LAYOUTS, assert_same, expected, steps, written
+from tests.parallel.balance import (
+    BATCH,
+    COEF,
+    LAYOUTS,
+    assert_same,
+    expected,
+    sampled,
+    steps,
+    written,
+)
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.megatron.test_backend import weights
 from tests.ranks import run_ranks
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 BIAS = "e_score_correction_bias"
 RATE, DTENSOR = 0.01, "FSDP2 2"
@@ -303,3 +314,91 @@ def test_ranks_of_tensor_parallelism_share_experts(
         assert all(torch.equal(trained[name], resumed[name]) for name in trained)
     found = run_ranks(plan.num_ranks, steps, tmp_path / "model", plan, BATCH, LAYOUTS[:1], DTENSOR)
     assert_same(model, BATCH, found)
+
+
+REPLAY: list[dict[str, Any]] = [{**layout, "router_replay": True} for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_samplers_experts_are_trained(kind: str, tmp_path: Path):
+    """Weighted by the router, whose balancing loss is of its own choice."""
+    model = written(kind, tmp_path)
+    batch = sampled(model, BATCH)
+    recompute = ParallelPlan(activation_checkpointing="full")
+    found = steps(tmp_path, ALONE, batch, REPLAY, DTENSOR)
+    found += steps(tmp_path, recompute, batch, REPLAY[:1], DTENSOR)
+    assert_same(model, batch, [found])
+
+
+@pytest.mark.parametrize("plan", ON_RANKS)
+def test_the_samplers_experts_are_trained_on_ranks(plan: ParallelPlan, tmp_path: Path):
+    model = written("qwen3_moe", tmp_path)
+    batch = sampled(model, BATCH)
+    layouts = REPLAY if plan.cp == 1 else REPLAY[1:]
+    assert_same(model, batch, run_ranks(2, steps, tmp_path, plan, batch, layouts, DTENSOR))
+
+
+def forced_in_groups(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
+    """DeepSeek-V3's weights of given experts: sigmoid scores, normalized and scaled."""
+    logits, _, own = output
+    experts = torch.where(experts < 0, own, experts.long())
+    weights = logits.sigmoid().gather(-1, experts)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * router.routed_scaling_factor, experts
+
+
+def forced_softmax(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
+    """gpt-oss's: the softmax over the logits of the given experts alone."""
+    logits, _, own = output
+    experts = torch.where(experts < 0, own, experts.long())
+    return logits, logits.gather(-1, experts).softmax(-1), experts
+
+
+@pytest.mark.parametrize(
+    ("kind", "weigh"), [("deepseek_v3", forced_in_groups), ("gpt_oss", forced_softmax)]
+)
+def test_given_experts_have_the_routers_weights(kind: str, weigh: Any, tmp_path: Path):
+    """Also those of groups that the router did not choose."""
+    model = family(kind, tmp_path)
+    backend = set_up(tmp_path, trainer={"router_replay": True}, keep_reference=True)
+    own = backend.get_reference_logprobs(BATCH).values
+    batch = sampled(model, BATCH, weigh)
+    found = backend.get_logprobs(batch).values
+    with pytest.raises(ValueError, match="routed_experts must be in every batch"):
+        backend.train_step(BATCH, nll_loss)
+    assert torch.equal(backend.get_reference_logprobs(batch).values, own)
+    assert not any("forward" in vars(part) for part in backend.model.modules())
+    backend.shutdown()
+    with torch.no_grad():
+        mask = (BATCH.segment_ids > 0).long()
+        logprobs = model(BATCH.input_ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+    wanted = logprobs.gather(-1, BATCH.input_ids[:, 1:, None])[..., 0]
+    where = BATCH.response_mask[:, 1:]
+    torch.testing.assert_close(found[:, 1:][where], wanted[where], atol=2e-5, rtol=0)
+    assert (found - own)[BATCH.response_mask].abs().max() > 0.01
+
+
+def test_llama_4_has_no_experts_to_replay(tmp_path: Path):
+    family("llama4_text", tmp_path)
+    with pytest.raises(ValueError, match=r"router_replay must be off for llama4_text, whose exp"):
+        set_up(tmp_path, trainer={"router_replay": True})
+
+
+def test_what_is_sampled_is_replayed(tmp_path: Path):
+    """From the engine to the trainer: the ratios are of one model."""
+    model = tiny_model("qwen3_moe", scale=2.0)
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    result = nemorl.train(
+        str(tmp_path / "model"),
+        [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)],
+        lambda prompt, response: crc32(response.encode()) % 7,  # responses differ in it
+        **{"max_num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4},
+        **{"trainer.router_replay": True, "trainer.device": "cpu", "optimizer.lr": 1e-2},
+        **{"generation.max_new_tokens": 8, "data.max_total_sequence_length": 64},
+        **{"run.dir": str(tmp_path / "run"), "run.display": "none"},
+    )
+    lines = [line for line in result.history if line["phase"] == "train"]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["token_mult_prob_error_max"] < 1 + 1e-4 and line["grad_norm"] > 0

@@ -161,3 +161,41 @@ def test_each_version_of_a_copy_is_compared_in_other_places(monkeypatch):
     monkeypatch.setattr(module, "sampled", recorded)
     update(made(tiny_model()), tiny_model(seed=1).named_parameters(), 3)
     assert set(seen) == {3}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_experts_of_each_token_are_recorded(cached: bool):
+    """Of prompt and response, but for the last token, as transformers chooses them; those of tokens
+    that are computed again stay.
+    """
+    model = tiny_model("qwen3_moe", scale=3.0, num_hidden_layers=3)
+    backend = TorchGenerationBackend(model=model, cached=cached, records_experts=True)
+    backend.setup(GenerationConfig(max_batch_size=4))
+    prompts = random_prompts(5)
+
+    async def main():
+        params = [SamplingParams(n=2, seed=i, max_new_tokens=3 + i) for i in range(5)]
+        tasks = [
+            asyncio.ensure_future(backend.sample(*each))
+            for each in zip(prompts, params, strict=True)
+        ]
+        for _ in range(8):
+            await asyncio.sleep(0.01)
+            backend.decoding.preempt()
+        return await asyncio.gather(*tasks)
+
+    for prompt, completions in zip(prompts, asyncio.run(main()), strict=True):
+        for completion in completions:
+            ids = torch.tensor([[*prompt, *completion.token_ids]])[:, :-1]
+            logits = model(ids, output_router_logits=True).router_logits
+            expected = torch.stack([each.topk(2, -1).indices for each in logits], 1)
+            found = completion.routed_experts
+            assert found.dtype == torch.int16
+            assert found.sort(-1).values.tolist() == expected.sort(-1).values.tolist()
+    backend.shutdown()
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+def test_experts_are_not_recorded_unasked():
+    backend = made(tiny_model("qwen3_moe"))
+    assert backend.generate([[5, 6]], SamplingParams(max_new_tokens=2))[0].routed_experts is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
-from nemorl.parallel.balance import require_one_batch
 from nemorl.parallel.checkpoint import CheckpointWriter, Saved, kind_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
@@ -49,6 +47,7 @@ from nemorl.parallel.dtensor.shared_base import (
     share_base,
     storage_of,
 )
+from nemorl.parallel.experts import require_one_batch, with_routes
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
@@ -206,7 +205,7 @@ class DTensorBackend(Accumulating):
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         forward = partial(_forward, model, config=self.config, world=world)
-        parts = _cut(self, batch).parts(world.data_rank)
+        parts = _cut(self, batch, replay=True).parts(world.data_rank)
         with gathering(model), self._mixtures.watched():
             _balance(self, batch, parts, forward)
             for part in parts:
@@ -310,12 +309,12 @@ class DTensorBackend(Accumulating):
         model = self._reference if reference and self._reference is not None else self.model
         was_training = model.training
         model.eval()
-        layout, rank = _cut(self, batch), self.world.data_rank
-        adapters_as_they_are = nullcontext() if not reference else adapters_off(model)
-        with torch.no_grad(), gathering(model), adapters_as_they_are:
+        # The reference model's routers choose by themselves: the sampler's were others.
+        layout, rank = _cut(self, batch, replay=not reference), self.world.data_rank
+        special = adapters_off(model) if reference else self._mixtures.watched()
+        with torch.no_grad(), gathering(model), special:
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
-            works = [(part, _work(self, part, part.response_mask)) for part in layout.parts(rank)]
-            found = [forward(*to_device(each, self.device)) for each in works]
+            found = [forward(*_next(self, x, x.response_mask)) for x in layout.parts(rank)]
         model.train(was_training)
         outputs = {}
         for name in needs.outputs:
@@ -333,11 +332,12 @@ def _work(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> Work:
 
 
 def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[TokenBatch, Work]:
-    """Return the microbatch that trains next and its work, on the device."""
+    """Return the microbatch that is computed next and its work, on the device."""
     work, mixtures = _work(backend, part, wanted), backend._mixtures
-    rows, work, copies = to_device((part, work, mixtures.copies(part, work)), backend.device)
-    mixtures.follow(copies)
-    return rows, work
+    rows = replace(part, routed_experts=None)
+    moved = to_device((rows, work, mixtures.tokens(part, work)), backend.device)
+    mixtures.follow(moved[2])
+    return moved[:2]
 
 
 def _balance(
@@ -417,9 +417,11 @@ def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
         yield from parameters
 
 
-def _cut(backend: DTensorBackend, batch: TokenBatch) -> Layout:
-    """Return the batch's layout on the ranks."""
+def _cut(backend: DTensorBackend, batch: TokenBatch, *, replay: bool) -> Layout:
+    """Return the batch's layout on the ranks; its routes are kept only to `replay` them."""
     plan, trainer = backend.world.plan, backend.config.trainer
+    layers, replay = len(backend._mixtures.blocks), trainer.router_replay and replay
+    batch = with_routes(batch, backend.model.config, layers=layers, replay=replay)
     return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
 

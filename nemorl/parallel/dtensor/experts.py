@@ -18,8 +18,10 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metric, Metrics
 from nemorl.models.causal_lm import decoder_of
-from nemorl.parallel.balance import Load, Pull
+from nemorl.models.experts import blocks_of, choosing
 from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.dtensor.tensor_parallel import experts_of
+from nemorl.parallel.experts import Load, Pull
 from nemorl.parallel.plan import num_experts
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.world import World
@@ -40,11 +42,7 @@ class Mixtures:
         kind = getattr(recorder, "target_class", None)
         self.world, self.config, self.trainer = world, model.config, trainer
         self.routers = [part for part in decoder.modules() if kind and isinstance(part, kind)]
-        self.blocks = [
-            part
-            for part in decoder.modules()
-            if isinstance(getattr(part, "experts", None), nn.Module)
-        ]
+        self.blocks = blocks_of(model)
         self._check()
         self._index: int = getattr(recorder, "index", 0)  # of logits in what a router returns
         self.forget()
@@ -60,6 +58,10 @@ class Mixtures:
         wanted = f"must be 0 for {kind}, whose routers have no {BIAS}"
         remedy = "take trainer.router_aux_loss_coef" if known else "remove it"
         require(biased or not rate, "trainer.router_bias_update_rate", wanted, rate, remedy)
+        wanted = f"must be off for {kind}, whose experts get all tokens"
+        remedy, replays = "remove it", self.trainer.router_replay
+        can = bool(experts_of(self.config)) and len(self.routers) == len(self.blocks)
+        require(can or not replays, "trainer.router_replay", wanted, replays, remedy)
 
     def forget(self) -> None:
         """Drop what was counted since the last step, as is done with gradients."""
@@ -68,7 +70,7 @@ class Mixtures:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch routers and experts in the block, which computes the gradient of a batch."""
+        """Watch routers and experts in the block, which computes a batch."""
         self._balance: Load | Pull | None = None
         self._loss: Tensor | None = None
         self._counts: dict[int, Tensor] = {}
@@ -79,18 +81,27 @@ class Mixtures:
             for number, block in enumerate(self.blocks):
                 hook = partial(self._chosen, number)
                 hooks.enter_context(block.experts.register_forward_pre_hook(hook))
+            for router in self.routers:  # which `follow` has choose given experts
+                hooks.callback(router.__dict__.pop, "forward", None)
             yield
 
-    def copies(self, part: TokenBatch, work: Work) -> Float[Tensor, "batch part"] | None:
-        """Return for how many tokens of a microbatch each one stands that routers get (0: padding);
-        None for a dense model.
+    def tokens(self, part: TokenBatch, work: Work) -> tuple[Tensor, Tensor | None] | None:
+        """Return of each token of a microbatch that routers get for how many it stands (0:
+        padding), and the sampler's experts, if the batch has some; None for a dense model.
         """
-        return work.copies(part.segment_ids.cpu() > 0) if self.blocks else None
+        if not self.blocks:
+            return None
+        copies, given = work.copies(part.segment_ids.cpu() > 0), part.routed_experts
+        routes = None if given is None else work.computed(given.cpu(), free=-1).flatten(0, 1)
+        return copies.flatten(), routes
 
-    def follow(self, copies: Float[Tensor, "batch part"] | None) -> None:
-        """Announce a microbatch: what `copies` returned, on the device."""
-        if copies is not None:
-            self._copies = copies.flatten()
+    def follow(self, tokens: tuple[Tensor, Tensor | None] | None) -> None:
+        """Announce a microbatch: what `tokens` returned, on the device."""
+        self._copies, routes = tokens or (torch.zeros(0), None)
+        if routes is not None:
+            for router, experts in zip(self.routers, routes.unbind(1), strict=True):
+                router.__dict__.pop("forward", None)
+                router.forward = choosing(router, experts, num_experts(self.config))
 
     def weigh(self, num_tokens: int, passes: Iterable[Any]) -> None:
         """Have routers add the gradient of the loss that balances experts over a whole batch; a

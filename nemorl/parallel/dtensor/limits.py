@@ -15,7 +15,7 @@ from nemorl.warn import warn
 traits = TrainingTraits(
     heads=("lm", "scalar"),
     proves=True,
-    experts=("router_aux_loss_coef", "router_bias_update_rate"),
+    experts=("router_replay", "router_aux_loss_coef", "router_bias_update_rate"),
 )
 
 
@@ -38,6 +38,8 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     require(
         not (rate and config.lora.rank), "trainer.router_bias_update_rate", wanted, rate, remedy
     )
+    replays, wanted = config.trainer.router_replay, "must be off with trainer.router_replay"
+    require(not (replays and plan.compile), "parallel.compile", wanted, plan.compile, "remove it")
     check_quantized(quantize, ranks=plan.num_ranks > 1 or plan.needs_ranks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from nemorl.models.tensor_files import TensorFiles, require_shapes
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
-from nemorl.parallel.balance import require_one_batch
 from nemorl.parallel.checkpoint import (
     CheckpointWriter,
     Contents,
@@ -39,13 +38,14 @@ from nemorl.parallel.checkpoint import (
 )
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
+from nemorl.parallel.experts import require_one_batch, with_routes
 from nemorl.parallel.fingerprint import check_base, hash_of, sample_of
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
 from nemorl.parallel.megatron.moments import fill_moments, moments
-from nemorl.parallel.megatron.routing import balancing, require_routes
+from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.world import DTYPES, is_started_as_rank
@@ -372,10 +372,8 @@ def source_of(config: BackendConfig, given: Any) -> Source:
 def _cut(backend: MegatronBackend, batch: TokenBatch, *, replay: bool) -> Layout:
     """Return the batch's layout on the ranks; its routes are kept only to `replay` them."""
     trainer, plan = backend.config.trainer, backend.world.plan
-    if trainer.router_replay and replay:
-        require_routes(batch, backend.model.config)
-    else:
-        batch = replace(batch, routed_experts=None)
+    model, replay = backend.model.config, trainer.router_replay and replay
+    batch = with_routes(batch, model, layers=model.num_hidden_layers, replay=replay)
     return cut(
         batch,
         trainer,

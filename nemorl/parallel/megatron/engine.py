@@ -137,9 +137,7 @@ class Engine:
         return found if world.tp_group is None else all_gather(found, 1, world.tp_group)
 
     def _keep(self, experts: Tensor, work: Pass) -> None:
-        """Give each sample the experts of the tokens that a pass computed. Those of tokens that are
-        computed again stay as they were: the response was drawn with them.
-        """
+        """Give each sample the experts of the tokens that a pass computed."""
         world = self.world
         if world.plan.sequence_parallel and world.tp_group is not None:
             experts = all_gather(experts, 0, world.tp_group)
@@ -147,12 +145,7 @@ class Engine:
             experts = all_gather(experts, 1, world.pp_group)
             deal = "tokens (pp vpp layers) topk -> tokens (vpp pp layers) topk"
             experts = rearrange(experts, deal, pp=world.plan.pp, vpp=world.plan.vpp)
-        # Gloo has no int16. They stay on the device, for the host not to wait.
-        rows = experts[: work.input_ids.numel()].short().unflatten(0, work.input_ids.shape)
-        for slot, row in zip(work.slots.slots, work.rows, strict=True):
-            first = slot.length - rows.shape[1] if work.sources is None else 0
-            known = sum(map(len, slot.experts))
-            slot.experts.append(rows[row, known - first : slot.length - first])
+        work.keep(experts[: work.input_ids.numel()])
 
 
 def _nothing(device: torch.device) -> Pass:

@@ -16,8 +16,8 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.types import Needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
-from nemorl.parallel.balance import Load
 from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.experts import Load
 from nemorl.parallel.head import RankInputs, planned
 from nemorl.parallel.layout import Layout
 from nemorl.parallel.megatron.core import get_forward_backward_func

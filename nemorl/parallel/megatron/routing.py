@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
-from nemorl.parallel.balance import Load, Pull
+from nemorl.parallel.experts import Load, Pull
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.world import World
 
@@ -146,23 +145,3 @@ def by_state(values: Shaped[Tensor, "batch part *rest"], world: World) -> Shaped
     if world.plan.sequence_parallel:
         values = values.chunk(world.plan.tp)[world.tp_rank]
     return values.flatten(0, 1).contiguous()
-
-
-def require_routes(batch: TokenBatch, model: Any) -> None:
-    """Raise ValueError unless a batch has experts that a model (a configuration) has."""
-    experts, field = batch.routed_experts, "routed_experts"
-    require(
-        experts is not None,
-        field,
-        "must be in every batch with trainer.router_replay",
-        experts,
-        "have an engine sample that records them (generation.backend megatron), or remove it",
-    )
-    assert experts is not None
-    sizes = model.num_hidden_layers, model.num_experts_per_tok
-    shape, most = tuple(experts.shape[2:]), int(experts.max()) if experts.numel() else -1
-    remedy = "sample with the model that is trained"
-    requirement = f"must be [batch, seq, *{sizes}], the model's layers and experts of a token"
-    require(shape == sizes, field, requirement, tuple(experts.shape), remedy)
-    requirement = f"must be numbers of the model's {model.num_local_experts} experts"
-    require(most < model.num_local_experts, field, requirement, most, remedy)

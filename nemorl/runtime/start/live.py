@@ -236,10 +236,12 @@ def live_generator(
     if engines.traits.on_trainer:
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
+        replays = config.trainer.router_replay
         generator = backend(
             model=engine_source(launch.devices, engines.traits, model),
             tokenizer=launch.tokenizer,
             precision=config.parallel.precision,
+            **({"records_experts": True} if replays else {}),
         )
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):

@@ -1,7 +1,5 @@
 """The loss that balances experts is Hugging Face's of the whole batch, wherever tokens are."""
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from tests.parallel.balance import (
 )
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.megatron.test_backend import start
-from tests.parallel.parity.golden import draw_experts
-from tests.parallel.parity.reference import forced
 from tests.ranks import run_ranks
 
 PLANS = [
@@ -71,15 +67,8 @@ def test_the_load_is_of_the_experts_that_routers_choose_themselves(tmp_path: Pat
     """Where the sampler's are trained, the model balances its own choice; others' tokens come after
     these, which replay changes.
     """
-    model, generator = written("qwen3_moe", tmp_path), torch.Generator().manual_seed(0)
-    width = BATCH.input_ids.shape[1]
-    rows = [draw_experts(width, model.config, generator) for _ in range(len(BATCH))]
-    batch = replace(BATCH, routed_experts=torch.stack(rows).to(torch.int16))
-    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-    for layer, router in enumerate(routers):
-        router.register_forward_hook(
-            partial(forced, batch.routed_experts[:, :, layer].flatten(0, 1))
-        )
+    model = written("qwen3_moe", tmp_path)
+    batch = sampled(model, BATCH)
     plan, layouts = ParallelPlan(dp_shard=2, ep=2), [{"router_replay": True}]
     assert_same(model, batch, run_ranks(2, steps, tmp_path, plan, batch, layouts))
 

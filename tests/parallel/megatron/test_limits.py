@@ -8,7 +8,6 @@ from transformers import GemmaConfig
 import nemorl
 from nemorl.parallel.backends import check_training
 from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.start.devices import Devices
@@ -116,7 +115,7 @@ def test_what_is_for_experts():
         return nemorl.GRPOConfig(trainer=trainer)
 
     for name, value, others in (
-        ("router_replay", True, "megatron"),
+        ("router_replay", True, None),
         ("router_aux_loss_coef", 0.1, None),
         ("router_bias_update_rate", 0.1, "dtensor"),
     ):
@@ -130,9 +129,6 @@ def test_what_is_for_experts():
             found.check_model(tiny_model("mixtral").config)
             with pytest.raises(ValueError, match=rf"trainer.{name} is for models with experts"):
                 found.check_model(tiny_model().config)
-    trainer = of("dtensor", router_replay=True).trainer
-    with pytest.raises(ValueError, match=r"trainer.router_replay needs trainer.backend megatron"):
-        DTensorBackend().setup(BackendConfig(trainer=trainer))
 
 
 def test_more_ranks_than_key_value_heads():

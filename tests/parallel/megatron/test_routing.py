@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.parallel.config import TrainerConfig
-from nemorl.parallel.megatron.routing import Routes, require_routes
+from nemorl.parallel.experts import with_routes
+from nemorl.parallel.megatron.routing import Routes
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.megatron.test_backend import start
 from tests.ranks import run_ranks
@@ -109,9 +110,9 @@ def test_given_experts_are_taken_and_weighted_by_their_scores():
     ],
 )
 def test_batches_that_do_not_fit_the_model(experts: Tensor | None, message: str):
-    model = SimpleNamespace(num_hidden_layers=2, num_experts_per_tok=2, num_local_experts=8)
+    model = SimpleNamespace(num_experts_per_tok=2, num_local_experts=8)
     batch = random_batch([4])
     if experts is not None:
         batch = replace(batch, routed_experts=experts.to(torch.int16))
     with pytest.raises(ValueError, match=message):
-        require_routes(batch, model)
+        with_routes(batch, model, layers=2, replay=True)

@@ -484,8 +484,9 @@ def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks):
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)
-    config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan())
-    message = "generation.backend must be megatron, which records the experts, .* it is 'torch'"
+    generation = nemorl.GenerationConfig(backend="vllm", max_new_tokens=4)
+    config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan(), generation=generation)
+    message = "generation.backend must be torch or megatron, which records .* it is 'vllm'"
     with pytest.raises(ValueError, match=message):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]

@@ -1,7 +1,9 @@
-"""A loss that balances the load of experts (arXiv 2101.03961, as Hugging Face has it)."""
+"""Mixtures of experts, with any training backend: a loss that balances their load (arXiv
+2101.03961, as Hugging Face has it), and the sampler's experts of a batch.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemorl.checks import require
+from nemorl.data.batch import TokenBatch
 from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.plan import num_experts
 
 
 def require_one_batch(trainer: TrainerConfig, earlier: Sequence[Any]) -> float:
@@ -95,3 +99,32 @@ class _Pulled(torch.autograd.Function):
         mean = probabilities @ weights
         pulled = copies[:, None] * probabilities * (weights - mean[:, None])
         return grads[0], pulled.to(logits.dtype), None, None
+
+
+def with_routes(batch: TokenBatch, config: Any, *, layers: int, replay: bool) -> TokenBatch:
+    """Return a batch with the sampler's experts if they are to be replayed, else without.
+
+    config: Hugging Face's, of a model with experts in this many layers.
+
+    Raises: ValueError if they are missing, or another model's.
+    """
+    if not replay:
+        return replace(batch, routed_experts=None)
+    experts, field = batch.routed_experts, "routed_experts"
+    require(
+        experts is not None,
+        field,
+        "must be in every batch with trainer.router_replay",
+        experts,
+        "have an engine sample that records them (generation.backend torch or megatron), or remove"
+        " it",
+    )
+    assert experts is not None
+    sizes, count = (layers, config.num_experts_per_tok), num_experts(config)
+    shape, most = tuple(experts.shape[2:]), int(experts.max()) if experts.numel() else -1
+    remedy = "sample with the model that is trained"
+    requirement = f"must be [batch, seq, *{sizes}], the model's layers and experts of a token"
+    require(shape == sizes, field, requirement, tuple(experts.shape), remedy)
+    requirement = f"must be numbers of the model's {count} experts"
+    require(most < count, field, requirement, most, remedy)
+    return batch

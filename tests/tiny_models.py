@@ -10,6 +10,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -17,6 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from nemorl.models.causal_lm import fresh_head, from_config
@@ -36,6 +42,14 @@ EXPERTS = {
 }
 
 
+OTHERS = {
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
+}
+"""Families that megatron-core's specs build and the planner does not know."""
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -53,7 +67,7 @@ def tiny_model(
 
     `scale` sharpens its predictions, so that they differ from each other as a trained model's do.
     """
-    config_class, model_class = {**KINDS, **EXPERTS}[kind]
+    config_class, model_class = {**KINDS, **EXPERTS, **OTHERS}[kind]
     torch.manual_seed(seed)
     options = {
         "vocab_size": len(ALPHABET) + 2,
@@ -71,6 +85,7 @@ def tiny_model(
         **({"sliding_window": None} if kind == "mistral" else {}),
         **({"num_experts_per_tok": 2, "num_local_experts": 4} if kind in EXPERTS else {}),
         **({"moe_intermediate_size": 24, "norm_topk_prob": True} if kind == "qwen3_moe" else {}),
+        **({"no_rope_layer_interval": 2} if kind == "smollm3" else {}),
     }
     model = model_class(config_class(**{**options, **overrides}))
     with torch.no_grad():

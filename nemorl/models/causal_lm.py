@@ -5,13 +5,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import base_of, has_adapters, merge_adapters, merge_folder
+from nemorl.models.adapters import (
+    base_of,
+    canonical,
+    has_adapters,
+    merge_adapters,
+    merge_folder,
+)
 from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_config
 from nemorl.warn import warn
 
@@ -131,6 +138,21 @@ def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") 
     check_supported(source)
     with torch.device("meta"):
         return from_config(source, head, **trust)
+
+
+def unused_of(model: Any, found: Iterable[str], wanted: Iterable[str]) -> set[str]:
+    """Return the names in a model's files of what it does not use, as transformers tells them where
+    it loads the whole model.
+
+    Copies of tied tensors are none, nor what transformers knows to lie beside such a model.
+
+    model: may be on the meta device, or spread over ranks.
+    wanted: the names that files have of its tensors.
+    """
+    unused = {*found} - {*wanted} - {canonical(name) for name in model.state_dict()}
+    report = SimpleNamespace(missing_keys=set(), unexpected_keys=unused)
+    model._adjust_missing_and_unexpected_keys(report)
+    return report.unexpected_keys
 
 
 def warn_of_unused(unused: Iterable[str]) -> None:

@@ -16,8 +16,6 @@ PLAIN = (OSError, ValueError, SafetensorError)
 CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
 """Files of a folder with PEFT's adapters, and of one with a model in several files."""
 DAMAGED_PICKLE = "its weights are a damaged pickle, or one that would run code"
-EXPERTS = ("qwen3_moe", "mixtral")
-"""Mixtures of experts that trainer.backend megatron trains."""
 PARTS = ("vision_config", "audio_config", "speech_config")
 """Configurations of what is beside the text in a model of several kinds of input."""
 

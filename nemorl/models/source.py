@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.models.adapters import base_of, live_tensors, merged_tensors
-from nemorl.models.causal_lm import load_causal_lm, on_meta, refuse_scalar_head, usable_device
+from nemorl.models.causal_lm import (
+    load_causal_lm,
+    on_meta,
+    refuse_scalar_head,
+    unused_of,
+    usable_device,
+    warn_of_unused,
+)
 from nemorl.models.hub import CONFIG, check_supported, has_own_code, loading, read_config
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
@@ -108,8 +115,9 @@ class ModelSource:
             if not tensors.keys() <= stored.shapes.keys():  # transformers may know older names
                 yield from merged_tensors(load_causal_lm(self._name, **self._trust))
                 return
-            refuse_scalar_head(stored.shapes.keys() - tensors.keys())
+            refuse_scalar_head(unused := unused_of(self.outline, stored.shapes, tensors))
             require_shapes(stored.shapes, {name: tuple(x.shape) for name, x in tensors.items()})
+            warn_of_unused(unused)
         for name in tensors:
             yield name, stored.read(name)
 

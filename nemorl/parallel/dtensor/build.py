@@ -19,6 +19,8 @@ from nemorl.models.causal_lm import (
     load_causal_lm,
     on_meta,
     refuse_scalar_head,
+    unused_of,
+    warn_of_unused,
 )
 from nemorl.models.hub import loading
 from nemorl.models.pretrained import weight_files, weights_folder
@@ -63,7 +65,10 @@ def build(
         copy_whole(model, given.state_dict())
     else:
         assert folder is not None
-        load_folder(model, folder, seed=config.seed)
+        unused = load_folder(model, folder, seed=config.seed)
+        is_reference = frozen and config.trains
+        if world.rank == 0 and not is_reference:
+            warn_of_unused(unused)
     if lora.rank:
         copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
@@ -111,9 +116,9 @@ def materialize(model: Any, world: World) -> None:
             model._init_weights(module)
 
 
-def load_folder(model: Any, folder: Path, *, seed: int) -> None:
+def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
     """Read this rank's piece of every parameter from a folder of safetensors; a scalar head that
-    the folder lacks is made from `seed`.
+    the folder lacks is made from `seed`. Returns the names of what the model does not use.
 
     Raises: ValueError where some are missing or of other shapes.
     """
@@ -131,9 +136,11 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> None:
             refuse_scalar_head(stored.shapes.keys() - wanted.keys())
         names = stored_names(model)
         names = {name: names[name] for name in names.keys() - stored.shapes.keys()}
-        require_shapes(stored.shapes, shapes_of(wanted, names))
+        expected = shapes_of(wanted, names)
+        require_shapes(stored.shapes, expected)
         for name, tensor in wanted.items():
             fill(tensor, stored, name, names)
+    return unused_of(model, stored.shapes, expected)
 
 
 @torch.no_grad()

@@ -21,7 +21,13 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
 from nemorl.models.attention import without_cudnn_attention
-from nemorl.models.causal_lm import load_causal_lm, on_meta, refuse_scalar_head
+from nemorl.models.causal_lm import (
+    load_causal_lm,
+    on_meta,
+    refuse_scalar_head,
+    unused_of,
+    warn_of_unused,
+)
 from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
@@ -113,6 +119,8 @@ class MegatronBackend(Accumulating):
 
         config = self.config
         source = source_of(config, self._given)
+        if self.world.rank == 0:
+            warn_of_unused(source.unused)
         self._model, self._tensors = source.model, source.tensors
         hf = self._model.config
         check_training(config, hf, self.world.plan, limits)
@@ -324,6 +332,8 @@ class Source:
     """Names of its state_dict."""
     read: Any
     """`read(name, offsets, shape)` returns a part of a tensor."""
+    unused: Iterable[str] = ()
+    """Names of tensors in its files that it does not use."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -363,8 +373,9 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     assert folder is not None
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
-        source = Source(model=model, tensors=tensors, names=names, read=files.read)
-        refuse_scalar_head(files.shapes.keys() - source.shapes.keys())
+        unused = unused_of(model, files.shapes, tensors)
+        source = Source(model=model, tensors=tensors, names=names, read=files.read, unused=unused)
+        refuse_scalar_head(unused)
         require_shapes(files.shapes, source.shapes)
     return source
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.parallel.limits import TrainingSections
+from nemorl.parallel.megatron.families import FAMILIES
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
 
@@ -11,14 +12,15 @@ SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
-    "hidden_act": "silu",
+    "residual_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
 """Values that a model's configuration must have."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""Model types whose layers megatron-core's own specs build, with tables of names (`weights`)."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary frequencies that are the model's alone, whatever lies beside a sequence."""
 # No adapters: PEFT adapts nn.Linear, and here q, k and v are one matrix of another class, whose
@@ -80,7 +82,8 @@ def check_model(model: Any) -> None:
     kind = (given or {}).get("rope_type", (given or {}).get("type", "default"))
     wanted = f"must be one of {', '.join(ROPE_TYPES)} with trainer.backend megatron"
     require(kind in ROPE_TYPES, "the model's rope_type", wanted, kind, remedy)
-    for name, wanted in SUPPORTED.items():
+    activation = {"hidden_act": FAMILIES[model.model_type].activation}
+    for name, wanted in {**SUPPORTED, **activation}.items():
         value = getattr(model, name, wanted)
         requirement = f"must be {wanted} with trainer.backend megatron"
         require(value == wanted, f"the model's {name}", requirement, value, remedy)

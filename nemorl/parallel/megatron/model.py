@@ -5,6 +5,7 @@ rows, context parallelism and kinds of logprobs have one implementation.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from torch.nn import functional
 from nemorl.accelerator import is_accelerator
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.attention import Rule
-from nemorl.models.hub import EXPERTS
 from nemorl.parallel.attention import Segments, segment_attention
 from nemorl.parallel.collectives import all_gather, sum_backward
 from nemorl.parallel.context_parallel import ContextState, context_attention
 from nemorl.parallel.head import HeadInputs
 from nemorl.parallel.megatron import core
+from nemorl.parallel.megatron.families import FAMILIES, without_rope
 from nemorl.parallel.megatron.routing import Routes, follow_rows
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import DTYPES, World
@@ -37,6 +38,11 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 """What `parallel.activation_checkpointing` is in megatron-core."""
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""By the names in families."""
 PLACE = {"layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "pg_collection"}
 """Keywords with which megatron-core makes an attention, besides those that change its numbers."""
 
@@ -55,19 +61,27 @@ class Rows(core.PackedSeqParams):
     """Where a response is generated: its tokens attend to what a cache has."""
 
 
-class RMSNorm(nn.Module):
-    """x / √(mean x² + eps) · weight, over the last dimension."""
+class Norm(nn.Module):
+    """x / √(mean x² + eps) · weight over the last dimension; of a LayerNorm, which has a bias, with
+    x − mean x for x.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
-        self.weight, self.eps = nn.Parameter(weight), eps
-        # Then its gradient is of this rank's tokens, and is summed over tp.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        self.weight, self.eps = nn.Parameter(ones), eps
+        centers = config.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros_like(ones)) if centers else None
+        for parameter in self.parameters():
+            # Then its gradient is of this rank's tokens, and is summed over tp.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        return functional.rms_norm(values, values.shape[-1:], self.weight, self.eps)
+        size = values.shape[-1:]
+        if self.bias is not None:
+            return functional.layer_norm(values, size, self.weight, self.bias, self.eps)
+        return functional.rms_norm(values, size, self.weight, self.eps)
 
 
 class CoreAttention(core.MegatronModule):
@@ -148,10 +162,10 @@ class Stage(core.GPTModel):
             normalization=config.normalization,
         )
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        layer.input_layernorm = layer.pre_mlp_layernorm = Norm
         attention.core_attention = CoreAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = Norm
         if config.num_moe_experts:
             # megatron-core 0.19 has a partial here, 0.16 a ModuleSpec.
             parts = getattr(layer.mlp, "keywords", None) or vars(layer.mlp)
@@ -162,7 +176,7 @@ class Stage(core.GPTModel):
             super().__init__(
                 config=config,
                 transformer_layer_spec=core.TransformerBlockSubmodules(
-                    layer_specs=layers, layer_norm=RMSNorm
+                    layer_specs=layers, layer_norm=Norm
                 ),
                 vocab_size=hf.vocab_size,
                 max_sequence_length=hf.max_position_embeddings,
@@ -173,7 +187,10 @@ class Stage(core.GPTModel):
                 vp_stage=part if world.plan.vpp > 1 else None,
             )
         for index, layer in enumerate(self.decoder.layers, part * num_layers):
-            layer.self_attention.core_attention.index = index
+            attention = layer.self_attention.core_attention
+            attention.index = index
+            if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
+                attention.scale = config.kv_channels**-0.5  # without a factor of cosine and sine
         self.number = number
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
@@ -252,6 +269,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
     rotary_factor: of both cosine and sine, by which scores grow twice.
     """
     plan, heads, on_gpu = world.plan, hf.num_attention_heads, is_accelerator(world.device)
+    family = FAMILIES[hf.model_type]
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     dtype = DTYPES[plan.precision]
     return core.TransformerConfig(
@@ -262,13 +280,14 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         num_query_groups=getattr(hf, "num_key_value_heads", None) or heads,
         kv_channels=head_dim,
         softmax_scale=head_dim**-0.5 * rotary_factor**2,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        no_rope_freq=without_rope(hf),
+        normalization=family.norm,
+        layernorm_epsilon=getattr(hf, family.eps),
+        gated_linear_unit=family.gated,
+        activation_func=ACTIVATIONS[family.activation],
+        add_bias_linear=family.has_bias(hf),
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=plan.tp,
@@ -309,7 +328,7 @@ def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
     or (norm_topk_prob off) over all. megatron-core's losses that balance them are of a microbatch:
     the loss of trainer.router_aux_loss_coef is in `routing`.
     """
-    if hf.model_type not in EXPERTS:
+    if FAMILIES[hf.model_type].experts is None:
         return {}
     return {
         "num_moe_experts": hf.num_local_experts,

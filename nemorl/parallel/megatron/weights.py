@@ -8,13 +8,14 @@ heads, as do gate and up projection.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from nemorl.parallel.megatron.families import FAMILIES, Kind
 from nemorl.parallel.world import World
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
@@ -27,10 +28,7 @@ Shapes = dict[str, tuple[int, ...]]
 class Entry:
     """A parameter of megatron-core, and the Hugging Face tensors that it is made of."""
 
-    kind: str
-    """What a rank of tensor parallelism has of them: whole, rows, columns, gated (rows of both), or
-    qkv (groups of heads).
-    """
+    kind: Kind
     names: tuple[str, ...]
     divided: bool = True
     """Whether ranks of tensor parallelism have parts of it, as they have not of experts with expert
@@ -45,32 +43,19 @@ class Entry:
         return {"whole": None, "columns": 1}.get(self.kind, 0)
 
 
-LAYER = {
-    "input_layernorm.weight": ("whole", "input_layernorm.weight"),
-    "self_attention.linear_proj.weight": ("columns", "self_attn.o_proj.weight"),
-    "self_attention.q_layernorm.weight": ("whole", "self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": ("whole", "self_attn.k_norm.weight"),
-    "pre_mlp_layernorm.weight": ("whole", "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": ("gated", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("columns", "mlp.down_proj.weight"),
-    **{
-        f"self_attention.linear_qkv.{leaf}": ("qkv", *(f"self_attn.{x}_proj.{leaf}" for x in "qkv"))
-        for leaf in ("weight", "bias")
-    },
-}
-"""Parameters of a layer: kind, and names in Hugging Face's layer."""
-EXPERTS = {
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-}
-"""By model type how files call a mixture of experts, and an expert's matrices: gate, up and down.
-`transformers` has each kind of all experts in one tensor, under names of its own.
-"""
 EMBEDDING, NORM, HEAD = (
     "embedding.word_embeddings.weight",
-    "decoder.final_layernorm.weight",
+    "decoder.final_layernorm",
     "output_layer.weight",
 )
+
+
+class Piece(NamedTuple):
+    """Rows of a whole tensor, by its Hugging Face name."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
 
 
 class Conversion:
@@ -84,7 +69,8 @@ class Conversion:
         self.num_layers = hf.num_hidden_layers // world.plan.num_stages
         self.groups = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
         self.heads_per_group = hf.num_attention_heads // self.groups
-        self.experts = EXPERTS.get(hf.model_type)
+        self.family = FAMILIES[hf.model_type]
+        self.experts = self.family.experts
         self.num_experts = hf.num_local_experts // world.plan.ep if self.experts else 0
         self.here: dict[str, Entry] = {}
         for stage in map(world.stage, range(world.plan.vpp)):
@@ -100,7 +86,7 @@ class Conversion:
             found[f"{part}.{EMBEDDING}"] = embedding
         for number in range(self.num_layers):
             layer = f"model.layers.{stage * self.num_layers + number}"
-            for leaf, (kind, *leaves) in LAYER.items():
+            for leaf, (kind, leaves) in self.family.layer().items():
                 names = tuple(f"{layer}.{each}" for each in leaves)
                 if names[0] in self.shapes:
                     found[f"{part}.decoder.layers.{number}.{leaf}"] = Entry(kind, names)
@@ -108,7 +94,9 @@ class Conversion:
                 own = f"{part}.decoder.layers.{number}.mlp.router.weight"
                 found[own] = Entry("whole", (f"{layer}.{self.experts[0]}.gate.weight",))
         if stage == last:
-            found[f"{part}.{NORM}"] = Entry("whole", ("model.norm.weight",))
+            for leaf in ("weight", "bias"):
+                if (name := f"model.norm.{leaf}") in self.shapes:
+                    found[f"{part}.{NORM}.{leaf}"] = Entry("whole", (name,))
             if "lm_head.weight" in self.shapes:
                 found[f"{part}.{HEAD}"] = Entry("rows", ("lm_head.weight",))
             elif last:  # its copy of a tied embedding
@@ -155,20 +143,36 @@ class Conversion:
     def own(self, entry: Entry, read: Read) -> Tensor:
         """Return this rank's part of a parameter."""
         tp, rank = self.world.plan.tp, self.world.tp_rank
+        pieces = self._pieces(entry)
         if entry.kind == "qkv" and self.groups % tp:  # a group is of several ranks
-            whole = fused([self._box(name, read) for name in entry.names], self.groups)
+            whole = fused([self._box(piece, read) for piece in pieces], self.groups)
             return whole.chunk(tp)[rank]
-        parts = [self._box(name, read, entry.dim, rank, tp) for name in entry.names]
+        parts = [self._box(piece, read, entry.dim, rank, tp) for piece in pieces]
         return fused(parts, self.groups // tp) if entry.kind == "qkv" else torch.cat(parts)
 
+    def _pieces(self, entry: Entry) -> list[Piece]:
+        """Return what a parameter is made of: whole tensors, or the rows of one that Hugging Face
+        has fused by itself: all queries, then all keys, then all values; gates, then ups.
+        """
+        shares = {"qkv": (self.heads_per_group, 1, 1), "gated": (1, 1)}.get(entry.kind, (1,))
+        if len(shares) == 1 or len(entry.names) > 1:
+            return [Piece(name, 0, self.shapes[name]) for name in entry.names]
+        (name,) = entry.names
+        (rows, *rest), first, found = self.shapes[name], 0, []
+        for share in shares:
+            count = rows * share // sum(shares)
+            found.append(Piece(name, first, (count, *rest)))
+            first += count
+        return found
+
     def _box(
-        self, name: str, read: Read, dim: int | None = None, rank: int = 0, parts: int = 1
+        self, piece: Piece, read: Read, dim: int | None = None, rank: int = 0, parts: int = 1
     ) -> Tensor:
-        shape, offsets = list(self.shapes[name]), [0] * len(self.shapes[name])
+        shape, offsets = list(piece.shape), [piece.first, *[0] * (len(piece.shape) - 1)]
         if dim is not None:
             shape[dim] //= parts
-            offsets[dim] = rank * shape[dim]
-        return read(name, tuple(offsets), tuple(shape))
+            offsets[dim] += rank * shape[dim]
+        return read(piece.name, tuple(offsets), tuple(shape))
 
     def whole(
         self, own: Callable[[str], Tensor], dtype: torch.dtype = torch.float32
@@ -186,7 +190,8 @@ class Conversion:
                     continue
                 wholes: list[Tensor | None] = [None] * len(entry.names)
                 if here:
-                    wholes = list(self._wholes(entry, own(name).detach().to(dtype)))
+                    found = self._wholes(entry, own(name).detach().to(dtype))
+                    wholes = [*found] if len(found) == len(entry.names) else [torch.cat(found)]
                 for hf_name, value in zip(entry.names, wholes, strict=True):
                     if value is None:
                         shape = self.shapes[hf_name]

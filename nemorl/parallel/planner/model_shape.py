@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from nemorl.checks import require
-from nemorl.models.hub import EXPERTS
+from nemorl.parallel.megatron.families import FAMILIES
 from nemorl.parallel.megatron.limits import check_model
 from nemorl.parallel.plan import ParallelPlan
 
@@ -104,7 +104,7 @@ class ModelShape:
 
     @property
     def qk_norm(self) -> bool:
-        return self.model_type in ("qwen3", "qwen3_moe")
+        return FAMILIES[self.model_type].qk_norm
 
     def linear(self) -> Iterator[tuple[str, tuple[int, int], bool, Literal[0, 1]]]:
         """Yield name, shape, whether there is a bias, and tp's axis of a layer's matrices."""
@@ -169,7 +169,7 @@ def model_shape(
     wanted, remedy = f"must be one of {', '.join(DEFAULTS)} for nemorl plan", "plan one of them"
     require(kind in DEFAULTS, "the model's type", wanted, kind, remedy)
     experts: dict[str, int] = {}
-    if kind in EXPERTS:
+    if FAMILIES[kind].experts:
         check_model(SimpleNamespace(**values))
         values["num_local_experts"] = config.get("num_experts") or values["num_local_experts"]
         values.setdefault("moe_intermediate_size", values.get("intermediate_size"))

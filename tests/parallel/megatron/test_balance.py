@@ -15,6 +15,7 @@ from tests.parallel.balance import (
     LAYOUTS,
     assert_same,
     expected,
+    sampled,
     steps,
     written,
 )

@@ -14,7 +14,7 @@ from nemorl.parallel.megatron.backend import _box
 from nemorl.parallel.megatron.weights import Conversion, fused, split
 from nemorl.parallel.plan import ParallelPlan
 from tests.ranks import run_ranks
-from tests.tiny_models import EXPERTS, KINDS, tiny_model
+from tests.tiny_models import EXPERTS, KINDS, OTHERS, tiny_model
 
 PLANS = (
     ParallelPlan(dp_shard=1, tp=2, pp=2),
@@ -64,7 +64,7 @@ def there_and_back(plan: ParallelPlan, kind: str, tied: bool) -> None:
 
 
 def all_of(plan: ParallelPlan) -> None:
-    for kind in sorted(EXPERTS if plan.ep > 1 else {**KINDS, **EXPERTS}):
+    for kind in sorted(EXPERTS if plan.ep > 1 else {**KINDS, **EXPERTS, **OTHERS}):
         for tied in (True, False):
             there_and_back(plan, kind, tied)
 
@@ -76,7 +76,7 @@ def test_weights_go_there_and_back(plan: ParallelPlan):
     run_ranks(4, all_of, plan)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", *EXPERTS])
+@pytest.mark.parametrize("kind", ["qwen3", *EXPERTS, *OTHERS])
 def test_tensors_have_the_names_of_files(kind: str, tmp_path: Path):
     """As transformers writes them, which has a mixture's experts in one tensor itself."""
     model = make(kind, tied=False)

@@ -480,7 +480,7 @@ def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
 
 
 def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks):
-    tiny_model("mixtral").save_pretrained(tmp_path / "model")
+    tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)

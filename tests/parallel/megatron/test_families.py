@@ -1,0 +1,108 @@
+"""Families besides those of the parity table: their numbers are plain PyTorch's over the Hugging
+Face model, and their folders transformers'.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemorl.models.causal_lm import load_causal_lm
+from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron.families import FAMILIES
+from nemorl.parallel.megatron.limits import check_model
+from tests.parallel.batches import random_batch
+from tests.parallel.megatron.test_backend import LENGTHS, start, train, weights
+from tests.parallel.parity.cases import Case
+from tests.parallel.parity.compare import verdict
+from tests.parallel.parity.golden import Problem
+from tests.parallel.parity.run import run_chunk
+from tests.ranks import run_ranks
+from tests.tiny_models import EXPERTS, KINDS, OTHERS, tiny_model
+
+
+def test_all_families_are_tested():
+    assert FAMILIES.keys() == {**KINDS, **EXPERTS, **OTHERS}.keys()
+
+
+def cases(kind: str) -> list[Case]:
+    deep = Problem(model=kind, layers=4, tied=False)
+    return [
+        Case(plan="megatron TP 2 + SP", layout="packed", problem=Problem(model=kind)),
+        Case(plan="megatron TP 2", layout="padded", problem=Problem(model=kind, tied=False)),
+        Case(plan="megatron PP 2", layout="microbatched", problem=deep),
+        Case(plan="megatron PP 2 × VPP 2", layout="token budget", problem=deep),
+        Case(plan="megatron CP 2 ulysses", layout="packed", problem=Problem(model=kind)),
+    ]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_values_gradients_and_weights_are_plain_pytorchs(kind: str):
+    """Three steps: log-probabilities, entropy, loss, gradients, weights, and what is exported."""
+    chunk = cases(kind)
+    for case, found in zip(chunk, run_chunk(chunk), strict=True):
+        assert verdict(case, found) == (True, ""), case
+
+
+def exported(way: str, model: Path, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    backend = start(way, model)
+    train(backend, 0)
+    backend.save_checkpoint(folder)
+    found = weights(backend), backend.get_logprobs(random_batch(LENGTHS)).values
+    backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("way", ["tp 2", "pp 2"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_checkpoint_is_a_folder_of_transformers(kind: str, way: str, tmp_path: Path):
+    tiny_model(kind, scale=3.0, tied=False).save_pretrained(tmp_path / "model")
+    held, expected = run_ranks(2, exported, way, tmp_path / "model", tmp_path / "saved")[0]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert {name: x.shape for name, x in held.items()} == {
+        name: x.shape for name, x in read.state_dict().items()
+    }
+    batch = random_batch(LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        ids = batch.input_ids[row : row + 1, :length]
+        with torch.no_grad():
+            every = read(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        found = every.gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(found, expected[row, 1:length], atol=5e-6, rtol=0)
+
+
+def scored(folder: Path) -> Tensor:
+    backend = start("tp 2", folder)
+    found = backend.get_logprobs(random_batch(LENGTHS)).values
+    backend.shutdown()
+    return found
+
+
+def test_layers_that_do_not_rotate_have_no_factor_of_the_rotation(tmp_path: Path):
+    """With yarn cosine and sine have one, by which the other layers' scores grow."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+    rope |= {"original_max_position_embeddings": 32}
+    tiny_model("smollm3", scale=3.0, rope_parameters=rope).save_pretrained(tmp_path)
+    alone = DTensorBackend(load_causal_lm(str(tmp_path)))
+    alone.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    expected = alone.get_logprobs(random_batch(LENGTHS)).values
+    for found in run_ranks(2, scored, tmp_path):
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("starcoder2", {"residual_dropout": 0.1}, "residual_dropout must be 0.0 .* it is 0.1"),
+        ("starcoder2", {"hidden_act": "gelu"}, "hidden_act must be gelu_pytorch_tanh"),
+        ("phi3", {"sliding_window": 8}, "sliding attention window must be off .* it is 8"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop must be 0.0"),
+        ("smollm3", {"attention_bias": True}, "attention_bias must be False"),
+    ],
+)
+def test_what_a_family_may_have_and_megatron_core_has_not(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_model(tiny_model(kind, **options).config)

@@ -1,6 +1,7 @@
 """vLLM samples from families of the tested table, and follows the trainer's weights."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -9,7 +10,10 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 import nemorl
+from nemorl.models.capabilities import ASSUMED
 from nemorl.models.tiny import tiny_config, tiny_model
+from nemorl.parallel import proving
+from nemorl.runtime.cli.main import main
 from nemorl.runtime.engines.proving import ENGINE_SIZES
 from tests.runtime.engines.shared import CACHE
 from tests.tiny_models import tiny_tokenizer
@@ -56,3 +60,21 @@ def test_each_token_has_the_trainers_logprob(kind: str, tmp_path: Path):
         assert line["token_mult_prob_error_max"] < 1 + 1e-4
     for line in lines[1:]:  # the first step is sampled with what the engine began with
         assert line["generation/weights/unproved"] == 0 < line["generation/weights/proved"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mixtral", r"also after an update +│ yes │ \de-0[67]"),
+        ("qwen3_next", r"│ no +│ Assertion failed, Chunked prefill is required"),
+    ],
+)
+def test_the_check_of_a_model_starts_vllm_too(kind, said, tmp_path: Path, capsys, monkeypatch):
+    """It has linear attention for CPUs, but without nemorl's settings there."""
+    monkeypatch.setattr(proving, "prove", lambda config: ASSUMED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    assert main(["models", "check", str(tmp_path), "--vllm"]) == 0
+    assert re.search(said, capsys.readouterr().out)

@@ -26,13 +26,13 @@ SIZES = {
 MOST_LAYERS = 16
 
 
-def tiny_config(config: Any) -> Any:
-    """Return a Hugging Face configuration of the same class with small sizes, and as many layers
-    as show every kind of layer.
+def tiny_config(config: Any, sizes: Mapping[str, int] = SIZES) -> Any:
+    """Return a Hugging Face configuration of the same class with sizes of at most these, and as
+    many layers as show every kind of layer.
 
     Raises: ValueError for a configuration that has no such model.
     """
-    make, values = type(config).from_dict, _smaller(config.to_dict())
+    make, values = type(config).from_dict, _smaller(config.to_dict(), sizes)
     kinds = _kinds(make({**values}))
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     if count > MOST_LAYERS:  # the first of each kind, where lists say of which kind a layer is
@@ -84,12 +84,12 @@ def _with_layers(values: Mapping[str, Any], chosen: list[int], depth: int) -> di
     return found
 
 
-def _smaller(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration with small sizes."""
+def _smaller(values: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
+    """Return the values of a configuration with sizes of at most these."""
     heads, kv_heads = (values.get(f"num_{name}_heads") for name in ("attention", "key_value"))
     sizes = {
         name: size
-        for name, size in SIZES.items()
+        for name, size in most.items()
         if isinstance(values.get(name), int) and values[name] > size
     }
     found = {**values, **sizes, "dtype": None}

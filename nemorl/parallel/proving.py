@@ -138,10 +138,11 @@ def on_one_device(config: Any, device: str = "cpu") -> dict[Capability, Proof]:
     tries["lora"] = partial(_adapted, model, rows, _settings(replace(ROWS, device=device)))
     tries["export"] = partial(_exported, model, rows, _settings(replace(ROWS, device=device)))
     tries["cached"] = partial(_sampled, model, rows)
-    return {name: _proof(tries[name]) for name in CAPABILITIES if name in tries}
+    return {name: proof_of(tries[name]) for name in CAPABILITIES if name in tries}
 
 
-def _proof(attempt: Callable[[], float]) -> Proof:
+def proof_of(attempt: Callable[[], float]) -> Proof:
+    """Return whether the difference that an attempt finds is rounding, or why it found none."""
     try:
         worst = attempt()
     except Exception as error:  # whatever a model's own code raises
@@ -309,13 +310,20 @@ def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
 
 
 def _sampled(model: Any, rows: Any) -> float:
-    """Sample with a cache, more sequences than slots, and score each response alone."""
-    prompts = [rows[0][0], rows[2][0]]
+    """Sample with a cache, more sequences than slots."""
     engine = TorchGenerationBackend(model=copy.deepcopy(model), cached=True)
     engine.setup(GenerationConfig(max_batch_size=3))
+    try:
+        return sampled_differ(engine, model, rows)
+    finally:
+        engine.shutdown()
+
+
+def sampled_differ(engine: Any, model: Any, rows: Any) -> float:
+    """Sample with a generation backend for two prompts, and score each response alone."""
+    prompts = [rows[0][0], rows[2][0]]
     params = SamplingParams(n=2, max_new_tokens=24, ignore_eos=True, seed=3)
     answers = engine.generate(prompts, params)
-    engine.shutdown()
     pairs = [(prompts[i // 2], list(each.token_ids)) for i, each in enumerate(answers)]
     found = [torch.tensor(each.logprobs) for each in answers]
     return _logprobs_differ(model, pairs, found)
@@ -369,7 +377,7 @@ def on_ranks(config: Any) -> dict[Capability, Proof]:
         each = (_settings(trainer, parallel=plan) for plan in own)
         return max(_differs(of, model, rows, settings, 1.0) for settings in each)
 
-    return {name: _proof(partial(attempt, plans)) for name, plans in PLANS.items()}
+    return {name: proof_of(partial(attempt, plans)) for name, plans in PLANS.items()}
 
 
 def _be_rank(folder: Path, *, trust: bool) -> None:

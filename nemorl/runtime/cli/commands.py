@@ -211,6 +211,7 @@ def check_model(config: CheckConfig) -> None:
     from nemorl.models.hub import check_supported, loading, read_config
     from nemorl.models.pretrained import model_folder
     from nemorl.parallel.proving import LIMIT, proved_now
+    from nemorl.runtime.engines.proving import prove_engine
 
     with loading(config.model, field="model"):
         path = Path(config.model)
@@ -220,13 +221,17 @@ def check_model(config: CheckConfig) -> None:
     console = Console(highlight=False)
     with console.status(f"computing a tiny {of_model.model_type} in each way …"):
         found = proved_now(of_model)
+    rows = [(CAPABILITIES[name], proof) for name, proof in found.items()]
+    if config.vllm:
+        with console.status(f"sampling from a tiny {of_model.model_type} with vLLM …"):
+            rows.append(("vLLM's log-probabilities, also after an update", prove_engine(of_model)))
     title = f"{of_model.model_type}: largest difference from transformers (at most {LIMIT:g})"
     table = Table(title=title, title_justify="left")
     for name in ("capability", "", "difference or reason"):
         table.add_column(name)
-    for name, proof in found.items():
+    for name, proof in rows:
         mark = "[green]yes[/]" if proof.holds else "[red]no[/]"
-        table.add_row(CAPABILITIES[name], mark, Text(str(proof)))
+        table.add_row(name, mark, Text(str(proof)))
     console.print(table)
     if not found["alone"].holds:
         raise ValueError(f"the model must be trained elsewhere: {found['alone'].reason}")

@@ -294,3 +294,7 @@ class CheckConfig:
     """A folder or hub name of a model, a run's directory, or a config.json."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    vllm: bool = False
+    """Start vLLM with the tiny model, too, and compare its log-probabilities, before and after an
+    update of its weights. Takes about a minute.
+    """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -349,6 +350,7 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
     split = {"distributed_executor_backend": "mp"} if spec.tensor_parallel_size > 1 else {}
     return {
         **split,
+        **_model_arguments(spec),
         "model": folder,
         "skip_tokenizer_init": spec.vocabulary is None,
         "dtype": spec.dtype,
@@ -366,6 +368,12 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
         **_adapter_arguments(spec.adapter_rank),
         "seed": 0,
     }
+
+
+def _model_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Have Llama 4's queries scaled as its configuration says, not by max_model_len."""
+    settings, name = json.loads(spec.files["config.json"]), "attn_temperature_tuning"
+    return {"override_generation_config": {name: settings[name]}} if name in settings else {}
 
 
 def _adapter_arguments(rank: int) -> dict[str, Any]:
@@ -430,6 +438,9 @@ def _reason(error: BaseException) -> str:
             f": vLLM on CPUs needs heads of {', '.join(map(str, VLLM_CPU_HEADS))} entries; use"
             " generation.backend torch"
         )
+    if "Chunked prefill is required for mamba" in text:
+        text += " Set generation.engine's enable_prefix_caching to false, or use"
+        text += " generation.backend torch"
     return text if len(text) < 500 else f"{text[:500]} …"  # some list all names that are right
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isnan, prod
 from typing import Any
 
@@ -21,13 +22,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.model_loader.weight_utils import (
+    default_weight_loader,
+    row_parallel_weight_loader,
+)
 
 from nemorl.models.adapters import PREFIX
 from nemorl.models.digest import grid
+from nemorl.runtime.engines.experts import Layouts, expert_values, experts_of
 from nemorl.runtime.engines.spec import Numbers
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+WHOLE = (default_weight_loader, row_parallel_weight_loader)
+"""What loads vectors as they are."""
 Cut = tuple[int, int, int]
 """Where a worker's rows (or columns) of a matrix begin in its own tensor and in the whole one, and
 their number.
@@ -45,8 +52,8 @@ def readings(
 
     Unquantized layers can be read, also fused, padded, cut and repacked ones: a repacked matrix
     is multiplied with unit vectors, which gives its columns, but for rows with infinity or NaN.
-    Experts, quantized layers, and what vLLM's model stores under other names or changes as it loads
-    it can't.
+    So can experts of vLLM's own kernels. Quantized layers, and what vLLM's model stores under names
+    of no rule or changes as it loads it can't.
     """
     wrappers = {name: each for name, each in model.named_modules() if hasattr(each, "base_layer")}
     # A layer that vLLM has wrapped for adapters comes after its wrapper.
@@ -56,12 +63,22 @@ def readings(
     columns_of: dict[nn.Module, Tensor] = {}
     head, untied = modules.get("lm_head"), "lm_head.weight" in shapes
     transposed = _transposes(modules, shapes)
+    renamed = _renamed(model)
+    experts, layouts = dict(experts_of(model)), Layouts()
     for name, shape in shapes.items():
         if name.startswith(PREFIX):
             if (values := _adapter(name, wrappers, fused, grid(shape, version), shape)) is not None:
                 yield name, name, values
             continue
-        path, _, leaf = name.rpartition(".")
+        at = grid(shape, version)
+        own_name = renamed(name) or ""
+        if own := next((one for one in experts if own_name.startswith(one)), None):
+            leaf = own_name.removeprefix(own)
+            values = _if_plain(expert_values, experts[own], leaf, shape, at, layouts)
+            if values is not None:
+                yield name, name, values
+            continue
+        path, _, leaf = own_name.rpartition(".")
         layer, part = modules.get(path), None
         if layer is None:
             parent, _, last = path.rpartition(".")
@@ -69,15 +86,34 @@ def readings(
             layer = modules.get(f"{parent}.{own}")
         if layer is None:
             continue
-        at = grid(shape, version)
-        values = _values_if_plain(layer, leaf, part, shape, at, columns_of)
+        values = _if_plain(
+            _values, layer, leaf, part, shape, _moved(model, name, at, shape), columns_of
+        )
         square = len(shape) == 2 and shape[0] == shape[1]
         if values is not None and not (transposed and square and isinstance(layer, LinearBase)):
             yield name, name, values
         if isinstance(head, ParallelLMHead) and not untied and _embeds(layer, leaf, head):
             # It may compute with a copy, repacked or of its own.
-            values = _values_if_plain(head, leaf, None, shape, at, columns_of)
+            values = _if_plain(_values, head, leaf, None, shape, at, columns_of)
             yield f"lm_head.weight, tied to {name}", name, values or [None] * prod(map(len, at))
+
+
+def _renamed(model: Any) -> Callable[[str], str | None]:
+    """Return what gives a name in files as the model's own, parts of fused layers as they are."""
+    if (mapper := getattr(model, "hf_to_vllm_mapper", None)) is None:
+        return str
+    return replace(mapper, orig_to_new_stacked={}).map_name
+
+
+def _moved(
+    model: Any, name: str, at: tuple[list[int], list[int]], shape: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return where the model has these rows and columns, if it moves rows as Llama 4's does."""
+    if not hasattr(model, "permute_qk_weight_for_rotary") or len(shape) != 2:
+        return at
+    rows = torch.arange(shape[0])[:, None]
+    order = model.permute_qk_weight_for_rotary(name, rows)[1].flatten().argsort().tolist()
+    return [order[row] for row in at[0]], at[1]
 
 
 def _adapter(
@@ -121,10 +157,10 @@ def _transposes(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[
     return False
 
 
-def _values_if_plain(*args: Any) -> Numbers | None:
-    """Return `_values`; None also where the tensor has another form than is known here."""
+def _if_plain(read: Callable[..., Numbers | None], *args: Any) -> Numbers | None:
+    """Return what `read` gives; None also where the tensor has another form than is known here."""
     try:
-        return _values(*args)
+        return read(*args)
     except (AttributeError, IndexError, RuntimeError, ValueError):
         return None
 
@@ -143,7 +179,7 @@ def _values(
         return None
     multiplies = leaf == "weight" and isinstance(layer, LinearBase | ParallelLMHead)
     if not isinstance(layer, LinearBase | VocabParallelEmbedding):
-        plain = getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader
+        plain = getattr(parameter, "weight_loader", default_weight_loader) in WHOLE
         if not plain or tuple(parameter.shape) != tuple(shape) or len(shape) > 2:
             return None
         matrix = parameter.view(-1, shape[-1] if len(shape) > 1 else 1)

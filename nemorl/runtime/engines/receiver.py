@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
@@ -39,6 +41,7 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     init_info_cls = InitInfo
     inner: Any = None
     tied: list[Any] | None = None
+    kernels: Sequence[tuple[Any, Any, Any]] = ()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -51,6 +54,10 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         """Make every layer wait for new weights, and forget those of an update that failed."""
         if self.tied is None:  # can be seen only while no update is under way
             self.tied = _tied_layers(self.model)
+            if self.device.type == "cpu":
+                self.kernels = list(_packing_kernels(self.model))
+        for method, _, _ in self.kernels:
+            method.moe_kernel = None  # vLLM packs experts' weights only as it makes a kernel
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -58,6 +65,10 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         for part in self._parts():
             initialize_layerwise_reload(part)
         for layer in self.model.modules():
+            if "sinks" in layer._parameters:  # vLLM copies gpt-oss's past their loader
+                info = get_layerwise_info(layer)
+                _place_kernel_tensors(layer, info)
+                info.reset()
             if isinstance(layer, VocabParallelEmbedding) and layer.weight.is_meta:
                 # vLLM would wait for the rows of padding, which are never sent.
                 rows = layer.num_org_embeddings_per_partition
@@ -90,6 +101,8 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
             )
         for part in self._parts():
             finalize_layerwise_reload(part, self.model_config)
+        for method, kernel, config in self.kernels:  # whose biases are again the layers' own
+            method.moe_kernel, method.moe_quant_config = kernel, config
         for layer in self.tied or ():
             # On CPUs the layer computes with a repacked copy of the embedding's old parameter.
             layer.quant_method.process_weights_after_loading(layer)
@@ -117,6 +130,14 @@ class WorkerExtension:
         """Return sampled numbers of the weights that this worker computes with."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return list(readings(model, shapes, version))
+
+
+def _packing_kernels(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield how layers compute with experts: method, kernel and the kernel's configuration."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            yield method, kernel, method.moe_quant_config
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:

@@ -154,6 +154,8 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         **json.loads(model.config.to_json_string()),
         "architectures": model.config.architectures or [name],
     }
+    if settings["model_type"] == "cohere2" and settings["sliding_window"]:
+        settings["sliding_window"] -= 1  # vLLM reaches one token further than transformers
     with temporary_folder() as folder:
         if tokenizer is not None:
             with writing("the tokenizer of the engines", folder):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.models.adapters import PREFIX, merged_tensors
+from nemorl.models.adapters import PREFIX, live_tensors, merged_tensors
 from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
 from nemorl.models.stored import Stored, as_stored, shapes_of, stored_names
 from nemorl.runtime.engines.spec import Place
@@ -45,10 +45,32 @@ def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], S
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**json.loads(config)), trust_remote_code=False
+            AutoConfig.for_model(**json.loads(config, object_hook=_with_floats)),
+            trust_remote_code=False,
         )
-    stored = stored_names(model)
+    stored = {**stored_names(model), **_one_by_one(model)}
     return shapes_of(dict(merged_tensors(model)), stored), stored
+
+
+def _with_floats(values: dict[str, Any]) -> Any:
+    """Return a float where transformers writes what JSON has none for, as infinity."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+
+
+def _one_by_one(model: Any) -> Stored:
+    """Return the names by which vLLM takes gpt-oss's experts one by one: tensors of all of them it
+    copies past the loaders that an update needs.
+    """
+    if model.config.model_type != "gpt_oss":
+        return {}
+    names = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+    names |= {"gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"}
+    found, experts = {}, range(model.config.num_local_experts)
+    for name in live_tensors(model):
+        layer, _, leaf = name.rpartition(".")
+        if layer.endswith(".experts") and leaf in names:
+            found[name] = (tuple(f"{layer}.{i}.{names[leaf]}" for i in experts),)
+    return found
 
 
 def checked_weights(

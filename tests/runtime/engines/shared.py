@@ -163,20 +163,26 @@ def spec_of(model: Any, *, precision: str = "float32", **settings: Any) -> Engin
 
 
 class SharedEngine:
-    """An engine of a model in the shared actor, called directly."""
+    """An engine of a model in the shared actor, called directly; mixtures of experts in one of
+    their own, because vLLM makes their group of processes only as the first model is loaded.
+    """
 
     def __init__(self, model: nn.Module, *, weights: bool = True, **settings: Any) -> None:
-        self.actor, self.spec = shared_actor(), spec_of(model, **settings)
+        experts = any("experts" in name for name, _ in model.named_modules())
+        self.actor = shared_actor(100 if experts else 0)
+        self.spec = spec_of(model, **settings)
         self.place = ray.get(self.actor.start.remote(self.spec))
         if weights:
             self.give(model)
 
     def sender(self, **options: Any) -> WeightSender:
+        expected, stored = expected_weights(self.spec.files["config.json"])
         return WeightSender(
             **{
                 "actors": {0: self.actor},
                 "places": {0: self.place},
-                "expected": expected_weights(self.spec.files["config.json"])[0],
+                "expected": expected,
+                "stored": stored,
                 "dtype": getattr(torch, self.spec.dtype),
                 **options,
             }

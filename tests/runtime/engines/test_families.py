@@ -1,6 +1,7 @@
 """vLLM samples from families of the tested table, and follows the trainer's weights."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -9,18 +10,26 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 import nemorl
+from nemorl.models.capabilities import ASSUMED
 from nemorl.models.tiny import tiny_config, tiny_model
+from nemorl.parallel import proving
+from nemorl.runtime.cli.main import main
+from nemorl.runtime.engines.proving import ENGINE_SIZES
 from tests.runtime.engines.shared import CACHE
 from tests.tiny_models import tiny_tokenizer
 
+FAMILIES = [
+    *("llama", "llama4_text", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
+    *("gemma3_text", "phi3", "glm4", "olmo2", "smollm3", "granite", "cohere2", "starcoder2"),
+    "gpt_oss",
+]
+
 
 def folder_of(kind: str, path: Path) -> str:
-    """Write a tiny model with heads as large as vLLM's kernels for CPUs take."""
-    tokenizer, config = tiny_tokenizer(), tiny_config(CONFIG_MAPPING[kind]())
+    """Write a tiny model that vLLM's kernels for CPUs take."""
+    tokenizer, config = tiny_tokenizer(), tiny_config(CONFIG_MAPPING[kind](), ENGINE_SIZES)
     config.update({"vocab_size": len(tokenizer), "max_position_embeddings": 256})
-    config.update({"hidden_size": 128, "eos_token_id": 1, "pad_token_id": 0})
-    if getattr(config, "head_dim", None):
-        config.head_dim = 32
+    config.update({"eos_token_id": 1, "pad_token_id": 0})
     tiny_model(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
@@ -42,9 +51,9 @@ def steps(folder: str, path: Path, **options: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "phi3", "olmo2", "granite"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_each_token_has_the_trainers_logprob(kind: str, tmp_path: Path):
-    """Windows, caps, scaled logits, fused projections, other norms: after each update."""
+    """Windows, caps, scaled logits, fused projections, other norms, experts: after each update."""
     lines = steps(folder_of(kind, tmp_path / "model"), tmp_path / "run")
     assert sum(line["grad_norm"] for line in lines[:2]) > 0  # the weights are others by then
     for line in lines:
@@ -54,10 +63,18 @@ def test_each_token_has_the_trainers_logprob(kind: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:replica 0 is started again")
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_experts_that_vllm_does_not_take_right_stop_the_run(kind: str, tmp_path: Path):
-    """vLLM 0.32's build for CPUs; nothing is sampled with other weights."""
-    message = "did not take the new weights|must give a token the same log-probability"
-    with pytest.raises((ChildProcessError, RuntimeError), match=message):
-        steps(folder_of(kind, tmp_path / "model"), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("mixtral", r"also after an update +│ yes │ \de-0[67]"),
+        ("qwen3_next", r"│ no +│ Assertion failed, Chunked prefill is required"),
+    ],
+)
+def test_the_check_of_a_model_starts_vllm_too(kind, said, tmp_path: Path, capsys, monkeypatch):
+    """It has linear attention for CPUs, but without nemorl's settings there."""
+    monkeypatch.setattr(proving, "prove", lambda config: ASSUMED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    assert main(["models", "check", str(tmp_path), "--vllm"]) == 0
+    assert re.search(said, capsys.readouterr().out)

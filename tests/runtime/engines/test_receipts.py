@@ -164,17 +164,20 @@ def test_a_tensor_that_can_not_be_read_is_left_out():
         ("llama", False, "float32"),
         ("mistral", True, "bfloat16"),
         ("qwen3", False, "bfloat16"),
+        ("mixtral", False, "float32"),
+        ("qwen3_moe", True, "bfloat16"),
     ],
 )
 def test_a_real_engine_proves_every_weight(kind, tied, precision):
-    """Fused, with biases, padded from 42 to 64 tokens, repacked, and cast."""
+    """Fused, with biases, padded from 42 to 64 tokens, repacked, and cast; experts, too."""
     model = model_of(kind, tied=tied)
     engine = SharedEngine(model, weights=False, precision=precision)
     for version in (0, 1, 5):
-        receipt = engine.sender()(version, weights_of(model))
+        sender = engine.sender()
+        receipt = sender(version, weights_of(model))
         receipt.check()
         assert (receipt.version, receipt.failed, receipt.unproved) == (version, {}, frozenset())
-        assert receipt.num_weights == len(weights_of(model))
+        assert receipt.num_weights == len(sender.expected)
 
 
 def receive(change):
@@ -199,8 +202,12 @@ def repair(engines):
     Receiver.receive_weights = Receiver.unharmed
 
 
+GATES = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+EXPERTS = [f"model.layers.0.block_sparse_moe.experts.{name}.weight" for name in ("0.w1", "3.w3")]
+
+
 def swapped(tensors):
-    names = {"model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"}
+    names = {*GATES, *EXPERTS}.intersection(dict(tensors))
     other = dict(zip(sorted(names), sorted(names, reverse=True), strict=True))
     return [(other.get(name, name), tensor) for name, tensor in tensors]
 
@@ -214,15 +221,16 @@ def doubled(tensors):
 
 
 @pytest.mark.parametrize(
-    ("change", "named", "seed"),
+    ("kind", "change", "named", "seed"),
     [
-        (swapped, ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"], 1),
+        ("qwen2", swapped, GATES, 1),
+        ("mixtral", swapped, EXPERTS, 1),
         # Of no other test: what is lost is what the memory held before.
-        (doubled, ["layers.1.self_attn.k_proj.weight"], 17),
+        ("qwen2", doubled, ["model.layers.1.self_attn.k_proj.weight"], 17),
     ],
 )
-def test_weights_in_the_wrong_place_are_named(change, named, seed):
-    old, new = model_of(), model_of(seed=seed)
+def test_weights_in_the_wrong_place_are_named(kind, change, named, seed):
+    old, new = model_of(kind), model_of(kind, seed=seed)
     engine = SharedEngine(old)
     engine.do(receive(change))
     try:
@@ -232,7 +240,7 @@ def test_weights_in_the_wrong_place_are_named(change, named, seed):
     finally:
         engine.do(repair)
     for name in named:
-        assert f"'model.{name}' has " in str(error.value)
+        assert f"{name!r} has " in str(error.value)
     assert str(error.value).count(" was sent") == len(named)
     engine.give(new)
 

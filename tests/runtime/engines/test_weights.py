@@ -11,8 +11,12 @@ import cloudpickle
 import pytest
 import ray
 import torch
+from transformers import CONFIG_MAPPING
 
 from nemorl.models.adapters import merged_tensors
+from nemorl.models.stored import as_stored
+from nemorl.models.tiny import tiny_config
+from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import GenerationConfig
@@ -76,6 +80,24 @@ def test_what_a_configuration_promises_is_what_its_model_exports(kind, tied):
     expected, _ = expected_weights(json.dumps(model.config.to_dict()))
     assert list(expected.items()) == list(exported.items())
     assert ("lm_head.weight" in exported) is not tied
+
+
+def test_a_configuration_with_infinity_promises_its_weights():
+    """transformers writes {"__float__": "Infinity"}, in Nemotron-H's by default."""
+    config = tiny_config(CONFIG_MAPPING["nemotron_h"]())
+    assert "__float__" in config.to_json_string()
+    expected, _ = expected_weights(config.to_json_string())
+    assert any(name.endswith(".mixer.A_log") for name in expected)
+
+
+def test_gpt_oss_experts_are_sent_one_by_one():
+    model = tiny_of(tiny_config(CONFIG_MAPPING["gpt_oss"]()))
+    expected, stored = expected_weights(model.config.to_json_string())
+    sent = dict(checked_weights(as_stored(merged_tensors(model), stored), expected))
+    assert list(sent) == list(expected)
+    experts = "model.layers.1.mlp.experts"
+    whole = dict(model.named_parameters())[f"{experts}.gate_up_proj"]
+    assert torch.equal(sent[f"{experts}.3.w13_weight"], whole[3])
 
 
 def test_all_that_does_not_fit_is_listed_and_nothing_comes_after_it():

@@ -33,7 +33,8 @@ BIAS = "e_score_correction_bias"
 class Mixtures:
     """The blocks of a model that share out tokens among experts, in the order of its layers.
 
-    Every microbatch that trains is announced by `follow`. A dense model has no blocks.
+    `follow` announces every microbatch that is computed while they are `watched`. A dense model
+    has no blocks.
     """
 
     def __init__(self, model: Any, world: World, trainer: TrainerConfig) -> None:

@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -66,7 +67,8 @@ class Ranks:
         results: dict[int, Any] = {}
         while left:
             ready = wait(list(left.values()), max(0.0, deadline - time.monotonic()))
-            assert ready, f"ranks {sorted(left)} were not done within {timeout_s:g} s"
+            late = f"ranks {sorted(left)} were not done within {timeout_s:g} s"
+            assert ready, f"{late}:\n" + "\n".join(map(self.stuck, sorted(left)))
             for rank in [rank for rank, pipe in left.items() if pipe in ready]:
                 try:
                     kind, value = pickle.loads(left.pop(rank).recv_bytes())
@@ -75,6 +77,11 @@ class Ranks:
                 assert kind == "value", f"rank {rank}:\n{value}"
                 results[rank] = value
         return [results[rank] for rank in sorted(results)]
+
+    def stuck(self, rank: int) -> str:
+        """End a rank, which writes where its threads are."""
+        os.kill(self.processes[rank].pid, signal.SIGABRT)
+        return self.death(rank)
 
     def death(self, rank: int) -> str:
         self.processes[rank].join(10)

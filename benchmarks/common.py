@@ -46,9 +46,11 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def model_config(**sizes: Any) -> Any:
-    """The configuration of a Qwen2 of 0.3 M parameters, but for `sizes`."""
-    from transformers import Qwen2Config
+def model_config(kind: str = "qwen2", **sizes: Any) -> Any:
+    """The configuration of a model type, of the sizes of a Qwen2 of 0.3 M parameters but for
+    `sizes`.
+    """
+    from transformers import CONFIG_MAPPING
 
     hidden = sizes.get("hidden_size", 64)
     default = {
@@ -63,7 +65,7 @@ def model_config(**sizes: Any) -> Any:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    return Qwen2Config(**{**default, **sizes})
+    return CONFIG_MAPPING[kind](**{**default, **sizes})
 
 
 def synchronize() -> None:

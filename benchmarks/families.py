@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from common import VOCABULARY, command, interleaved, median_ratio, quiet, skewed_lengths
+from common import command, interleaved, median_ratio, model_config, quiet, skewed_lengths
 from train_step import batch_of, our_step
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -62,19 +62,7 @@ def config_of(kind: str, hidden: int, **options: Any) -> Any:
     """The configuration of a model of four layers, of a type with windows, experts, or both experts
     and multi-head latent attention.
     """
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "max_position_embeddings": 2048,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
+    sizes = {"hidden_size": hidden, "head_dim": hidden // 4, "max_position_embeddings": 2048}
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     own: dict[str, dict[str, Any]] = {
         "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention"] * 4},
@@ -88,7 +76,7 @@ def config_of(kind: str, hidden: int, **options: Any) -> Any:
         },
     }
     own["gemma3_text"]["layer_types"][-1] = "full_attention"
-    return CONFIG_MAPPING[kind](**{**sizes, **own[kind], **options})
+    return model_config(kind, **{**sizes, **own[kind], **options})
 
 
 def model_of(kind: str, hidden: int, **options: Any) -> Any:

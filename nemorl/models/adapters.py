@@ -1,6 +1,7 @@
 """PEFT adapters in a model: which layers have them, and how they are merged into the weights."""
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ WEIGHTS = "adapter_model.safetensors"
 
 def require_peft(what: str) -> None:
     """Raise a ValueError that says how to install PEFT where it is missing."""
+    # PEFT imports it, and it warns of a faster kernel whether or not a weight is in 4 bits.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import peft  # noqa: F401
     except ImportError as error:

@@ -39,23 +39,33 @@ class Given(TorchFunctionMode):
 
     def __init__(self, experts: Int[Tensor, "tokens topk"], total: int) -> None:
         super().__init__()
-        self.experts, self.total = experts.long(), total
+        self.experts, self.total, self.taken = experts.long(), total, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         largest = func in (torch.topk, Tensor.topk) and args[0].shape[-1] == self.total
         if not largest or found.indices.shape != self.experts.shape:
             return found  # of groups of experts, as in DeepSeek-V3
+        self.taken = True
         own = (self.experts < 0).any(-1, keepdim=True)
         experts = torch.where(own, found.indices, self.experts)
         return torch.return_types.topk((args[0].gather(-1, experts), experts))
 
 
 def choosing(router: nn.Module, experts: Int[Tensor, "tokens topk"], total: int) -> Any:
-    """Return the router's `forward` with `Given` experts, of `total` ones."""
+    """Return the router's `forward` with `Given` experts, of `total` ones.
+
+    It raises RuntimeError where the router does not choose by torch.topk.
+    """
     return partial(_choose, router.forward, experts, total)
 
 
 def _choose(forward: Any, experts: Tensor, total: int, *args: Any, **options: Any) -> Any:
-    with Given(experts, total):
-        return forward(*args, **options)
+    with Given(experts, total) as given:
+        found = forward(*args, **options)
+    if not given.taken:
+        raise RuntimeError(
+            "the sampler's experts can't be replayed: the model's router does not choose by"
+            " torch.topk over all experts; remove trainer.router_replay"
+        )
+    return found

@@ -378,6 +378,22 @@ def test_given_experts_have_the_routers_weights(kind: str, weigh: Any, tmp_path:
     assert (found - own)[BATCH.response_mask].abs().max() > 0.01
 
 
+def test_a_router_that_chooses_otherwise_is_found(tmp_path: Path, monkeypatch):
+    """It would take its own experts, and nothing would say so."""
+    model = written("mixtral", tmp_path)
+
+    def by_sorting(self: Any, hidden: Tensor) -> Any:
+        logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
+        experts = logits.argsort(-1, descending=True)[:, : self.top_k]
+        return logits, logits.gather(-1, experts).softmax(-1), experts
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp.gate), "forward", by_sorting)
+    backend = set_up(tmp_path, trainer={"router_replay": True})
+    with pytest.raises(RuntimeError, match="can't be replayed: the model's router does not choose"):
+        backend.train_step(sampled(model, BATCH), nll_loss)
+    backend.shutdown()
+
+
 def test_llama_4_has_no_experts_to_replay(tmp_path: Path):
     family("llama4_text", tmp_path)
     with pytest.raises(ValueError, match=r"router_replay must be off for llama4_text, whose exp"):

@@ -16,7 +16,7 @@ from nemorl.checks import at_least, require
 from nemorl.losses.baselines import EPSILON, advantages, members
 from nemorl.losses.masked import masked
 from nemorl.losses.segments import at_least_float32
-from nemorl.losses.types import PerResponse, PerToken, ResponseIds, TokenMask
+from nemorl.losses.types import PerResponse, PerToken, ResponseIds, TokenIds, TokenMask
 
 
 def grpo(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:
@@ -154,6 +154,22 @@ def to_tokens(advantages: PerResponse, mask: TokenMask) -> PerToken:
     [[0.0, 0.5], [-1.0, -1.0]]
     """
     return torch.where(mask, advantages[:, None], 0.0)
+
+
+def to_turns(advantages: Float[Tensor, "turns"], turns: TokenIds, mask: TokenMask) -> PerToken:
+    """Return a turn's advantage at each of its masked tokens, 0 elsewhere.
+
+    advantages: of the first row's turns, then the second's, and so on. turns: the turn of its row,
+    from 1, that each token is of; 0 of none.
+
+    >>> turns, mask = torch.tensor([[1, 0, 2], [1, 1, 0]]), torch.ones(2, 3, dtype=torch.bool)
+    >>> to_turns(torch.tensor([0.5, -1.0, 2.0]), turns, mask).tolist()
+    [[0.5, 0.0, -1.0], [2.0, 2.0, 0.0]]
+    """
+    counts = turns.amax(-1) if turns.shape[1] else turns.sum(-1)
+    index = turns + (counts.cumsum(0) - counts)[:, None]
+    known = torch.cat([advantages.new_zeros(1), advantages])
+    return torch.where(mask & (turns > 0), known[torch.where(turns > 0, index, 0)], 0.0)
 
 
 def at_last_token(rewards: PerResponse, mask: TokenMask) -> PerToken:

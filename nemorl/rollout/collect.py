@@ -11,52 +11,28 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, collate
-from nemorl.data.datasets import as_messages, prompt_of
+from nemorl.data.packing import pack
+from nemorl.data.padding import pad
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.conversation import Conversation, Episode, Failure, Outcome, examples_of
-from nemorl.rollout.environment import ONE_TURN, EnvironmentInterface, reward_tensor
-from nemorl.rollout.episodes import converse
+from nemorl.rollout.conversation import (
+    Conversation,
+    Failure,
+    Outcome,
+    examples_of,
+    turns_of,
+)
+from nemorl.rollout.environment import EnvironmentInterface, reward_tensor
+from nemorl.rollout.episodes import MOST_FAILED, Environment, converse, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
-from nemorl.rollout.signature import name_of
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Rows of a data set and their prompts as token ids."""
-
-    rows: Sequence[Mapping[str, Any]]
-    token_ids: Sequence[Sequence[int]]
-    groups: Sequence[int] = ()
-    """The number of each prompt's group in the run; empty: not numbered yet."""
-
-    def __post_init__(self) -> None:
-        for name in ("token_ids", "groups") if self.groups else ("token_ids",):
-            count = len(getattr(self, name))
-            fits = f"must have an entry for each of the {len(self.rows)} rows"
-            require(count == len(self.rows), name, fits, count, "take them from one data set")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def take(self, indices: Sequence[int]) -> "Prompts":
-        return replace(
-            self,
-            rows=[self.rows[i] for i in indices],
-            token_ids=[self.token_ids[i] for i in indices],
-            groups=[self.groups[i] for i in indices] if self.groups else (),
-        )
-
-    def messages(self, index: int) -> list[Mapping[str, Any]]:
-        """Return a row's prompt as a conversation."""
-        return as_messages(prompt_of(self.rows[index]), "prompt", "user")
+from nemorl.rollout.prompts import Prompts, text_of
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Responses and their rewards, prompt by prompt: one entry per response."""
+    """Conversations and their rewards, prompt by prompt: one entry per conversation."""
 
     conversations: Sequence[Conversation]
-    """Each with one turn."""
+    """With an outcome each."""
     texts: Sequence[str]
     """Texts of the prompts."""
     rewards: Float[Tensor, "batch"]
@@ -66,6 +42,8 @@ class Rollouts:
     """Metrics of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
+    failed: Sequence[Conversation] = ()
+    """Conversations that failed, which are in nothing else."""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -73,12 +51,13 @@ class Rollouts:
 
     @cached_property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """Token ids."""
+        """Token ids of the first turns' prompts."""
         return [conversation.turns[0].prompt for conversation in self.conversations]
 
     @cached_property
     def completions(self) -> Sequence[Completion]:
-        return [conversation.turns[0].completion for conversation in self.conversations]
+        """The last turns' completions."""
+        return [conversation.turns[-1].completion for conversation in self.conversations]
 
     @cached_property
     def answers(self) -> Sequence[str | None]:
@@ -113,47 +92,48 @@ class Rollouts:
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
-        return torch.tensor([c.truncated for c in self.completions], dtype=torch.bool)
+        """True where a limit on tokens or turns ended the conversation."""
+        return torch.tensor([each.truncated for each in self.conversations], dtype=torch.bool)
 
     @property
     def lengths(self) -> Int[Tensor, "batch"]:
-        """Tokens of each response."""
-        return torch.tensor([len(c.token_ids) for c in self.completions])
+        """Tokens that the model sampled in each conversation."""
+        return torch.tensor([each.num_tokens for each in self.conversations])
+
+    @property
+    def longest_responses(self) -> Int[Tensor, "batch"]:
+        """Tokens of each conversation's longest response."""
+        lengths = [[len(turn.completion.token_ids) for turn in c.turns] for c in self.conversations]
+        return torch.tensor([max(each) for each in lengths])
+
+    @property
+    def num_turns(self) -> Int[Tensor, "batch"]:
+        """Turns of the model in each conversation."""
+        return torch.tensor([len(each.turns) for each in self.conversations])
 
 
 def collect(
     generator: GenerationBackend,
-    environment: EnvironmentInterface | Episode,
+    environment: Environment,
     prompts: Prompts,
     sampling: SamplingParams,
     *,
     seed: int,
 ) -> Rollouts:
-    """Have `sampling.n` conversations of one turn about each prompt, judged by an environment or
-    ended by an episode, `async def episode(row, policy) -> Outcome`.
+    """Have `sampling.n` conversations about each prompt, answered and judged by an environment or
+    led by an episode, `async def episode(row, policy) -> Outcome`.
 
     Group g of `prompts.groups` (empty: 0, 1, 2, ...) samples from the seed `derive_seed(seed, g)`:
-    a response depends on nothing else in the batch. Raises: ValueError for more turns than one; the
-    exception of an episode.
+    a conversation depends on nothing else in the batch. One that fails is left out (`failed`).
+    Raises: the exception of the first where more than MOST_FAILED of them fail.
     """
-    conversations = converse(
-        generator,
-        environment,
-        prompts.rows,
-        prompts.token_ids,
-        sampling,
-        seed=seed,
-        groups=prompts.groups or range(len(prompts)),
-    )
+    everything = converse(generator, environment, prompts, sampling, seed=seed)
     judge = environment if isinstance(environment, EnvironmentInterface) else None
-    what = f"{'environment' if judge else 'episode'} {name_of(environment)!r}"
-    outcomes = _outcomes(conversations, what)
-    completions = [each.turns[0].completion for each in conversations]
+    what = named(environment)
+    conversations, failed = _parted(everything, what)
+    outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
+    texts = [text_of(each.row) for each in conversations]
     size = len(outcomes)
-    messages = map(prompts.messages, range(len(prompts)))
-    texts = [
-        "\n".join(str(m["content"]) for m in log) for log in messages for _ in range(sampling.n)
-    ]
     changed: Mapping[str, Any] = {
         "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),
         "components": {
@@ -161,42 +141,51 @@ def collect(
             for key in (outcomes[0].components if outcomes else ())
         },
         "texts": texts,
-        "truncated": [completion.truncated for completion in completions],
+        "truncated": [each.truncated for each in conversations],
     }
     metrics: Mapping[str, float] = {}
     if judge is not None:
         changed, metrics = judge.global_post_process_and_metrics(changed)
+    measured = {name for outcome in outcomes for name in outcome.metrics}
+    own = {
+        name: [float(each.metrics[name]) for each in outcomes if name in each.metrics]
+        for name in sorted(measured)
+    }
     return Rollouts(
         conversations=conversations,
         texts=texts,
         rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
-        metrics={key: float(value) for key, value in metrics.items()},
+        metrics={
+            **{name: sum(values) / len(values) for name, values in own.items()},
+            **{key: float(value) for key, value in metrics.items()},
+        },
         components={
             key: reward_tensor(values, size, what, key)
             for key, values in changed.get("components", {}).items()
         },
+        failed=failed,
     )
 
 
-def _outcomes(conversations: Sequence[Conversation], what: str) -> list[Outcome]:
-    """Return how episodes ended. Raises what one raised, or a ValueError for several turns."""
-    if failed := [(c, c.outcome.error) for c in conversations if isinstance(c.outcome, Failure)]:
-        first, error = failed[0]
+def _parted(
+    conversations: Sequence[Conversation], what: str
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Return the conversations that ended well, and those that failed."""
+    found = [each for each in conversations if isinstance(each.outcome, Outcome)]
+    failed = [each for each in conversations if isinstance(each.outcome, Failure)]
+    if len(failed) > MOST_FAILED * len(conversations):
+        first = failed[0]
+        assert isinstance(first.outcome, Failure)
         row = getattr(first.row, "origin", "") or f"the row of group {first.group}"
         ended = f"{len(failed)} of {len(conversations)} conversations"
-        error.add_note(f"This ended {ended}, the first about {row}.")
-        raise error
-    found = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
-    if not all(each.turns for each in conversations):
-        raise ValueError(f"{what} must sample a response: await policy.sample(policy.prompt)")
-    if any(len(each.turns) > 1 for each in conversations):
-        raise ValueError(f"{what} {ONE_TURN}")
-    names = {tuple(sorted(outcome.components)) for outcome in found}
+        first.outcome.error.add_note(f"This ended {ended}, the first about {row}.")
+        raise first.outcome.error
+    names = {tuple(sorted(getattr(each.outcome, "components", ()))) for each in found}
     remedy = "return 0.0 where one has no value"
     alike = "must return the same reward components in every conversation"
     require(len(names) < 2, what, alike, sorted(names), remedy)
-    return found
+    return found, failed
 
 
 def kind_of(sampling: SamplingParams) -> LogprobKind:
@@ -250,6 +239,7 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         rewards=torch.cat([part.rewards for part in parts]),
         metrics=metrics,
         components=components,
+        failed=[each for part in parts for each in part.failed],
     )
 
 
@@ -260,6 +250,42 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """Return one row per response, all of its tokens trained on, with `generation_logprobs`."""
-    examples = [one for each in rollouts.conversations for one in examples_of(each.turns)]
-    return collate(examples, logprob_kind=rollouts.kind)
+    """Return one row per conversation, all that was sampled trained on, with `generation_logprobs`.
+
+    Where a prompt rewrites what was before, a row has several segments.
+    """
+    found = [examples_of(each.turns) for each in rollouts.conversations]
+    batch = collate([one for each in found for one in each], logprob_kind=rollouts.kind)
+    if len(batch) == len(found):
+        return batch
+    places = iter(range(len(batch)))
+    return pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+
+
+def turn_numbers(rollouts: Rollouts, batch: TokenBatch) -> Int[Tensor, "batch seq"]:
+    """Return the turn, from 1, that sampled each token of `to_token_batch`; 0 of other tokens."""
+    found = [torch.tensor(turns_of(each.turns)) for each in rollouts.conversations]
+    return pad(found, value=0, length=batch.input_ids.shape[1])[0]
+
+
+def turn_returns(
+    rollouts: Rollouts, *, discount: float
+) -> tuple[Float[Tensor, "turns"], Int[Tensor, "turns"]]:
+    """Return G_t = Σ_{s ≥ t} discount^(s − t) · reward_s of each turn of each conversation, and the
+    number of the turn's group: the same turn of all conversations of a group.
+
+    A conversation without `turn_rewards` has its reward in its last turn.
+    """
+    returns, labels = list[float](), dict[tuple[int, int], int]()
+    groups = list[int]()
+    for each, total in zip(rollouts.conversations, rollouts.rewards.tolist(), strict=True):
+        given = getattr(each.outcome, "turn_rewards", ())
+        rewards = list(given) or [*[0.0] * (len(each.turns) - 1), total]
+        own, after = list[float](), 0.0
+        for reward in reversed(rewards):
+            after = reward + discount * after
+            own.append(after)
+        returns += reversed(own)
+        places = [(each.group, turn) for turn in range(len(rewards))]
+        groups += [labels.setdefault(place, len(labels)) for place in places]
+    return torch.tensor(returns), torch.tensor(groups, dtype=torch.long)

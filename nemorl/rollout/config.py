@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from nemorl.checks import at_least, refuse_unused, require
+from nemorl.rollout.conversation import Limits
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.traits import EMBEDDED, GenerationTraits
 
@@ -19,6 +20,38 @@ TRAITS = {
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM (0.32) makes room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How conversations with an environment are led."""
+
+    environment: str | None = None
+    """Environment of several turns or of tools, by name, or a class of your own, module:Class or
+    ./file.py:Class. Default: one response to each prompt, judged by `reward`.
+    """
+    max_turns: int | None = None
+    """Responses after which a conversation ends. Default: the environment's own, or 16."""
+    timeout_s: float = 60.0
+    """Longest call of an environment, in seconds; its conversation fails after it."""
+    discount: float = 1.0
+    """Factor by which a reward counts less for each turn that it comes later."""
+
+    def __post_init__(self) -> None:
+        at_least(1, rollout__max_turns=self.max_turns)
+        fits, remedy = self.timeout_s > 0, "60 is usual"
+        require(fits, "rollout.timeout_s", "must be positive", self.timeout_s, remedy)
+        fits, remedy = 0 <= self.discount <= 1, "1 turns it off"
+        require(fits, "rollout.discount", "must be from 0 to 1", self.discount, remedy)
+
+    def limits(self, max_tokens: int | None = None) -> Limits:
+        """Return the limits of conversations of at most `max_tokens` tokens."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_tokens=max_tokens,
+            timeout_s=self.timeout_s,
+            discount=self.discount,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.data.example import Example
+from nemorl.data.templates import Message
 from nemorl.rollout.generation import Completion
+
+DEFAULT_TURNS = 16
+"""Longest conversation with an environment that does not say its `max_turns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +29,18 @@ class Turn:
 class Outcome:
     """What an episode returns at its end."""
 
-    reward: float
+    reward: float = 0.0
+    """Of the whole conversation; with `turn_rewards` it must be left out."""
+    turn_rewards: Sequence[float] = ()
+    """A reward for each turn; the conversation's is Σ_t discount^t · reward_t."""
     answer: str | None = None
     """What was read as the answer, for the sample log; None where nothing was."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further measurements, averaged over the conversations that have them."""
+    truncated: bool = False
+    """Whether a limit ended the conversation: on its turns, or on its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,33 @@ class Failure:
         return f"{type(self.error).__name__}: {self.error}"
 
 
+class ContextFull(Exception):
+    """Raised by a `Policy` whose longest sequence leaves no room for another turn.
+
+    An episode that does not catch it ends as truncated, with reward 0.
+    """
+
+
+class ConversationFailed(Exception):
+    """Raised by a reward or an environment for one conversation alone: it is left out of training,
+    and the others go on.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When an environment's conversation ends that does not end by itself."""
+
+    max_turns: int | None = None
+    """Turns of the model. None: as many as the environment's `max_turns`, else DEFAULT_TURNS."""
+    max_tokens: int | None = None
+    """Longest sequence, prompts and responses together. None: the engine's own limit."""
+    timeout_s: float = 60.0
+    """Longest call of an environment; the conversation fails after it."""
+    discount: float = 1.0
+    """Of the rewards of later turns."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """The turns of one episode with the model, and how it ended."""
@@ -54,15 +92,46 @@ class Conversation:
     turns: tuple[Turn, ...]
     outcome: Outcome | Failure
 
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut the conversation or its last turn."""
+        cut = bool(self.turns) and self.turns[-1].completion.truncated
+        return cut or (isinstance(self.outcome, Outcome) and self.outcome.truncated)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
 
 class Policy(Protocol):
     """An episode's view of the model; everything that it samples is recorded."""
 
     prompt: Sequence[int]
     """Token ids of the row's prompt, as the run's chat template makes them."""
+    messages: Sequence[Message]
+    """The row's prompt as messages."""
 
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str] = ()) -> Completion:
-        """Return the model's answer to token ids; `stop`: strings that end it besides the run's."""
+        """Return the model's answer to token ids; `stop`: strings that end it besides the run's.
+
+        Raises: ContextFull where the longest sequence leaves no room for an answer.
+        """
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop: Sequence[str] = (),
+    ) -> Message:
+        """Return the model's answer to messages: `role`, `content`, and `tool_calls` if it calls
+        any of the `tools` (JSON schemas; none: those of the row).
+
+        To go on with a conversation, pass the messages so far, answers as they were returned, and
+        the new ones: the token ids of earlier turns stay as the engine made them wherever the chat
+        template renders earlier messages as before. Raises: ContextFull as `sample`.
+        """
 
 
 Episode = Callable[[Mapping[str, Any], Policy], Awaitable[Outcome]]
@@ -80,6 +149,11 @@ def examples_of(turns: Sequence[Turn]) -> list[Example]:
     >>> [example.input_ids for example in examples_of(turns)]
     [[1, 2, 3, 2], [1, 3, 2]]
     """
+    return [_example(segment) for segment in segments_of(turns)]
+
+
+def segments_of(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Return turns in segments: a prompt that does not go on with what was before begins one."""
     segments: list[list[Turn]] = []
     tokens: list[int] = []
     for turn in turns:
@@ -87,11 +161,29 @@ def examples_of(turns: Sequence[Turn]) -> list[Example]:
             segments.append([])
         segments[-1].append(turn)
         tokens = [*turn.prompt, *turn.completion.token_ids]
-    return [_example(segment) for segment in segments]
+    return segments
+
+
+def turns_of(turns: Sequence[Turn]) -> list[int]:
+    """Return the turn, from 1, that sampled each token of `examples_of`, one segment behind the
+    other; 0 of other tokens.
+
+    >>> said = Completion(token_ids=(2,), logprobs=(-0.5,), finish_reason="stop", text="")
+    >>> turns_of([Turn(prompt=prompt, completion=said) for prompt in ([1], [1, 2, 3])])
+    [0, 1, 0, 2]
+    """
+    found, number = list[int](), 0
+    for segment in segments_of(turns):
+        begin = len(found)
+        for turn in segment:
+            number += 1
+            given = len(turn.prompt) - (len(found) - begin)
+            found += [0] * given + [number] * len(turn.completion.token_ids)
+    return found
 
 
 def _example(turns: Sequence[Turn]) -> Example:
-    last = turns[-1]
+    first, last = len(turns[0].prompt), turns[-1]
     sampled, logprobs = list[bool](), list[float]()
     for turn in turns:
         given = len(turn.prompt) - len(sampled)
@@ -100,7 +192,7 @@ def _example(turns: Sequence[Turn]) -> Example:
     return Example(
         input_ids=[*last.prompt, *last.completion.token_ids],
         loss_mask=sampled,
-        response_mask=sampled,
+        response_mask=[place >= first for place in range(len(sampled))],
         generation_logprobs=logprobs,
         routed_experts=with_last(last.completion.routed_experts),
     )

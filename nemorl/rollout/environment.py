@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemorl.checks import as_number, closest, require, short
 from nemorl.data.rows import for_rows, origin_of
+from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.processes import LATE, LIMIT, Processes
 from nemorl.rollout.rounds import EventLoop
 from nemorl.rollout.signature import PROMPT, RESPONSE, columns_of, read_signature
@@ -29,10 +30,6 @@ MessageLog = Sequence[Message]
 """A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
 """What an environment keeps of a conversation: at first the data set's row."""
-ONE_TURN = (
-    "must end every conversation after the first response: for several turns write a loop"
-    " (docs/extending.md#several-turns)"
-)
 AT_ONCE = 64
 """Responses for which an `async` reward is called at a time."""
 REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
@@ -55,11 +52,18 @@ class EnvironmentReturn:
     """What was read as the answer, for the sample log; None where nothing was."""
     components: dict[str, list[float]] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
+    failures: Sequence[Exception | None] | None = None
+    """Why a conversation can't be judged; it is left out of training. None: all can be."""
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
-    """Judge responses: one turn for each conversation, and one `step` for a batch."""
+    """Answer and judge responses, one `step` for a batch.
+
+    One of several turns says so by an attribute `max_turns`: it is called with the conversations
+    that wait for it. Any other is called with all that are left. Conversations end after
+    `max_turns` at the latest (without it, DEFAULT_TURNS).
+    """
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -93,6 +97,8 @@ class FunctionalRewardWrapper:
     >>> environment.step([log], [{"answer": "2"}]).rewards
     [1.0]
     """
+
+    max_turns = 1
 
     def __init__(
         self,
@@ -129,10 +135,11 @@ class FunctionalRewardWrapper:
                 _as_messages(log) if _is_chat(row) else text
                 for log, text, row in zip(message_log_batch, texts, metadata, strict=True)
             ]
+        failures: list[Exception | None] = [None] * size
         if self.signature.batch:
             rewards = self._of_batch(given, texts, metadata) if size else []
         else:
-            rewards = self._of_each(given, texts, metadata)
+            rewards, failures = self._of_each(given, texts, metadata)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * size,
             metadata=[None] * size,
@@ -140,6 +147,7 @@ class FunctionalRewardWrapper:
             rewards=rewards,
             terminateds=[True] * size,
             answers=[None] * size,
+            failures=failures,
         )
 
     def global_post_process_and_metrics(
@@ -189,26 +197,33 @@ class FunctionalRewardWrapper:
         given: Sequence[tuple[Any, Any]],
         texts: Sequence[tuple[str, str]],
         rows: Sequence[Metadata],
-    ) -> list[float]:
+    ) -> tuple[list[float], list[Exception | None]]:
         calls = [self.signature.arguments(*one, row) for one, row in zip(given, rows, strict=True)]
         results: list[Callable[[], Any]]
         if self.signature.awaited:
-            found = self._loop.run(self._awaited(calls, texts))
-            results = [lambda each=each: each for each in found]  # type: ignore[misc]
+            answers = self._loop.run(self._awaited(calls, texts))
+            results = [lambda each=each: each for each in answers]  # type: ignore[misc]
         elif self._processes is None:
             results = [partial(self.fn, **call) for call in calls]
         else:
             results = [self._processes.start((), call).result for call in calls]
-        rewards: list[float] = []
+        rewards, failures = list[float](), list[Exception | None]()
         late: list[str] = []
         try:
             for result, text in zip(results, texts, strict=True):
-                shown = _shown(*text)
-                with self._named(shown):
-                    found = result()
+                shown, failure = _shown(*text), None
+                found: Any = 0.0
+                try:
+                    with self._named(shown):
+                        found = result()
+                except ConversationFailed as error:
+                    failure = error
+                if isinstance(found, ConversationFailed):
+                    failure, found = found, 0.0
                 if found is LATE:
                     late.append(shown)
                 rewards.append(0.0 if found is LATE else self._number(found, *text))
+                failures.append(failure)
         except BaseException:
             if self._processes:
                 self._processes.end()
@@ -218,7 +233,7 @@ class FunctionalRewardWrapper:
                 f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"
                 f" {len(late)} of {len(texts)} responses, which count 0, as for {late[0]}"
             )
-        return rewards
+        return rewards, failures
 
     async def _awaited(
         self, calls: Sequence[dict[str, Any]], texts: Sequence[tuple[str, str]]
@@ -228,8 +243,11 @@ class FunctionalRewardWrapper:
 
         async def one(call: dict[str, Any], text: tuple[str, str]) -> Any:
             async with free:
-                with self._named(_shown(*text)):
-                    return await self.fn(**call)
+                try:
+                    with self._named(_shown(*text)):
+                        return await self.fn(**call)
+                except ConversationFailed as error:
+                    return error
 
         tasks = [asyncio.ensure_future(one(*each)) for each in zip(calls, texts, strict=True)]
         try:
@@ -295,14 +313,8 @@ class FunctionalRewardWrapper:
         return reward
 
 
-def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:
-    """Call an environment's `check(rows)`, if any. Raises: ValueError for an environment whose
-    `max_turns` is above 1, before anything is sampled for it.
-    """
-    turns = getattr(environment, "max_turns", 1)
-    if isinstance(turns, int) and turns > 1:
-        name = type(environment).__name__
-        raise ValueError(f"environment {name!r}, whose max_turns is {turns}, {ONE_TURN}")
+def check_rows(environment: Any, rows: Sequence[Metadata]) -> None:
+    """Call an environment's `check(rows)`, if any."""
     check = getattr(environment, "check", None)
     if check is not None:
         check(rows)

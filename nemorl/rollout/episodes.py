@@ -1,33 +1,83 @@
-"""Episodes side by side (`converse`), and environments as episodes (`episode_of`)."""
+"""Episodes side by side (`converse`), and environments of batches as episodes (`episode_of`)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from nemorl.checks import require
-from nemorl.data.datasets import as_messages, prompt_of
+from nemorl.checks import as_number, require, short
+from nemorl.data.datasets import prompt_of, with_tools
+from nemorl.data.rendered import ROLES
 from nemorl.data.rows import own_copy
-from nemorl.rollout.conversation import Conversation, Episode, Failure, Outcome, Policy, Turn
+from nemorl.data.templates import Message
+from nemorl.rollout.context import Context, Tools
+from nemorl.rollout.conversation import (
+    DEFAULT_TURNS,
+    ContextFull,
+    Conversation,
+    Episode,
+    Failure,
+    Limits,
+    Outcome,
+    Policy,
+    Turn,
+)
 from nemorl.rollout.environment import (
-    ONE_TURN,
+    REMEDY,
     EnvironmentInterface,
+    EnvironmentReturn,
     MessageLog,
     Metadata,
     check_counts,
     listed,
 )
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+from nemorl.rollout.prompts import Prompts, messages_of
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.rounds import Rounds
 from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import exit_is_error
 
+MOST_FAILED = 0.5
+"""Share of conversations that may fail; more is no accident."""
+ATTEMPTS = 3
+"""How often a conversation begins that its group can't do without."""
 Request = tuple[tuple[int, ...], SamplingParams]
 """A prompt, and how it is sampled."""
-Asked = tuple[tuple[int, ...], SamplingParams, int]
-"""A request, and which of its samples is the conversation's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A generator for the conversations of one call of `converse`."""
+
+    generator: GenerationBackend
+    rounds: Rounds
+    shared: dict[Request, asyncio.Task[list[Completion]]] = field(default_factory=dict)
+    """Requests of which each member of a group has a sample."""
+
+    async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Completion]:
+        """Return `params.n` completions. An error of the generator ends all conversations."""
+        try:
+            found = await self.generator.sample(prompt, params)
+            name = type(self.generator).__name__
+            fits, remedy = f"must return {params.n} completions", "return `n` for a prompt"
+            require(len(found) == params.n, f"{name}.sample", fits, len(found), remedy)
+            return found
+        except Exception as error:
+            self.rounds.fail(error)
+            raise
+
+    async def member(
+        self, prompt: tuple[int, ...], params: SamplingParams, member: int
+    ) -> Completion:
+        """Return one sample of a request that is made once for a group."""
+        request = prompt, params
+        if request not in self.shared:
+            self.shared[request] = asyncio.create_task(self.sample(*request))
+        return (await asyncio.shield(self.shared[request]))[member]
 
 
 class Sampler:
@@ -39,135 +89,308 @@ class Sampler:
 
     def __init__(
         self,
-        prompt: Sequence[int],
+        engine: Engine,
+        context: Context,
         params: SamplingParams,
         member: int,
-        ask: Callable[[Asked], Awaitable[Completion]],
+        *,
+        attempt: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         """params: of the group, with its seed."""
-        self.prompt: Sequence[int] = tuple(prompt)
+        self.prompt: Sequence[int] = tuple(context.prompt)
+        self.messages: Sequence[Message] = [dict(message) for message in context.messages]
         self.turns = list[Turn]()
-        self._params, self._member, self._ask, self._asked = params, member, ask, 0
+        self._engine, self._context, self._params = engine, context, params
+        self._member, self._attempt, self._max_tokens = member, attempt, max_tokens
+        self._asked = 0
 
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str] = ()) -> Completion:
         prompt = tuple(prompt)  # an episode may go on with its list
-        params, member, number = self._params, self._member, self._asked
+        params, number = self._params, self._asked
         self._asked += 1
-        if number or prompt != self.prompt:
-            seed = derive_seed(params.seed or 0, member, number)
-            params, member = replace(params, seed=seed, n=1), 0
         if stop:
             params = replace(params, stop_strings=(*params.stop_strings, *stop))
-        completion = await self._ask((prompt, params, member))
+        if self._max_tokens is not None:
+            room = self._max_tokens - len(prompt)
+            if room < 1:
+                raise ContextFull(
+                    f"the conversation has {len(prompt)} tokens, and the longest sequence is"
+                    f" {self._max_tokens} (data.max_total_sequence_length)"
+                )
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        if number or self._attempt or prompt != self.prompt:
+            place = (self._member, number, *[self._attempt] * bool(self._attempt))
+            params = replace(params, seed=derive_seed(params.seed or 0, *place), n=1)
+            completion = (await self._engine.sample(prompt, params))[0]
+        else:
+            completion = await self._engine.member(prompt, params, self._member)
         self.turns.append(Turn(prompt=prompt, completion=completion))
         return completion
+
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Tools = (), stop: Sequence[str] = ()
+    ) -> Message:
+        prompt = self._context.prompt_of(messages, tools)
+        completion = await self.sample(prompt, stop=stop)
+        return self._context.add(prompt, completion)
+
+
+@runtime_checkable
+class LeadsConversations(Protocol):
+    """An environment that has more than one thread of execution, or rewards for all together."""
+
+    def episode(self, rounds: Rounds, limits: Limits) -> Episode:
+        """Return the episode of one conversation."""
+
+
+Environment = EnvironmentInterface | LeadsConversations | Episode
+"""What leads and judges conversations."""
 
 
 def converse(
     generator: GenerationBackend,
-    environment: EnvironmentInterface | Episode,
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
+    environment: Environment,
+    prompts: Prompts,
     sampling: SamplingParams,
     *,
     seed: int,
-    groups: Sequence[int],
 ) -> list[Conversation]:
-    """Run `sampling.n` episodes for each row, and return their conversations, row by row.
+    """Run `sampling.n` episodes for each prompt, and return their conversations, row by row.
 
-    groups: the number of each row's group in the run, from which its seed comes.
-
-    An episode that raises an exception ends in a `Failure`. What the generator or an environment
-    raises ends all.
+    Each is a task of its own. One that raises an exception ends in a `Failure`; it begins again
+    with another seed, up to ATTEMPTS times, where less than two members of its group are left
+    otherwise. What the generator raises ends all.
     """
-    rounds, name = Rounds(), name_of(environment)
-    ask = partial(rounds.ask, partial(_generated, generator, {}))
-    if isinstance(environment, EnvironmentInterface):
-        episode = episode_of(environment, rounds)
-    else:
+    if not isinstance(environment, EnvironmentInterface | LeadsConversations):
         written = "must be an EnvironmentInterface or an episode, async def episode(row, policy)"
         remedy = "write async def, or wrap a reward function in FunctionalRewardWrapper"
         require(is_async(environment), "environment", written, environment, remedy)
-        episode = environment
-
-    async def conversation(index: int, params: SamplingParams, member: int) -> Conversation:
-        policy = Sampler(prompts[index], params, member, ask)
-        outcome: Outcome | Failure
-        try:
-            with exit_is_error(f"episode {name!r}"):
-                outcome = await episode(own_copy(rows[index]), policy)
-            returns, remedy = f"episode {name!r}", "return Outcome(reward=…)"
-            require(
-                isinstance(outcome, Outcome), returns, "must return an Outcome", outcome, remedy
-            )
-        except Exception as error:
-            outcome = Failure(error=error)
-        except asyncio.CancelledError as error:
-            if rounds.over:
-                raise
-            cancelled = RuntimeError(f"episode {name!r} awaited a task that was cancelled")
-            cancelled.__cause__ = error
-            outcome = Failure(error=cancelled)
-        return Conversation(
-            row=rows[index],
-            group=groups[index],
-            member=member,
-            turns=tuple(policy.turns),
-            outcome=outcome,
+    places = [(index, member) for index in range(len(prompts)) for member in range(sampling.n)]
+    found: dict[tuple[int, int], Conversation] = {}
+    attempt, missing = 0, places
+    while missing and attempt < ATTEMPTS:
+        rounds = Rounds()
+        talk = _Talk(
+            engine=Engine(generator=generator, rounds=rounds),
+            episode=episode_of(environment, rounds, prompts.limits),
+            name=named(environment),
+            prompts=prompts,
+            sampling=sampling,
+            seed=seed,
+            attempt=attempt,
         )
-
-    work = []
-    for index in range(len(rows)):
-        params = replace(sampling, seed=derive_seed(seed, groups[index]))
-        work += [conversation(index, params, member) for member in range(sampling.n)]
-    return rounds.run(work)
+        work = [talk.conversation(*place) for place in missing]
+        found |= zip(missing, rounds.run(work), strict=True)
+        missing, attempt = _missing(found, sampling.n), attempt + 1
+    return [found[place] for place in places]
 
 
-def episode_of(environment: EnvironmentInterface, rounds: Rounds) -> Episode:
-    """Return an environment as an episode of one turn: one `step` for all of a round."""
-    judge = partial(_judged, environment)
+def named(environment: Environment) -> str:
+    """Return what errors call it.
+
+    >>> named(lambda row, policy: None)
+    "episode 'lambda'"
+    """
+    if isinstance(environment, LeadsConversations):
+        return f"environment {getattr(environment, 'name', name_of(environment))!r}"
+    kind = "environment" if isinstance(environment, EnvironmentInterface) else "episode"
+    return f"{kind} {name_of(environment)!r}"
+
+
+def _missing(found: Mapping[tuple[int, int], Conversation], size: int) -> list[tuple[int, int]]:
+    """Return the failed members of groups in which less than two are left to compare; none where
+    so many have failed that it is no accident.
+    """
+    failed = [place for place, each in found.items() if isinstance(each.outcome, Failure)]
+    if len(failed) > MOST_FAILED * len(found):
+        return []
+    left = Counter(index for index, _ in found.keys() - set(failed))
+    return [place for place in failed if left[place[0]] < min(2, size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Talk:
+    """What the conversations that run side by side have in common."""
+
+    engine: Engine
+    episode: Episode
+    name: str
+    prompts: Prompts
+    sampling: SamplingParams
+    seed: int
+    attempt: int
+
+    async def conversation(self, index: int, member: int) -> Conversation:
+        """Lead a conversation to its end."""
+        prompts = self.prompts
+        row, group = prompts.rows[index], prompts.groups[index] if prompts.groups else index
+        policy = Sampler(
+            self.engine,
+            _context(prompts, index),
+            replace(self.sampling, seed=derive_seed(self.seed, group)),
+            member,
+            attempt=self.attempt,
+            max_tokens=prompts.limits.max_tokens,
+        )
+        outcome = await self._outcome(own_copy(row), policy)
+        turns = tuple(policy.turns)
+        return Conversation(row=row, group=group, member=member, turns=turns, outcome=outcome)
+
+    async def _outcome(self, row: Mapping[str, Any], policy: Sampler) -> Outcome | Failure:
+        try:
+            with exit_is_error(self.name):
+                outcome = await self.episode(row, policy)
+            return checked(outcome, self.name, policy, self.prompts.limits)
+        except ContextFull as error:
+            return Outcome(truncated=True) if policy.turns else Failure(error=error)
+        except Exception as error:
+            return Failure(error=error)
+        except asyncio.CancelledError as error:
+            if self.engine.rounds.over:
+                raise
+            cancelled = RuntimeError(f"{self.name} awaited a task that was cancelled")
+            cancelled.__cause__ = error
+            return Failure(error=cancelled)
+
+
+def _context(prompts: Prompts, index: int) -> Context:
+    row = prompts.rows[index]
+    messages = messages_of(row)
+    return Context(
+        tokenizer=prompts.tokenizer,
+        messages=messages,
+        prompt=prompts.token_ids[index],
+        plain=not messages or isinstance(prompt_of(row), str),
+        tools=with_tools(row, {}).get("tools", []),
+    )
+
+
+def checked(outcome: Any, name: str, policy: Sampler, limits: Limits) -> Outcome:
+    """Return an episode's outcome with its reward. Raises: ValueError for a wrong one."""
+    remedy = "return Outcome(reward=…)"
+    require(isinstance(outcome, Outcome), name, "must return an Outcome", outcome, remedy)
+    if not policy.turns:
+        raise ValueError(f"{name} must sample a response: await policy.sample(policy.prompt)")
+    turns, count = outcome.turn_rewards, len(policy.turns)
+    if len(turns):
+        fits, remedy = f"must be one for each of {count} turns", "return 0.0 where there is none"
+        require(len(turns) == count, f"{name}: turn_rewards", fits, len(turns), remedy)
+        fits, remedy = "must be left out beside turn_rewards", "it is their discounted sum"
+        require(not outcome.reward, f"{name}: reward", fits, outcome.reward, remedy)
+    for reward in (outcome.reward, *turns, *outcome.components.values()):
+        if math.isnan(as_number(reward)):
+            raise ValueError(
+                f"{name} must return finite rewards, but it returned {short(reward)}: {REMEDY}"
+            )
+    if not len(turns):
+        return outcome
+    turns = [as_number(reward) for reward in turns]
+    total = sum(limits.discount**turn * reward for turn, reward in enumerate(turns))
+    return replace(outcome, turn_rewards=turns, reward=total)
+
+
+def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Episode:
+    """Return an environment of batches as an episode.
+
+    One that says that it has several turns (`max_turns`, or the limit) is called with those that
+    wait for it; any other with all conversations that are left.
+    """
+    if isinstance(environment, LeadsConversations):
+        return environment.episode(rounds, limits)
+    if not isinstance(environment, EnvironmentInterface):
+        return environment
+    said = limits.max_turns or getattr(environment, "max_turns", None)
+    ask = rounds.at_once if said and said > 1 else rounds.together
+    step = judging(environment)
 
     async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
-        completion = await policy.sample(policy.prompt)
-        messages = as_messages(prompt_of(row), "prompt", "user")
-        log = [*messages, {"role": "assistant", "content": completion.text}]
-        return await rounds.ask(judge, (log, row))
+        log, metadata, stop = list(policy.messages), row, tuple[str, ...]()
+        outcome = Outcome(truncated=True)
+        for _ in range(said or DEFAULT_TURNS):
+            try:
+                log.append(await policy.chat(log, stop=stop))
+            except ContextFull:
+                break
+            after = await ask(step, (list(log), metadata))
+            outcome = replace(
+                outcome,
+                turn_rewards=[*outcome.turn_rewards, after.reward],
+                answer=outcome.answer if after.answer is None else after.answer,
+                components=after.components,
+                truncated=not after.over,
+            )
+            if after.over:
+                break
+            log.append(after.observation)
+            metadata, stop = after.metadata or metadata, after.stop
+        return outcome
 
     return episode
 
 
-def _generated(
-    generator: GenerationBackend,
-    drawn: dict[Request, list[Completion]],
-    asked: Sequence[Asked],
-) -> list[Completion]:
-    """Answer what is asked, with one request for the members of a group, whose samples `drawn`
-    keeps for members that ask later.
+@dataclass(frozen=True, kw_only=True)
+class After:
+    """One conversation of an `EnvironmentReturn`."""
+
+    reward: float
+    over: bool
+    observation: Message
+    metadata: Metadata | None
+    stop: tuple[str, ...]
+    answer: str | None
+    components: Mapping[str, float]
+
+
+def judging(
+    environment: EnvironmentInterface,
+) -> Callable[[Sequence[tuple[MessageLog, Metadata]]], Sequence[After | Exception]]:
+    """Return a function that has an environment judge conversations, for `Rounds`; the error of a
+    call is that of all of them.
     """
-    new = [one for one in dict.fromkeys((p, params) for p, params, _ in asked) if one not in drawn]
-    prompts, params = [prompt for prompt, _ in new], [params for _, params in new]
-    found = generator.generate(prompts, params) if new else []
-    name, count = type(generator).__name__, sum(each.n for each in params)
-    fits, remedy = f"must return {count} completions", "return `n` for each prompt"
-    require(len(found) == count, f"{name}.generate", fits, len(found), remedy)
-    rest = iter(found)
-    drawn |= {one: [next(rest) for _ in range(one[1].n)] for one in new}
-    return [drawn[prompt, params][member] for prompt, params, member in asked]
+    return partial(_stepped, environment)
 
 
-def _judged(
+def _stepped(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
-) -> list[Outcome]:
-    """Have an environment judge conversations, each after one response."""
-    size, name = len(asked), type(environment).__name__
-    with exit_is_error(f"environment {name!r}"):
-        result = environment.step([log for log, _ in asked], [row for _, row in asked])
-    check_counts(result, size, name)
-    if not all(result.terminateds):
-        raise ValueError(f"environment {name!r} {ONE_TURN}")
-    columns = {key: listed(values) for key, values in result.components.items()}
-    answers = result.answers or [None] * size
-    return [
-        Outcome(reward=reward, answer=answer, components={k: v[i] for k, v in columns.items()})
-        for i, (reward, answer) in enumerate(zip(listed(result.rewards), answers, strict=True))
+) -> Sequence[After | Exception]:
+    name = type(environment).__name__
+    try:
+        with exit_is_error(f"environment {name!r}"):
+            result = environment.step([log for log, _ in asked], [row for _, row in asked])
+        check_counts(result, len(asked), name)
+        return _of_each(result, len(asked))
+    except Exception as error:
+        return [error] * len(asked)
+
+
+def _of_each(result: EnvironmentReturn, size: int) -> list[After | Exception]:
+    failures = result.failures or [None] * size
+    found = [
+        After(
+            reward=reward,
+            over=bool(over),
+            observation=_observation(observation),
+            metadata=metadata,
+            stop=tuple(stop or ()),
+            answer=answer,
+            components={key: listed(values)[i] for key, values in result.components.items()},
+        )
+        for i, (reward, over, observation, metadata, stop, answer) in enumerate(
+            zip(
+                listed(result.rewards),
+                listed(result.terminateds),
+                result.observations,
+                result.metadata,
+                result.next_stop_strings,
+                result.answers or [None] * size,
+                strict=True,
+            )
+        )
     ]
+    return [each if error is None else error for each, error in zip(found, failures, strict=True)]
+
+
+def _observation(message: Message) -> Message:
+    """Return an observation in a role that chat templates know: NeMo RL's is "environment"."""
+    return message if message.get("role") in ROLES else {**message, "role": "user"}

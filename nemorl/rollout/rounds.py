@@ -1,10 +1,13 @@
 """Blocking code and coroutines together: an `EventLoop` of one's own, and `Rounds`."""
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -68,39 +71,91 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         return loop.run(work)
 
 
-PATIENCE_S = 0.05
-"""How long a round waits for coroutines that wait for something else."""
+THREADS = 64
+"""Blocking calls at a time."""
+
+
+Request = tuple[Any, asyncio.Future]
+"""An item, and what gets the answer."""
+Asked = dict[Callable, dict[int, Request]]
+"""By function and coroutine."""
+_PLACE = ContextVar("_PLACE", default=0)
+"""The number of the coroutine that runs."""
 
 
 class Rounds:
-    """Coroutines that ask functions of a batch for one answer each.
+    """Coroutines side by side, which may ask functions for answers.
 
-    Once all of them wait for one, each function is called once, with everything that it was asked.
-    Where some wait for something else, such as a tool or each other, it is called after PATIENCE_S
-    with what it was asked by then. It is called in the caller's thread, outside the event loop, so
-    it may block or run a loop itself.
+    - `together`: a function of a batch is called once all coroutines that are left wait for one,
+      with everything that it was asked; in the caller's thread, outside the event loop, so that it
+      may block or run a loop itself.
+    - `at_once`: a function of a batch is called in a thread with what it has been asked since its
+      last call.
+    - `in_thread`: a function is called in a thread.
     """
 
     def __init__(self) -> None:
-        self._asked: dict[Callable, list[tuple[Any, asyncio.Future]]] = {}
+        self._asked: Asked = {}
+        self._calling: dict[Callable, asyncio.Task[None]] = {}
+        self._soon: Asked = {}
         self._open = self._waiting = 0
         self._error: BaseException | None = None
-        """What a function raised, which ends all."""
+        self._free = asyncio.Semaphore(THREADS)
         self.over = False
         """Whether the coroutines that are left are being cancelled."""
 
-    def ask(self, function: Callable[[Sequence[Any]], Sequence[T]], item: Any) -> Awaitable[T]:
-        """Return what will be `function(items)` for this item of the round."""
+    async def together(
+        self, function: Callable[[Sequence[Any]], Sequence[T | Exception]], item: Any
+    ) -> T:
+        """Return what will be `function(items)` for this item, or raise it if it is an error."""
+        future = self._future(self._asked, function, item)
+        self._waiting += 1
+        self._compare()
+        return _result(await future)
+
+    async def at_once(
+        self, function: Callable[[Sequence[Any]], Sequence[T | Exception]], item: Any
+    ) -> T:
+        """Return what will be `function(items)` for this item, or raise it if it is an error."""
+        future = self._future(self._soon, function, item)
+        if function not in self._calling:
+            self._calling[function] = asyncio.create_task(self._call(function))
+        return _result(await future)
+
+    def _future(self, asked: Asked, function: Callable, item: Any) -> asyncio.Future:
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
-        self._asked.setdefault(function, []).append((item, future))
-        self._waiting += 1
-        self._compare()
+        asked.setdefault(function, {})[_PLACE.get()] = (item, future)
         return future
 
+    async def in_thread(self, function: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Return what a blocking function returns, called in a thread."""
+        loop, call = asyncio.get_running_loop(), partial(function, *args, **named)
+        future: asyncio.Future[T] = loop.create_future()
+
+        def work() -> None:
+            give: Callable[[Any], None]
+            answer: Any
+            try:
+                give, answer = future.set_result, call()
+            except BaseException as error:
+                give, answer = future.set_exception, error
+            with suppress(RuntimeError):  # the loop may be over
+                loop.call_soon_threadsafe(_if_open, future, give, answer)
+
+        async with self._free:
+            # A daemon's: one that never returns must not keep the program from ending.
+            threading.Thread(target=work, name="nemorl-environment", daemon=True).start()
+            return await future
+
+    def fail(self, error: BaseException) -> None:
+        """End all with an error."""
+        self._error = self._error or error
+        self._idle.set()
+
     def run(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return what the coroutines return. Raises what one of them or a function raises."""
+        """Return what the coroutines return. Raises what one of them raises, or `fail` is given."""
         self._open = len(work)
         with EventLoop() as loop:
             try:
@@ -113,24 +168,33 @@ class Rounds:
                 self.over = True
 
     def _answer(self) -> None:
-        """Call each function with what it was asked."""
+        """Call each function with what it was asked together."""
         asked, self._asked, self._waiting = self._asked, {}, 0
-        for function, requests in asked.items():
-            try:
-                answers = function([item for item, _ in requests])
-            except BaseException as error:
-                self._error = error
-                raise
-            for (_, future), answer in zip(requests, answers, strict=True):
-                if not future.done():  # its coroutine may have given up
-                    future.set_result(answer)
+        for function, each in asked.items():
+            requests = _in_order(each)
+            _give(requests, function([item for item, _ in requests]))
+
+    async def _call(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """Call a function with what it is asked, until nothing is left."""
+        try:
+            while asked := self._soon.pop(function, {}):
+                requests = _in_order(asked)
+                try:
+                    items = [item for item, _ in requests]
+                    _give(requests, await self.in_thread(function, items))
+                except Exception as error:
+                    _give(requests, [error] * len(requests))
+        finally:
+            del self._calling[function]
 
     async def _begin(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[asyncio.Task[T]]:
-        tasks = [asyncio.create_task(self._counted(each)) for each in work]
+        self._idle = asyncio.Event()
+        tasks = [asyncio.create_task(self._counted(*each)) for each in enumerate(work)]
         await self._all_wait()
         return tasks
 
-    async def _counted(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _counted(self, place: int, work: Coroutine[Any, Any, T]) -> T:
+        _PLACE.set(place)
         try:
             return await work
         finally:
@@ -138,16 +202,57 @@ class Rounds:
             self._compare()
 
     async def _all_wait(self) -> None:
-        """Wait until all coroutines wait for an answer, or some have for long enough."""
-        self._idle = asyncio.Event()
+        """Wait until all coroutines that are left wait for an answer. Raises what ends all."""
+        self._idle.clear()
         self._compare()
-        while not self._idle.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), PATIENCE_S)
-            if self._asked:
-                return
+        await self._idle.wait()
+        if self._error is not None:
+            raise self._error
 
     def _compare(self) -> None:
         """End `_all_wait` once as many have asked as are open."""
         if self._waiting >= self._open:
             self._idle.set()
+
+
+def _in_order(asked: Mapping[int, Request]) -> list[Request]:
+    """Return requests in the order of the coroutines, whoever came first."""
+    return [asked[place] for place in sorted(asked)]
+
+
+def _if_open(future: asyncio.Future, give: Callable[[Any], None], answer: Any) -> None:
+    if not future.done():  # its coroutine may have given up
+        give(answer)
+
+
+def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:
+    for (_, future), answer in zip(requests, answers, strict=True):
+        _if_open(future, future.set_result, answer)
+
+
+def _result(answer: Any) -> Any:
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+async def called(
+    rounds: Rounds,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float,
+    what: str,
+    **named: Any,
+) -> Any:
+    """Return what a function returns: an `async` one on the event loop, any other in a thread.
+
+    Raises: what it raises, and TimeoutError after `seconds`.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **named)
+            found = await rounds.in_thread(function, *args, **named)
+            return await found if inspect.isawaitable(found) else found
+    except TimeoutError as error:
+        raise TimeoutError(f"{what} must end within {seconds:g} s (rollout.timeout_s)") from error

@@ -10,6 +10,8 @@ from nemorl.data.rows import own_copy
 
 PROMPT = ("prompt", "prompts")
 RESPONSE = ("response", "responses", "completion", "completions", "solution_str")
+ENVIRONMENT = ("environment", "environments")
+"""What an environment of tools is called in a row; it is no copy."""
 PLURAL = ("prompts", "responses", "completions")
 
 
@@ -35,7 +37,7 @@ class Signature:
     def arguments(self, prompt: Any, response: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return what to call the function with, columns as copies."""
         values = {
-            name: own_copy(value)
+            name: value if name in ENVIRONMENT else own_copy(value)
             for name, value in columns.items()
             if name in self.columns or (self.any_columns and name not in (*PROMPT, *RESPONSE))
         } | dict(self.settings)
@@ -100,7 +102,7 @@ def read_signature(
         response = free[0]
     return Signature(
         name=name,
-        batch=bool(set(PLURAL) & set(named)) if batch is None else batch,
+        batch=bool({*PLURAL, "environments"} & set(named)) if batch is None else batch,
         prompt=prompt,
         response=response,
         columns={

@@ -24,10 +24,11 @@ from nemorl.parallel.config import (
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.limits import check_model
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.varlen import used_on_cpus  # noqa: F401  # which has the kernel

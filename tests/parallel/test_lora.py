@@ -28,10 +28,11 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.parallel.fingerprint import fingerprint
 from nemorl.parallel.plan import ParallelPlan, Precision
-from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.parallel.batches import nll_loss, random_batch
 from tests.rollout.updates import update

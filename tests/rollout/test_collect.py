@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.collect import Prompts, Rollouts, collect, join, kind_of, select, to_token_batch
+from nemorl.rollout.collect import Rollouts, collect, join, kind_of, select, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -231,18 +232,6 @@ def test_an_environment_that_forgets_a_conversation_is_refused(generator):
 
 def test_greedy_logprobs_are_of_the_model_itself():
     assert kind_of(SamplingParams(temperature=0.0)) == LogprobKind()
-
-
-def test_an_environment_that_goes_on_is_refused(generator):
-    class TwoTurns(FunctionalRewardWrapper):
-        def step(self, message_log_batch, metadata) -> EnvironmentReturn:
-            result = super().step(message_log_batch, metadata)
-            return replace(result, terminateds=[False] * len(result.terminateds))
-
-    with pytest.raises(
-        ValueError, match=r"several turns write a loop \(docs/extending\.md#several-turns"
-    ):
-        collect(generator, TwoTurns(first_digit), PROMPTS, SAMPLING, seed=1)
 
 
 @given(

@@ -254,17 +254,6 @@ def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
     FunctionalRewardWrapper(lambda prompt, response: 1.0).check([{"response": "2"}])
 
 
-def test_an_environment_of_several_turns_is_refused_before_it_gets_a_response():
-    class Turns(FunctionalRewardWrapper):
-        max_turns = 1
-
-    environment = Turns(lambda prompt, response: 1.0)
-    check_rows(environment, [{}])
-    environment.max_turns = 3
-    with pytest.raises(ValueError, match=r"max_turns is 3, must end .*extending\.md#several-turns"):
-        check_rows(environment, [{}])
-
-
 def test_an_environment_is_asked_to_check_the_rows_if_it_can():
     class WithoutCheck:
         def step(self, message_log_batch, metadata): ...

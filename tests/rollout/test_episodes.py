@@ -8,28 +8,32 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Failure, Outcome, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.episodes import converse
 from nemorl.rollout.generation import Completion, SamplingParams, checked_requests
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
-PROMPTS = Prompts(ROWS, [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS])
+PROMPTS = Prompts(
+    ROWS, [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS], tokenizer=TOKENIZER
+)
 SAMPLING = SamplingParams(n=3, max_new_tokens=5, temperature=0.8)
 
 
 class Counting(TorchGenerationBackend):
     calls = 0
+    """Steps that begin requests."""
 
-    def generate(self, prompts, sampling_params):
-        self.calls += 1
-        return super().generate(prompts, sampling_params)
+    def _step(self, new, dropped):
+        self.calls += bool(new)
+        super()._step(new, dropped)
 
 
 @pytest.fixture
@@ -100,11 +104,8 @@ async def three_turns(row, policy) -> Outcome:
 
 
 def test_turns_are_recorded_as_the_engine_made_them(generator):
-    found = converse(
-        generator, three_turns, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3)
-    )
+    found = converse(generator, three_turns, PROMPTS, SAMPLING, seed=1)
     assert [len(each.turns) for each in found] == [3] * 3 + [2] * 6
-    assert generator.calls == 3
     for each in found:
         one, two = each.turns[:2]
         assert list(two.prompt[: len(one.prompt)]) == list(one.prompt)
@@ -118,16 +119,23 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
         assert [i for i, flag in enumerate(examples[0].loss_mask) if flag] == sampled
         logprobs = [*one.completion.logprobs, *said.logprobs]
         assert [examples[0].generation_logprobs[i] for i in sampled] == logprobs
-    with pytest.raises(ValueError, match=r"episode 'three_turns' must .*#several-turns"):
-        collect(generator, three_turns, PROMPTS, SAMPLING, seed=1)
+    batch = to_token_batch(collect(generator, three_turns, PROMPTS, SAMPLING, seed=1))
+    assert batch.segment_ids.amax(-1).tolist() == [2] * 3 + [1] * 6
+    for each, row, loss, response in zip(
+        found, batch.input_ids, batch.loss_mask, batch.response_mask, strict=True
+    ):
+        examples = examples_of(each.turns)
+        ids = [token for example in examples for token in example.input_ids]
+        assert row[: len(ids)].tolist() == ids
+        assert loss.sum() == each.num_tokens and bool((loss <= response).all())
+        given = len(each.turns[0].prompt)
+        assert not response[:given].any() and response[given : examples[0].num_tokens].all()
 
 
 def test_a_conversation_depends_on_no_other(generator):
-    found = converse(
-        generator, three_turns, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3)
-    )
+    found = converse(generator, three_turns, PROMPTS, SAMPLING, seed=1)
     alone = converse(
-        generator, three_turns, ROWS[2:], PROMPTS.token_ids[2:], SAMPLING, seed=1, groups=[2]
+        generator, three_turns, replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
     )
 
     def sampled(conversations):
@@ -144,15 +152,15 @@ def test_a_failure_is_the_conversations_own_until_a_batch_needs_it(generator):
             raise KeyError("lost")
         return outcome
 
-    found = converse(
-        generator, sometimes, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3)
-    )
+    found = converse(generator, sometimes, PROMPTS, SAMPLING, seed=1)
     failed = [isinstance(each.outcome, Failure) for each in found]
     assert failed == [False] * 3 + [True] * 3 + [False] * 3
     assert found[3].outcome.reason == "KeyError: 'lost'" and len(found[3].turns) == 1
+    kept = collect(generator, sometimes, PROMPTS, SAMPLING, seed=1)
+    assert kept.group_id.tolist() == [0] * 3 + [2] * 3 and len(kept.failed) == 3
     with pytest.raises(KeyError, match="lost") as error:
-        collect(generator, sometimes, PROMPTS, SAMPLING, seed=1)
-    ended = "This ended 3 of 9 conversations, the first about the row of group 1."
+        collect(generator, sometimes, PROMPTS.take([0, 1, 1]), SAMPLING, seed=1)
+    ended = "This ended 6 of 9 conversations, the first about the row of group 1."
     assert error.value.__notes__ == [ended]
 
 
@@ -204,12 +212,12 @@ def test_an_interrupt_ends_all_at_once(generator):
 
 def test_an_engine_that_loses_a_response_is_named(generator):
     class Loses(Counting):
-        def generate(self, prompts, sampling_params):
-            return super().generate(prompts, sampling_params)[1:]
+        async def sample(self, prompt, params):
+            return (await super().sample(prompt, params))[1:]
 
     backend = Loses(model=generator.model, tokenizer=TOKENIZER)
     backend.setup(GenerationConfig())
-    with pytest.raises(ValueError, match=r"Loses\.generate must return 9 completions, but it is 8"):
+    with pytest.raises(ValueError, match=r"Loses\.sample must return 3 completions, but it is 2"):
         collect(backend, one_turn, PROMPTS, SAMPLING, seed=1)
 
 
@@ -257,7 +265,7 @@ def test_a_cancelled_task_of_an_episode_is_its_failure(generator):
 
 def test_an_episode_that_goes_on_after_the_engines_error_ends(generator):
     class Broken(Counting):
-        def generate(self, prompts, sampling_params):
+        async def sample(self, prompt, params):
             raise OSError("gone")
 
     async def stubborn(row, policy) -> Outcome:
@@ -291,14 +299,10 @@ def test_what_was_sampled_from_stays_as_it_was(generator):
 
     before = [list(prompt) for prompt in PROMPTS.token_ids]
     for episode in (with_one_list, with_the_prompt):
-        found = converse(
-            generator, episode, ROWS[:1], PROMPTS.token_ids[:1], SAMPLING, seed=1, groups=[0]
-        )
+        found = converse(generator, episode, PROMPTS.take([0]), SAMPLING, seed=1)
         assert list(found[0].turns[0].prompt) == before[0]
         assert [list(prompt) for prompt in PROMPTS.token_ids] == before
-    found = converse(
-        generator, with_one_list, ROWS[:1], PROMPTS.token_ids[:1], SAMPLING, seed=1, groups=[0]
-    )
+    found = converse(generator, with_one_list, PROMPTS.take([0]), SAMPLING, seed=1)
     first, second = found[0].turns
     assert second.prompt == (*first.prompt, *first.completion.token_ids)
     assert examples_of(found[0].turns)[0].loss_mask.count(True) == sum(
@@ -334,7 +338,7 @@ def test_an_episode_that_cancels_itself_fails_alone(generator):
             asyncio.current_task().cancel()
         return await one_turn(row, policy)
 
-    found = converse(generator, cancels, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3))
+    found = converse(generator, cancels, PROMPTS, SAMPLING, seed=1)
     failed = [isinstance(each.outcome, Failure) for each in found]
     assert failed == [False] * 3 + [True] * 3 + [False] * 3
 
@@ -372,9 +376,9 @@ def test_members_that_ask_one_after_the_other_share_a_request(generator):
     drawn = []
 
     class Drawn(Counting):
-        def generate(self, prompts, sampling_params):
-            drawn.extend(params.n for params in sampling_params)
-            return super().generate(prompts, sampling_params)
+        async def sample(self, prompt, params):
+            drawn.append(params.n)
+            return await super().sample(prompt, params)
 
     backend = Drawn(model=generator.model, tokenizer=TOKENIZER)
     backend.setup(GenerationConfig())

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams, Weights
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.traits import GenerationTraits
 from nemorl.rollout.wrapped import as_generation_backend
 from tests.rollout.test_generation_conformance import reference_logprobs

@@ -1,19 +1,24 @@
 """`make_environment`, which makes an environment of any reward: a name, `module:function`, a
-function `fn(prompt, response, **columns)`, or several.
+function `fn(prompt, response, **columns)`, or several; and of classes that lead conversations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-from nemorl.checks import closest
+from nemorl.checks import closest, require
 from nemorl.rollout.answers import REWARDS, require_reward
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
 )
+from nemorl.rollout.environments.classes import ClassEnvironment, kind_of
 from nemorl.rollout.environments.weighted import WeightedRewards
-from nemorl.rollout.signature import name_of
+from nemorl.rollout.episodes import Environment as Environment
+from nemorl.rollout.episodes import LeadsConversations
+from nemorl.rollout.named import environment_named
+from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import function_of
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
@@ -24,12 +29,19 @@ def make_environment(
     reward: Rewards,
     weights: Sequence[float] = (),
     settings: Mapping[str, Any] = MappingProxyType({}),
-) -> EnvironmentInterface:
+    *,
+    environment: Any = None,
+    chosen: bool = True,
+) -> Environment:
     """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
 
     Several, a sequence or a mapping of names, become their sum with `weights` (default: 1 each; see
     `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
     `settings`: values of the functions' parameters, by name.
+
+    environment: a class whose objects lead conversations (see `ClassEnvironment`), or a name of
+    one; may be given as the reward, too. chosen: whether the reward is more than a default, which
+    an environment with rewards of its own goes without.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -37,6 +49,11 @@ def make_environment(
     >>> list(make_environment(["exact_match", "think_format"], weights=(1, 0.2)).weights.items())
     [('exact_match', 1.0), ('think_format', 0.2)]
     """
+    if environment is None and _leads(reward):
+        environment, chosen = reward, False
+    if environment is not None:
+        judged = partial(make_environment, reward, weights, settings)
+        return _led(environment, judged, chosen=chosen)
     if isinstance(reward, Mapping):
         named = {str(name): part for name, part in reward.items()}
     else:
@@ -52,6 +69,32 @@ def make_environment(
             f"{closest(key, known)}: remove it"
         )
     return next(iter(parts.values())) if alone else WeightedRewards(parts, weights)
+
+
+def _led(environment: Any, judge: Callable[[], Any], *, chosen: bool) -> Environment:
+    """Return an environment that leads conversations; `judge()` gives the reward that it lacks."""
+    if isinstance(environment, str):
+        environment = environment_named(environment)
+    whole = isinstance(environment, EnvironmentInterface | LeadsConversations)
+    if whole or is_async(environment):
+        leads, found = True, environment
+    else:
+        kind = kind_of(environment)
+        leads, own = hasattr(kind, "step"), hasattr(kind, "get_reward")
+        judged = not leads and (chosen or not own)
+        found = ClassEnvironment(environment, judge() if judged else None)
+    remedy, name = "leave it out, or give an environment of tools", name_of(environment)
+    must = "must be left out with an environment that gives rewards itself"
+    require(not (chosen and leads), "reward", must, name, remedy)
+    return found
+
+
+def _leads(reward: Any) -> bool:
+    """Return whether a reward is a class that leads conversations."""
+    if not isinstance(reward, type):
+        return isinstance(reward, LeadsConversations)
+    batched = hasattr(reward, "global_post_process_and_metrics")
+    return not batched and (hasattr(reward, "step") or hasattr(reward, "reset"))
 
 
 def _numbered(rewards: Sequence[Reward]) -> dict[str, Reward]:

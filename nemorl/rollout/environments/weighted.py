@@ -33,6 +33,8 @@ class WeightedRewards:
     [0.9]
     """
 
+    max_turns = 1
+
     def __init__(
         self, environments: Mapping[str, EnvironmentInterface], weights: Sequence[float] = ()
     ) -> None:
@@ -79,9 +81,14 @@ class WeightedRewards:
                 strict=True,
             )
         ]
-        first = next(iter(returns.values()))
+        failed = [result.failures for result in returns.values() if result.failures]
+        failures = [next(filter(None, of_one), None) for of_one in zip(*failed, strict=True)]
         return replace(
-            first, rewards=self.total(components), components=components, answers=answers
+            next(iter(returns.values())),
+            rewards=self.total(components),
+            components=components,
+            answers=answers,
+            failures=failures or None,
         )
 
     def global_post_process_and_metrics(

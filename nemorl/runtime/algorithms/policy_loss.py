@@ -22,7 +22,7 @@ from nemorl.losses.rewards import overlong_penalty
 from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
-from nemorl.rollout.collect import Rollouts
+from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
 from nemorl.rollout.signature import name_of
 from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
 from nemorl.runtime.config.own import settings_of
@@ -58,7 +58,7 @@ def make_shaping(config: GRPOConfig) -> Shaping:
     return lambda rollouts: (
         rollouts.rewards
         + overlong_penalty(
-            rollouts.lengths, max_length=limit, buffer=buffer, penalty=overlong.penalty
+            rollouts.longest_responses, max_length=limit, buffer=buffer, penalty=overlong.penalty
         )
     )
 
@@ -70,6 +70,8 @@ def make_advantages(config: GRPOConfig) -> Advantages:
     def advantages(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
         rewards, group_id, mask = shaped(rollouts), rollouts.group_id, batch.loss_mask
         if isinstance(choice, GroupAdvantage):
+            if choice.level == "turn":
+                rewards, group_id = turn_returns(rollouts, discount=config.rollout.discount)
             per_response = adv.advantages(
                 rewards,
                 group_id,
@@ -78,6 +80,8 @@ def make_advantages(config: GRPOConfig) -> Advantages:
                 ddof=choice.ddof,
                 lengths=rollouts.lengths if choice.baseline == "length_weighted" else None,
             )
+            if choice.level == "turn":
+                return adv.to_turns(per_response, turn_numbers(rollouts, batch), mask)
             return adv.to_tokens(per_response, mask)
         if isinstance(choice, OwnAdvantage):
             extra = {"lengths": rollouts.lengths, "loss_mask": mask}

@@ -31,7 +31,7 @@ def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts,
             informative = informative_groups(sampled[-1].rewards, sampled[-1].group_id)
             if informative.any():
                 kept.append(select(sampled[-1], informative.nonzero()[:, 0].tolist()))
-                wanted -= len(kept[-1]) // size
+                wanted -= len(kept[-1].group_id.unique())
             if not wanted:
                 break
     return join(kept or sampled[-1:]), join(sampled)

@@ -41,6 +41,7 @@ def train(
     algorithm: str = "grpo",
     tokenizer: Any = None,
     validation: Rows = None,
+    environment_factory: Any = None,
     callbacks: Sequence[Callback] = (),
     preset: str | None = None,
     **overrides: Any,
@@ -53,7 +54,9 @@ def train(
       DataModule, or several of them
     - `reward_fn`: fn(prompt, response) -> float, fn(prompts, responses) -> list of floats (either
       may name columns of the data), the name of a reward, an environment, or several in a list or
-      mapping; `reward` is the same
+      mapping; `reward` is the same. A class with `step(response)` leads conversations itself
+    - `environment_factory`: a class with tools, whose conversations `reward_fn` judges (see
+      docs/environments.md)
     - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` of GRPO: "dapo", …
     - `overrides`: settings by name where that is unique (`lr=1e-6`), by section and name
       (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`)
@@ -70,6 +73,7 @@ def train(
         train=dataset,
         validation=validation,
         reward=reward_fn,
+        environment=environment_factory,
         callbacks=callbacks,
     )
 
@@ -241,7 +245,7 @@ class Trainer:
             model is not None, "model", "must be given", model, "name a folder, or pass a model"
         )
         given: dict[str, Any] = {"reward_fn": reward_fn, "dataset": dataset}
-        for name in ("validation", "tokenizer", "callbacks", *TRL):
+        for name in ("validation", "tokenizer", "callbacks", "environment_factory", *TRL):
             value, ours = overrides.pop(name, None), TRL.get(name, name)
             if value is not None:
                 remedy = f"it is given as {ours}, too; keep one"
@@ -289,6 +293,7 @@ class Trainer:
             train=given["dataset"],
             validation=given.get("validation"),
             reward=given["reward_fn"],
+            environment=given.get("environment_factory"),
             callbacks=given.get("callbacks") or (),
         )
 

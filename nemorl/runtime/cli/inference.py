@@ -13,10 +13,11 @@ from nemorl.data.prompts import parts_of, warn_of_strings
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.models.source import ModelSource
-from nemorl.rollout.collect import Prompts, collect, join
+from nemorl.rollout.collect import collect, join
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.cli.api import from_keywords, pop_reward
 from nemorl.runtime.cli.settings import (

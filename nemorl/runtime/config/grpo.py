@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemorl.checks import at_least, require
+from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.own import OwnFunction
 
@@ -103,6 +104,10 @@ class GroupAdvantage:
     """Divisor of the difference."""
     ddof: Literal[0, 1] = 1
     """A standard deviation divides by n - ddof."""
+    level: Literal["conversation", "turn"] = "conversation"
+    """What is compared: rewards of whole conversations, or of each turn the discounted sum of its
+    reward and later ones, with the same turn of the group's other conversations.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +237,7 @@ class GRPOConfig(BaseConfig):
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     gap: GapConfig = field(default_factory=GapConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: str | tuple[str, ...] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, think_format, or of your own
     module:function or ./file.py:function, fn(prompt, response), with any data columns as further
@@ -282,6 +288,16 @@ class GRPOConfig(BaseConfig):
                 compares_groups = False
             case _:
                 compares_groups = isinstance(self.advantage, GroupAdvantage)
+        by_turn = isinstance(self.advantage, GroupAdvantage) and self.advantage.level == "turn"
+        for free, requirement in (
+            (self.overlong.buffer > 0, "is not for overlong.buffer, a part of the whole reward"),
+            (
+                getattr(self.advantage, "baseline", "") == "length_weighted",
+                "is not for advantage.baseline length_weighted, which weights whole responses",
+            ),
+        ):
+            remedy = "remove one of them"
+            require(not (by_turn and free), "advantage.level", requirement, "turn", remedy)
         require(
             self.num_generations_per_prompt > 1 or not compares_groups,
             "num_generations_per_prompt",

@@ -29,6 +29,7 @@ FUNCTIONS = ("reward", "loss", "advantage")
 CODE = (
     *FUNCTIONS,
     *("model.trust_remote_code", "trust_remote_code", "generation.python", "generation.engine"),
+    "rollout.environment",
 )
 """All settings that may name code."""
 WORDS = ("dtype", "kv_cache_dtype", "quantization")
@@ -62,6 +63,10 @@ def _code_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, Code]]:
         own = [name for name in names if ":" in name]
         places = [f"{name} {place_of(name)}" for name in own]
         yield setting, Code(", ".join(own), f"--{setting} {shlex.join(names)}", places)
+    name = str(_section(tree, "rollout").get("environment") or "")
+    what = name if ":" in name else ""
+    flag = f"--rollout.environment {shlex.quote(name)}"
+    yield "rollout.environment", Code(what, flag, [f"{name} {place_of(name)}"])
     for section in ("model", ""):
         values = _section(tree, section) if section else tree
         setting = ".".join(filter(None, (section, "trust_remote_code")))

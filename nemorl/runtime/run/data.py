@@ -10,8 +10,9 @@ from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.rows import Row, origin_of
 from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
-from nemorl.rollout.collect import Prompts
+from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.data import DataConfig, require_files
 from nemorl.warn import warn
 
@@ -81,7 +82,8 @@ def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple
     prompts = to_prompts(rows, tokenizer)
     warn_of_unknown(rows, prompts, tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
-    return Prompts(kept, tokens), lengths
+    rollout = getattr(config, "rollout", RolloutConfig())
+    return Prompts(kept, tokens, tokenizer=tokenizer, limits=rollout.limits(longest)), lengths
 
 
 def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:

@@ -16,10 +16,11 @@ from nemorl.data.rows import Row
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.rollout.collect import Prompts, Rollouts, collect
-from nemorl.rollout.conversation import Episode
-from nemorl.rollout.environment import EnvironmentInterface, check_rows
+from nemorl.rollout.collect import Rollouts, collect
+from nemorl.rollout.environment import check_rows
+from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
@@ -101,7 +102,7 @@ class OpenRun:
         *,
         config: BaseConfig,
         tokenizer: Any,
-        environment: EnvironmentInterface | None,
+        environment: Environment | None,
         rows: Sequence[Row],
         validation_rows: Sequence[Row],
         directory: Path,
@@ -335,7 +336,7 @@ class OpenRun:
 
 
 def _answered(
-    run: OpenRun, prompts: Prompts, environment: EnvironmentInterface
+    run: OpenRun, prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
     """Return measurements of greedy answers to prompts, and some of the answers."""
     params = run.config.generation.sampling_params(greedy=True)
@@ -417,17 +418,18 @@ class Step:
     def sample(
         self,
         prompts: Prompts,
-        environment: EnvironmentInterface | Episode | None = None,
+        environment: Environment | None = None,
         *,
         n: int = 1,
         params: SamplingParams | None = None,
     ) -> Rollouts:
-        """Return `n` responses to each prompt by the present weights, judged by the environment or
-        by an episode, `async def episode(row, policy) -> Outcome` (None: by the config's reward).
+        """Return `n` conversations about each prompt with the present weights, led or judged by the
+        environment or by an episode, `async def episode(row, policy) -> Outcome` (None: as the
+        config's `reward` and `rollout` say).
 
         Their random numbers depend on the run's seed and the numbers of their groups, so they are
         the same after a resume. Prompts that have no number, or were sampled before, get new ones.
-        params: None for `config.generation`'s. An episode has one turn.
+        params: None for `config.generation`'s.
 
         Raises: ValueError for prompts of a step that has ended.
         """

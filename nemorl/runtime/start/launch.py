@@ -16,7 +16,7 @@ from nemorl.data.rows import Row
 from nemorl.data.sources import name_of, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environments import Environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import require_rows
 from nemorl.runtime.config.tree import dump_yaml, to_dict
@@ -62,7 +62,7 @@ class Launch:
     model: nn.Module | None
     """A loaded model that was given."""
     tokenizer: Any
-    environment: EnvironmentInterface | None
+    environment: Environment | None
     rows: Sequence[Row]
     data: Sequence[Digest]
     """Digests of the training data sets."""
@@ -87,6 +87,7 @@ def launched(
     train: Rows = None,
     validation: Rows = None,
     reward: Reward | None = None,
+    environment: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
     """Check and read everything but the model, and hold the run's directory in the block.
@@ -106,8 +107,12 @@ def launched(
     RunDirectory.check_missing(config.run)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
-    config = as_given(devices.config, train=train, validation=validation, reward=reward)
-    environment, loggers = environment_of(config, reward), chosen_loggers(config.run.loggers)
+    given: dict[str, Any] = {"train": train, "validation": validation, "reward": reward}
+    config = as_given(devices.config, **given, environment=environment)
+    led, loggers = (
+        environment_of(config, reward, environment),
+        chosen_loggers(config.run.loggers),
+    )
     rows, held_out = read_data(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
@@ -144,7 +149,7 @@ def launched(
                 folder=path,
                 model=model,
                 tokenizer=tokenizer,
-                environment=environment,
+                environment=led,
                 rows=rows,
                 data=data,
                 validation_rows=held_out[: config.run.max_val_samples],

@@ -1,7 +1,7 @@
 """What a run's parts are set up with."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +14,7 @@ from nemorl.models.hub import CONFIG, max_positions, read_config
 from nemorl.openmp import SPINS
 from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.environment import EnvironmentInterface
-from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments import Environment, make_environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
 from nemorl.runtime.config.trust import Trust
@@ -27,9 +26,16 @@ from nemorl.warn import warn
 Config = TypeVar("Config", bound=BaseConfig)
 
 
-def as_given(config: Config, *, train: Rows, validation: Rows, reward: Reward | None) -> Config:
-    """Return the config with the names of what was given in Python. A reward without a name is
-    noted, so that a resume without it is an error.
+def as_given(
+    config: Config,
+    *,
+    train: Rows,
+    validation: Rows,
+    reward: Reward | None,
+    environment: Any = None,
+) -> Config:
+    """Return the config with the names of what was given in Python. A reward or an environment
+    without a name is noted, so that a resume without it is an error.
     """
 
     def named(value: Any) -> Any:
@@ -40,15 +46,24 @@ def as_given(config: Config, *, train: Rows, validation: Rows, reward: Reward | 
     given = {"train": named(train), "validation": named(validation)}
     data = {key: name for key, name in given.items() if name}
     config = replace(config, data=replace(config.data, **data))
+    if environment is not None and hasattr(config, "rollout"):
+        kept = environment if isinstance(environment, str) else _given([environment])
+        changed = {"rollout": replace(config.rollout, environment=kept)}
+        config = replace(config, **changed)
     if reward is None or not hasattr(config, "reward"):
         return config
     parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [reward]
-    functions = ", ".join(
+    changed = {"reward": named(reward) or _given(parts)}
+    return replace(config, **changed)
+
+
+def _given(parts: Sequence[Any]) -> str:
+    """Return what config.yaml keeps of functions and classes given in Python."""
+    names = [
         part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         for part in parts
-    )
-    changed: Any = {"reward": named(reward) or f"{GIVEN} ({functions})"}
-    return replace(config, **changed)
+    ]
+    return f"{GIVEN} ({', '.join(names)})"
 
 
 def kept(config: Config) -> Config:
@@ -107,8 +122,22 @@ def with_response_length(config: Config) -> Config:
     return replace(config, generation=replace(config.generation, max_new_tokens=fits))
 
 
-def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInterface | None:
-    """Return the given reward or the configured one; None for an algorithm without rewards."""
+def environment_of(
+    config: BaseConfig, reward: Reward | None, environment: Any = None
+) -> Environment | None:
+    """Return the given environment and reward or the configured ones; None for an algorithm without
+    rewards.
+    """
+    rollout = getattr(config, "rollout", None)
+    require(
+        environment is None or rollout is not None,
+        "environment_factory",
+        f"can't be given here, because {type(config).__name__} samples no conversations",
+        environment,
+        "remove it",
+    )
+    if environment is None and rollout is not None:
+        environment = rollout.environment
     if not hasattr(config, "reward"):
         require(
             reward is None,
@@ -122,7 +151,13 @@ def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInte
         config.reward if reward is None else reward,
         getattr(config, "reward_weights", ()),
         getattr(config, "reward_kwargs", {}),
+        environment=environment,
+        chosen=reward is not None or config.reward != _default_reward(config),
     )
+
+
+def _default_reward(config: BaseConfig) -> Any:
+    return next(each.default for each in fields(config) if each.name == "reward")
 
 
 def generation_config(

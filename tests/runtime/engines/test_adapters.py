@@ -10,10 +10,11 @@ from nemorl.models.adapters import adapted_layers
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors, adapters_off
-from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.engines.weights import WeightSender
 from nemorl.runtime.run.weight_sync import sync_weights

@@ -595,8 +595,8 @@ class Counting(TorchGenerationBackend):
 
     tokens = 0
 
-    def generate(self, prompts, sampling_params):
-        answers = super().generate(prompts, sampling_params)
+    async def sample(self, prompt, params):
+        answers = await super().sample(prompt, params)
         self.tokens += sum(len(one.token_ids) for one in answers)
         return answers
 

@@ -186,9 +186,10 @@ class Watched(TorchGenerationBackend):
         self.events.append(f"weights {version}")
         return version
 
-    def generate(self, prompts, sampling_params):
-        self.events.append("generate")
-        return super().generate(prompts, sampling_params)
+    def _step(self, new, dropped):
+        if new:
+            self.events.append("generate")
+        super()._step(new, dropped)
 
     def sleep(self) -> None:
         self.events.append("sleep")

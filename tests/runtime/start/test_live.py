@@ -120,13 +120,13 @@ def test_deterministic_kernels_where_the_engine_computes_too(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr("nemorl.parallel.dtensor.backend.deterministic_kernels", nullcontext())
     found = []
-    sample = TorchGenerationBackend.generate
+    step = TorchGenerationBackend._step
 
     def watched(self, *args):
         found.append(torch.are_deterministic_algorithms_enabled())
-        return sample(self, *args)
+        return step(self, *args)
 
-    monkeypatch.setattr(TorchGenerationBackend, "generate", watched)
+    monkeypatch.setattr(TorchGenerationBackend, "_step", watched)
     config = on_ranks(grpo_config(tmp_path / "run", steps=1), folder)
     go(replace(config, trainer=replace(config.trainer, deterministic=deterministic)))
     assert found and set(found) == {deterministic}
@@ -416,7 +416,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
     """
     backends: list[DTensorBackend] = []
     found: list[list[dict[str, int]]] = []
-    set_up, generate = DTensorBackend.setup, TorchGenerationBackend.generate
+    set_up, step = DTensorBackend.setup, TorchGenerationBackend._step
 
     def setup(self, config):
         backends.append(self)
@@ -424,12 +424,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()  # in place of a file's mapped memory
 
-    def watched(self, *args):
-        found.append([held(backend) for backend in backends if backend._model is not None])
-        return generate(self, *args)
+    def watched(self, new, dropped):
+        if new:
+            found.append([held(backend) for backend in backends if backend._model is not None])
+        step(self, new, dropped)
 
     monkeypatch.setattr(DTensorBackend, "setup", setup)
-    monkeypatch.setattr(TorchGenerationBackend, "generate", watched)
+    monkeypatch.setattr(TorchGenerationBackend, "_step", watched)
     monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)
     return found
 

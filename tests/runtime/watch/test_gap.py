@@ -41,9 +41,17 @@ class Skewed(TorchGenerationBackend):
     nats: ClassVar[dict[tuple[int, int], float]] = {}
     """(response of the batch, token) -> how much too high."""
 
-    def generate(self, prompts: Any, sampling_params: Any) -> Any:
-        completions = super().generate(prompts, sampling_params)
-        if not isinstance(sampling_params, list) or sampling_params[0].temperature == 0:
+    begun = 0
+    """Responses since it was woken."""
+
+    def wake(self) -> None:
+        self.begun = 0
+        super().wake()
+
+    async def sample(self, prompt: Any, params: Any) -> Any:
+        begin, self.begun = self.begun, self.begun + params.n
+        completions = await super().sample(prompt, params)
+        if params.temperature == 0:
             return completions
         shift = math.log(self.factors.get(self.policy_version, 1.0))
         return [
@@ -54,7 +62,7 @@ class Skewed(TorchGenerationBackend):
                     for j, logprob in enumerate(c.logprobs)
                 ),
             )
-            for i, c in enumerate(completions)
+            for i, c in enumerate(completions, start=begin)
         ]
 
 

@@ -1,0 +1,142 @@
+"""A conversation's context: messages as token ids, earlier turns' as the engine made them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemorl.checks import require
+from nemorl.data.messages import tokenize_prompt
+from nemorl.data.templates import Message, Template
+from nemorl.rollout.generation import Completion
+from nemorl.rollout.tool_calls import read_message
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Context:
+    """Renders messages to token ids, and keeps what was sampled.
+
+    A prompt goes on with the tokens before it wherever the chat template renders the messages
+    before as it did then. White space around what was sampled is not compared: templates trim it.
+    Otherwise, as where a template removes earlier reasoning, the prompt is the template's own
+    rendering of all messages, which begins another segment of the conversation.
+    """
+
+    tokenizer: Any
+    messages: Sequence[Message]
+    """Of the row's prompt."""
+    prompt: Sequence[int]
+    """Token ids of `messages`."""
+    plain: bool = False
+    """The prompt is text without a chat template: what follows is appended as it is."""
+    tools: Tools = ()
+    _asked: tuple[list[Message], Tools] = ([], ())
+    """What the last prompt was made of."""
+    _said: list[tuple[Message, str]] = field(default_factory=list)
+    """Answers as they were returned, and their text as it was sampled."""
+    _last: tuple[tuple[int, ...], str, str] | None = None
+    """Tokens up to the end of the last answer, its text, and that of the token that ended it."""
+
+    def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
+        """Return the token ids that the model is given for messages."""
+        tools = list(tools or self.tools)
+        known = self._as_sampled([dict(message) for message in messages])
+        asked, self._asked = self._asked, (known, tools)
+        if known == list(self.messages) and tools == list(self.tools):
+            return tuple(self.prompt)
+        remedy = "give Prompts the tokenizer, or use sample"
+        there = self.tokenizer is not None
+        require(there, "chat", "needs the prompts' tokenizer", self.tokenizer, remedy)
+        if self._last is not None:
+            tokens, said, end = self._last
+            before, text = self._rendered(*asked), self._rendered(known, tools)
+            rest = following(text, before, said, end, plain=self.plain)
+            if rest is not None:
+                return (*tokens, *_ids(self.tokenizer, rest))
+        options: dict[str, Any] = {"tools": tools} if tools else {}
+        if self.plain:
+            options["chat_template"] = "passthrough"
+        return tuple(tokenize_prompt(self.tokenizer, known, **options))
+
+    def add(self, prompt: tuple[int, ...], completion: Completion) -> Message:
+        """Keep an answer to the last prompt, and return it as a message."""
+        self.tokenizer = self.tokenizer or completion.tokenizer
+        if self.tokenizer is None:
+            return {"role": "assistant", "content": completion.text}
+        said, end = self._spoken(prompt, completion)
+        self._last = ((*prompt, *completion.token_ids), said, end)
+        tools = self._asked[1]
+        source = self._template(tools).source() if tools else ""
+        message = read_message(said, completion.text, tools, source)
+        self._said.append((message, said))
+        return message
+
+    def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
+        """Return a completion's text, special tokens in it included, and that of its end token."""
+        ids = completion.token_ids
+        ended = bool(ids) and not completion.truncated and ids[-1] in self.tokenizer.all_special_ids
+        # With the token before it, of which some tokenizers make a space.
+        before = self._decoded(prompt[-1:])
+        said = self._decoded((*prompt[-1:], *(ids[:-1] if ended else ids)))
+        return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(list(ids), **options)
+
+    def _as_sampled(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with each answer's text as it was sampled: no template writes a call of a
+        tool exactly as the model did.
+        """
+        said, found = iter([*self._said, (None, "")]), []
+        expected, text = next(said)
+        for message in messages:
+            if expected is not None and message == expected:
+                message = {"role": "assistant", "content": text.strip() if text.strip() else text}
+                expected, text = next(said)
+            found.append(message)
+        return found
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
+        if self.plain:
+            return "".join(str(message["content"]) for message in messages)
+        template, options = self._template(tools), {"add_generation_prompt": True}
+        text = template.render(messages, **options)
+        if tools and text == self._template(()).render(messages, **options):
+            remedy = "choose one that renders tools (--model.chat-template)"
+            names = [tool.get("function", tool).get("name") for tool in tools]
+            require(False, "the chat template", "must render tools", names, remedy)
+        return text
+
+    def _template(self, tools: Tools) -> Template:
+        return Template(self.tokenizer, None, [dict(tool) for tool in tools] or None, {})
+
+
+def following(text: str, before: str, said: str, end: str, *, plain: bool = False) -> str | None:
+    """Return what a rendering adds after an answer, None where it renders what precedes otherwise.
+
+    text: all messages as the template renders them now. before: the answer's prompt, as it rendered
+    it then. said, end: the answer as it was sampled, and its end token. plain: no template writes
+    the end token.
+
+    >>> following("<u>hi<a> yes <e><u>why?<a>", "<u>hi<a>", "yes", "<e>")
+    '<u>why?<a>'
+    >>> following("<u>hi<a>no<e><u>why?<a>", "<u>hi<a>", "yes", "<e>") is None
+    True
+    """
+    if not text.startswith(before):
+        return None
+    rest, said = text[len(before) :], said.strip()
+    bare = rest.lstrip() if said else rest
+    if not bare.startswith(said):
+        return None
+    rest = bare[len(said) :]
+    if plain or not end:
+        return rest
+    bare = rest.lstrip()
+    return bare[len(end) :] if bare.startswith(end) else None
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,281 @@
+"""Environments written as classes, an object for each conversation: ours, TRL's, SkyRL-Gym's."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from nemorl.checks import as_number, require, short
+from nemorl.data.rows import Row, own_copy
+from nemorl.data.templates import Message
+from nemorl.rollout.conversation import (
+    DEFAULT_TURNS,
+    ContextFull,
+    Episode,
+    Limits,
+    Outcome,
+    Policy,
+)
+from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
+from nemorl.rollout.episodes import judging
+from nemorl.rollout.rounds import Rounds, called
+from nemorl.rollout.signature import ENVIRONMENT, name_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnResult:
+    """What an environment's `step` returns.
+
+    Where it has no more to say, a tuple (observation, reward, done), or Gymnasium's
+    (observation, reward, terminated, truncated, info), is the same.
+    """
+
+    observation: Any = None
+    """What the model is told next: text of the user's, a message, or a list of messages."""
+    reward: float = 0.0
+    """Of this turn."""
+    done: bool = False
+    """Whether the conversation is over."""
+    answer: str | None = None
+    """What was read as the answer, for the sample log."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Measurements, averaged over the conversations; of one name the last counts."""
+    stop: Sequence[str] = ()
+    """Strings that end the next response, besides the run's."""
+    truncated: bool = False
+    """Whether a limit of the environment ended the conversation."""
+
+
+@dataclass(frozen=True)
+class ClassEnvironment:
+    """A class as an environment: an object of it for each conversation.
+
+    With a method `step(response) -> TurnResult` it leads the conversation. `reset(**columns)` gets
+    the columns of the row that it names, and may return what is added to the prompt.
+    Without `step` its public methods are tools, as in TRL's `environment_factory`; `judge` gives
+    the reward then, and `get_reward()`, if the class has it, is added to that.
+    With SkyRL-Gym's `init(prompt)` the object is made as `cls(extras=row)`.
+
+    Methods may be `async`; others are called in threads. `close()`, if any, is called at the end in
+    any case. What a method raises fails its conversation alone, as does a call of more than
+    `timeout_s`.
+
+    Raises: ValueError for a class with neither, and for tools without annotations or docstrings.
+    """
+
+    make: Callable[..., Any]
+    judge: EnvironmentInterface | None = None
+
+    def __post_init__(self) -> None:
+        leads = self.has("step")
+        require(
+            leads or self.has("reset"),
+            f"environment {self.name!r}",
+            "must have a method step(response), or reset(**columns) and methods that are tools",
+            sorted(name for name in dir(self.kind) if not name.startswith("_")),
+            "add one",
+        )
+        if not leads:
+            schemas_of(tools_of(self.kind))
+            require(
+                self.judge is not None or self.has("get_reward"),
+                f"environment {self.name!r}",
+                "must have get_reward() where no reward function judges it",
+                None,
+                "add it, or give a reward",
+            )
+
+    @cached_property
+    def kind(self) -> Any:
+        return kind_of(self.make)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.make)
+
+    def has(self, method: str) -> bool:
+        return callable(getattr(self.kind, method, None))
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError for rows that the judge, or `check(rows)` of the class, refuses."""
+        if (check := getattr(self.kind, "check", None)) is not None:
+            check(rows)
+        if (check := getattr(self.judge, "check", None)) is not None:
+            check([beside(row, self.kind) for row in rows])
+
+    def episode(self, rounds: Rounds, limits: Limits) -> Episode:
+        """Return the episode of one conversation."""
+        most = limits.max_turns or getattr(self.kind, "max_turns", None) or DEFAULT_TURNS
+        judge = None if self.judge is None else judging(self.judge)
+
+        async def call(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+            what = f"environment {self.name!r}: {getattr(method, '__name__', method)}"
+            return await called(rounds, method, *args, seconds=limits.timeout_s, what=what, **named)
+
+        async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
+            async with self._opened(row, policy, call) as (environment, messages):
+                if self.has("step"):
+                    lead = _skyrl_steps if self.has("init") else _steps
+                    return await lead(environment, messages, policy, call, most)
+                log, outcome = await use_tools(environment, messages, policy, call, most)
+                if judge is not None:
+                    after = await rounds.together(judge, (log, beside(row, environment)))
+                    outcome = replace(outcome, reward=after.reward, components=after.components)
+                if self.has("get_reward"):
+                    own = as_number(await call(environment.get_reward))
+                    parts = {"get_reward": own, **outcome.components}
+                    outcome = replace(outcome, reward=outcome.reward + own, components=parts)
+                return outcome
+
+        return episode
+
+    @asynccontextmanager
+    async def _opened(
+        self, row: Mapping[str, Any], policy: Policy, call: Callable[..., Awaitable[Any]]
+    ) -> AsyncIterator[tuple[Any, list[Message]]]:
+        """Make an object and set it up; close it in any case."""
+        messages = list(policy.messages)
+        if self.has("init"):
+            environment = await call(self.make, extras=own_copy(dict(row)))
+        else:
+            environment = await call(self.make)
+        try:
+            if self.has("init"):
+                messages = list((await call(environment.init, messages))[0])
+            elif self.has("reset"):
+                reset = environment.reset
+                said = await call(reset, **_named(reset, own_copy(dict(row))))
+                messages = with_observation(messages, said)
+            yield environment, messages
+        finally:
+            if callable(close := getattr(environment, "close", None)):
+                await call(close)
+
+
+def kind_of(make: Callable[..., Any]) -> Any:
+    """Return a class; of a factory what it says it returns, else the class of what it makes."""
+    if isinstance(make, type):
+        return make
+    said = inspect.signature(make).return_annotation
+    return said if isinstance(said, type) else type(make())
+
+
+def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
+    """Return a row with an environment, for reward functions that name it as a parameter."""
+    columns = dict.fromkeys(ENVIRONMENT, environment)
+    return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
+
+
+def _named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a function names, or all if it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in parameters}
+
+
+def with_observation(messages: Sequence[Message], observation: Any) -> list[Message]:
+    """Return messages with an observation: text goes on with the last message of the user's.
+
+    >>> with_observation([{"role": "user", "content": "Play."}], " Your turn.")
+    [{'role': 'user', 'content': 'Play. Your turn.'}]
+    """
+    if observation is None or observation == "":
+        return list(messages)
+    if isinstance(observation, Mapping):
+        return [*messages, observation]
+    if not isinstance(observation, str):
+        require(
+            isinstance(observation, Sequence) and all(isinstance(m, Mapping) for m in observation),
+            "an observation",
+            "must be text, a message or a list of messages",
+            observation,
+            "return text",
+        )
+        return [*messages, *observation]
+    last = messages[-1] if messages else {}
+    if last.get("role") == "user" and isinstance(last["content"], str):
+        return [*messages[:-1], {**last, "content": last["content"] + observation}]
+    return [*messages, {"role": "user", "content": observation}]
+
+
+async def _steps(
+    environment: Any,
+    messages: list[Message],
+    policy: Policy,
+    call: Callable[..., Awaitable[Any]],
+    most: int,
+) -> Outcome:
+    """Lead a conversation by `step(response)`."""
+    return await _led(environment.step, messages, policy, call, most, turn_result)
+
+
+async def _skyrl_steps(
+    environment: Any,
+    messages: list[Message],
+    policy: Policy,
+    call: Callable[..., Awaitable[Any]],
+    most: int,
+) -> Outcome:
+    """Lead a conversation by SkyRL-Gym's `step(action)`, and measure `get_metrics()`."""
+    most = max(most, getattr(environment, "max_turns", 1))
+    outcome = await _led(environment.step, messages, policy, call, most, _skyrl_result)
+    found = await call(environment.get_metrics)
+    numbers = {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
+    return replace(outcome, metrics=numbers)
+
+
+def _skyrl_result(found: Mapping[str, Any]) -> TurnResult:
+    return TurnResult(
+        observation=found["observations"] or None, reward=found["reward"], done=found["done"]
+    )
+
+
+async def _led(
+    step: Callable[..., Any],
+    messages: list[Message],
+    policy: Policy,
+    call: Callable[..., Awaitable[Any]],
+    most: int,
+    read: Callable[[Any], TurnResult],
+) -> Outcome:
+    outcome, stop = Outcome(truncated=True), tuple[str, ...]()
+    for _ in range(most):
+        try:
+            message = await policy.chat(messages, stop=stop)
+        except ContextFull:
+            break
+        after = read(await call(step, message["content"]))
+        outcome = replace(
+            outcome,
+            turn_rewards=[*outcome.turn_rewards, after.reward],
+            answer=outcome.answer if after.answer is None else after.answer,
+            metrics={**outcome.metrics, **after.metrics},
+            truncated=after.truncated or not after.done,
+        )
+        if after.done or after.truncated:
+            break
+        messages = with_observation([*messages, message], after.observation)
+        stop = tuple(after.stop)
+    return outcome
+
+
+def turn_result(found: Any) -> TurnResult:
+    """Return what a `step` returned as a `TurnResult`. Raises: ValueError for anything else.
+
+    >>> turn_result(("Go on.", 0.5, False)).observation
+    'Go on.'
+    """
+    if isinstance(found, TurnResult):
+        return found
+    if isinstance(found, tuple) and len(found) in (3, 4, 5):
+        observation, reward, done = found[:3]
+        cut = bool(found[3]) if len(found) == 5 else False
+        return TurnResult(observation=observation, reward=reward, done=bool(done), truncated=cut)
+    raise ValueError(
+        "step must return a TurnResult, or (observation, reward, done), but it returned"
+        f" {short(found)}: return nemorl.TurnResult(observation=…, reward=…, done=…)"
+    )

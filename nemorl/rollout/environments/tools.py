@@ -1,0 +1,131 @@
+"""Tools: public methods of an object that the model calls (TRL's `environment_factory`)."""
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from nemorl.data.templates import Message
+from nemorl.rollout.conversation import ContextFull, Outcome, Policy
+
+NOT_TOOLS = ("reset", "get_reward", "close", "check")
+"""Public methods that are no tools."""
+
+
+def tools_of(environment: Any) -> list[Callable[..., Any]]:
+    """Return the tools of an object, or of a class: its public methods, by name.
+
+    >>> class Adder:
+    ...     def add(self, a: int, b: int) -> int: ...
+    >>> [tool.__name__ for tool in tools_of(Adder)]
+    ['add']
+    """
+    kind = environment if isinstance(environment, type) else type(environment)
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    public = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
+    return [getattr(environment, name) for name in public]
+
+
+def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools, of their annotations and their docstrings' `Args:`.
+
+    Raises: ValueError for a tool without them, and for two of one name.
+    """
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+    )
+
+    names = [tool.__name__ for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"tools must have names of their own, but there are two {name!r}")
+    found = []
+    for tool in tools:
+        try:
+            found.append(get_json_schema(_without_self(tool)))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ValueError(
+                f"tool {tool.__name__!r} must have annotated parameters, and a docstring whose"
+                f" `Args:` describes each of them ({error}): add them"
+            ) from None
+    return found
+
+
+def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function without the first parameter of a class's method."""
+    first = next(iter(inspect.signature(tool).parameters), "")
+    if first != "self":
+        return tool
+
+    def bound(*args: Any, **named: Any) -> Any:
+        return tool(None, *args, **named)
+
+    parameters = list(inspect.signature(tool).parameters.values())[1:]
+    annotations = inspect.get_annotations(tool, eval_str=True)
+    bound.__name__, bound.__doc__, bound.__annotations__ = tool.__name__, tool.__doc__, annotations
+    vars(bound)["__signature__"] = inspect.Signature(parameters)
+    return bound
+
+
+async def use_tools(
+    environment: Any,
+    messages: list[Message],
+    policy: Policy,
+    call: Callable[..., Awaitable[Any]],
+    most: int,
+) -> tuple[list[Message], Outcome]:
+    """Have the model call an environment's tools until it answers without a call.
+
+    A call that can't be read, of an unknown tool, with wrong arguments, or whose tool raises, gets
+    the error as its result. Returns the messages, and an outcome without a reward.
+    """
+    tools = {tool.__name__: tool for tool in tools_of(environment)}
+    schemas = schemas_of(list(tools.values()))
+    used = failed = 0
+    for turn in range(most):
+        try:
+            message = await policy.chat(messages, tools=schemas)
+        except ContextFull:
+            if not turn:
+                raise
+            break
+        messages = [*messages, message]
+        if not (calls := message.get("tool_calls")):
+            return messages, _outcome(message["content"], used, failed, truncated=False)
+        for each in calls:
+            content, good = await _result(each, tools, call)
+            used, failed = used + 1, failed + (not good)
+            name = each.get("function", {}).get("name", "")
+            messages.append({"role": "tool", "name": name, "content": content})
+    return messages, _outcome(None, used, failed, truncated=True)
+
+
+def _outcome(answer: str | None, used: int, failed: int, *, truncated: bool) -> Outcome:
+    metrics = {"tool_calls": float(used)}
+    if used:
+        metrics["tool_errors"] = failed / used
+    return Outcome(answer=answer, metrics=metrics, truncated=truncated)
+
+
+async def _result(
+    asked: Mapping[str, Any],
+    tools: Mapping[str, Callable[..., Any]],
+    call: Callable[..., Awaitable[Any]],
+) -> tuple[str, bool]:
+    """Return the result of a call as text, and whether it is no error."""
+    if asked["type"] == "error":
+        return f"Error: {asked['error']}", False
+    name, arguments = asked["function"]["name"], asked["function"]["arguments"]
+    if name not in tools:
+        return f"Error: there is no tool {name!r}; there are {', '.join(tools)}", False
+    try:
+        inspect.signature(tools[name]).bind(**arguments)
+    except TypeError as error:
+        return f"Error: {name} can't be called so: {error}", False
+    try:
+        found = await call(tools[name], **arguments)
+    except Exception as error:
+        return f"Error: {type(error).__name__}: {error}", False
+    return (found if isinstance(found, str) else json.dumps(found, default=str)), True

@@ -1,0 +1,57 @@
+"""Prompts of a data set, as a generator gets them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemorl.checks import require
+from nemorl.data.datasets import as_messages, prompt_of
+from nemorl.data.templates import Message
+from nemorl.rollout.conversation import Limits
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of a data set and their prompts as token ids."""
+
+    rows: Sequence[Mapping[str, Any]]
+    token_ids: Sequence[Sequence[int]]
+    groups: Sequence[int] = ()
+    """The number of each prompt's group in the run; empty: not numbered yet."""
+    tokenizer: Any = None
+    """The one that made `token_ids`, with its chat template: for the messages of later turns."""
+    limits: Limits = Limits()
+    """Of the conversations about them."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "groups") if self.groups else ("token_ids",):
+            count = len(getattr(self, name))
+            fits = f"must have an entry for each of the {len(self.rows)} rows"
+            require(count == len(self.rows), name, fits, count, "take them from one data set")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: Sequence[int]) -> "Prompts":
+        return replace(
+            self,
+            rows=[self.rows[i] for i in indices],
+            token_ids=[self.token_ids[i] for i in indices],
+            groups=[self.groups[i] for i in indices] if self.groups else (),
+        )
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """Return a row's prompt as messages; none of a row without a prompt.
+
+    >>> messages_of({"prompt": "1+1="}), messages_of({})
+    ([{'role': 'user', 'content': '1+1='}], [])
+    """
+    if row.get("prompt") is None and row.get("messages") is None:
+        return []
+    return as_messages(prompt_of(row), "prompt", "user")
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """Return the text of a row's prompt, a message a line."""
+    return "\n".join(str(message["content"]) for message in messages_of(row))

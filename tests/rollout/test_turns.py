@@ -1,0 +1,324 @@
+"""Conversations of several turns: contexts, environments of batches and of classes, failures."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemorl.losses import advantages
+from nemorl.rollout.collect import collect, join, to_token_batch, turn_numbers, turn_returns
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.conversation import ContextFull, ConversationFailed, Limits, Outcome
+from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments.classes import TurnResult
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
+PROMPTS = Prompts(
+    ROWS,
+    [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS],
+    tokenizer=TOKENIZER,
+    limits=Limits(max_tokens=60),
+)
+SAMPLING = SamplingParams(n=3, max_new_tokens=5, temperature=0.8)
+
+
+@pytest.fixture
+def generator() -> TorchGenerationBackend:
+    backend = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    return backend
+
+
+class Count:
+    """Counts to three; its rewards are 1, 2, 3."""
+
+    opened = closed = 0
+
+    def reset(self, answer: str) -> str:
+        self.turn, self.answer = 0, answer
+        Count.opened += 1
+        return "7"
+
+    def step(self, response: str) -> TurnResult:
+        self.turn += 1
+        return TurnResult(
+            observation="1+",
+            reward=float(self.turn),
+            done=self.turn == 3,
+            answer=response,
+            metrics={"turn": self.turn},
+        )
+
+    def close(self) -> None:
+        Count.closed += 1
+
+
+class Batched:
+    """The same as an environment of batches."""
+
+    max_turns = 3
+
+    def __init__(self):
+        self.sizes = []
+
+    def step(self, message_log_batch, metadata):
+        turns = [sum(m["role"] == "assistant" for m in log) for log in message_log_batch]
+        self.sizes.append(len(turns))
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "1+"}] * len(turns),
+            metadata=[{**row, "turn": turn} for row, turn in zip(metadata, turns, strict=True)],
+            next_stop_strings=[None] * len(turns),
+            rewards=[float(turn) for turn in turns],
+            terminateds=[turn == 3 for turn in turns],
+            answers=[log[-1]["content"] for log in message_log_batch],
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+def test_what_a_class_is_told_follows_what_it_heard(generator):
+    Count.opened = Count.closed = 0
+    found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    assert found.num_turns.tolist() == [3] * 9 and Count.opened == Count.closed == 9
+    assert found.rewards.tolist() == [6.0] * 9 and found.metrics == {"turn": 3.0}
+    assert not found.failed
+    batch, turns = to_token_batch(found), None
+    turns = turn_numbers(found, batch)
+    assert turns.amax(-1).tolist() == [3] * 9
+    assert torch.equal(turns > 0, batch.loss_mask)
+    for number, each in enumerate(found.conversations):
+        prompt, *_ = (turn.prompt for turn in each.turns)
+        assert list(prompt) == [*PROMPTS.token_ids[number // 3], *TOKENIZER("7")["input_ids"]]
+        tokens = list(prompt)
+        for before, after in zip(each.turns, each.turns[1:], strict=False):
+            tokens += [*before.completion.token_ids, *TOKENIZER("1+")["input_ids"]]
+            assert list(after.prompt) == tokens
+        assert found.answers[number] == each.turns[-1].completion.text
+    response = batch.response_mask.sum(-1) - batch.loss_mask.sum(-1)
+    assert response.tolist() == [4] * 9  # two observations of two tokens
+
+
+def test_an_environment_of_batches_has_turns(generator):
+    environment = Batched()
+    found = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+    assert found.num_turns.tolist() == [3] * 9
+    assert found.rewards.tolist() == [6.0] * 9
+    assert sum(environment.sizes) == 27
+    alone = collect(
+        generator, Batched(), replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
+    )
+    said = [[t.completion.token_ids for t in each.turns] for each in found.conversations[6:]]
+    assert said == [[t.completion.token_ids for t in each.turns] for each in alone.conversations]
+
+
+def test_a_limit_on_turns_or_tokens_ends_a_conversation(generator):
+    for environment in (Batched(), make_environment(Count)):
+        limited = replace(PROMPTS, limits=Limits(max_turns=2, max_tokens=60))
+        found = collect(generator, environment, limited, SAMPLING, seed=1)
+        assert found.num_turns.tolist() == [2] * 9 and found.truncated.all()
+        assert found.rewards.tolist() == [3.0] * 9
+        limited = replace(PROMPTS, limits=Limits(max_tokens=13))
+        found = collect(generator, environment, limited, SAMPLING, seed=1)
+        assert found.truncated.all() and found.num_turns.max() <= 3
+        assert to_token_batch(found).lengths.max() <= 13
+
+
+def test_an_episode_whose_context_is_full_is_truncated(generator):
+    async def talks(row, policy) -> Outcome:
+        log = list(policy.messages)
+        while True:
+            log += [await policy.chat(log), {"role": "user", "content": "1+"}]
+
+    limited = replace(PROMPTS, limits=Limits(max_tokens=20))
+    found = collect(generator, talks, limited, SAMPLING, seed=1)
+    assert found.truncated.all() and found.rewards.tolist() == [0.0] * 9
+    with pytest.raises(ContextFull, match=r"4 tokens, and the longest sequence is 4 \(data\.max"):
+        collect(generator, talks, replace(PROMPTS, limits=Limits(max_tokens=4)), SAMPLING, seed=1)
+
+
+def test_returns_of_turns_and_their_groups(generator):
+    found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    returns, groups = turn_returns(found, discount=0.5)
+    assert returns.tolist() == [1 + 0.5 * 2 + 0.25 * 3, 2 + 0.5 * 3, 3.0] * 9
+    assert groups.tolist() == [*[0, 1, 2] * 3, *[3, 4, 5] * 3, *[6, 7, 8] * 3]
+    discounted = replace(PROMPTS, limits=Limits(max_tokens=60, discount=0.5))
+    found = collect(generator, make_environment(Count), discounted, SAMPLING, seed=1)
+    assert found.rewards.tolist() == [2.75] * 9
+
+
+def test_a_turns_advantage_is_at_its_tokens(generator):
+    found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    batch = to_token_batch(found)
+    turns = turn_numbers(found, batch)
+    values = torch.arange(27.0)
+    placed = advantages.to_turns(values, turns, batch.loss_mask)
+    for row in range(9):
+        for turn in (1, 2, 3):
+            assert (placed[row][turns[row] == turn] == 3 * row + turn - 1).all()
+    assert (placed[~batch.loss_mask] == 0).all()
+
+
+class Unlucky(Count):
+    """Fails for the second member of each group, and for the second row."""
+
+    failing: tuple[str, ...] = ()
+
+    def step(self, response: str) -> TurnResult:
+        if self.answer in self.failing and self.turn == 1:
+            raise KeyError("lost")
+        return super().step(response)
+
+
+def test_a_conversation_that_fails_ends_alone(generator):
+    class Second(Unlucky):
+        failing = ("2",)
+
+    Count.opened = Count.closed = 0
+    found = collect(generator, make_environment(Second), PROMPTS, SAMPLING, seed=1)
+    expected = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    assert found.group_id.tolist() == [0] * 3 + [2] * 3
+    assert {each.outcome.reason for each in found.failed} == {"KeyError: 'lost'"}
+    assert [len(each.turns) for each in found.failed] == [2] * 3
+    kept = [each for each in expected.conversations if each.group != 1]
+    assert [each.turns for each in found.conversations] == [each.turns for each in kept]
+    assert Count.closed == Count.opened == 9 + 3 * 2 + 9  # the second group three times
+
+
+def test_members_are_missing_and_the_baseline_is_of_the_others(generator):
+    """The paper's formula over the members that are left, by hand."""
+
+    async def sometimes(row, policy) -> Outcome:
+        said = await policy.sample(policy.prompt)
+        if row["answer"] == "1" and (hash(said.token_ids) % 3 == 0 or sum(said.token_ids) % 2):
+            raise ConversationFailed("no judge")
+        return Outcome(reward=float(sum(said.token_ids)))
+
+    sampling = replace(SAMPLING, n=6)
+    found = collect(generator, sometimes, PROMPTS, sampling, seed=1)
+    sizes = [found.group_id.tolist().count(group) for group in range(3)]
+    assert sizes[1:] == [6, 6] and 2 <= sizes[0] < 6 and len(found.failed) == 6 - sizes[0]
+    values = advantages.grpo(found.rewards, found.group_id)
+    for group in range(3):
+        rewards = found.rewards[found.group_id == group].double()
+        mean = sum(rewards) / len(rewards)
+        std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+        expected = [(r - mean) / (std + 1e-6) for r in rewards]
+        torch.testing.assert_close(values[found.group_id == group].double(), torch.stack(expected))
+
+
+def test_a_group_gets_replacements_where_less_than_two_are_left(generator):
+    begun: dict[str, int] = {}
+
+    async def at_first(row, policy) -> Outcome:
+        begun[row["answer"]] = number = begun.get(row["answer"], 0) + 1
+        said = await policy.sample(policy.prompt)
+        if row["answer"] == "4" and number <= 3:
+            raise ConversationFailed("no judge")
+        return Outcome(reward=float(len(said.text)))
+
+    found = collect(generator, at_first, PROMPTS, SAMPLING, seed=1)
+    assert begun == {"1": 3, "2": 3, "4": 6} and not found.failed
+    first = collect(
+        generator, FunctionalRewardWrapper(lambda response: 0.0), PROMPTS, SAMPLING, seed=1
+    )
+    assert found.conversations[0].turns == first.conversations[0].turns
+    assert found.conversations[6].turns != first.conversations[6].turns
+
+
+def test_rewards_that_fail_for_one_response_leave_it_out(generator):
+    def reward(response: str, answer: str) -> float:
+        if answer == "2":
+            raise ConversationFailed("the judge is down")
+        return 1.0
+
+    async def awaited(response: str, answer: str) -> float:
+        return reward(response, answer)
+
+    for fn in (reward, awaited):
+        for environment in (make_environment(fn), make_environment([fn, "exact_match"])):
+            found = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+            assert found.group_id.tolist() == [0] * 3 + [2] * 3
+            reasons = {each.outcome.reason for each in found.failed}
+            assert reasons == {"ConversationFailed: the judge is down"}
+    assert len(join([found, found]).failed) == 6
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (TurnResult(reward=float("nan"), done=True), "must return finite rewards.* nan"),
+        ("done", "step must return a TurnResult, or .* but it returned 'done'"),
+        (TurnResult(observation=3), "an observation must be text, a message or a list"),
+        (None, "step must return a TurnResult"),
+    ],
+)
+def test_nonsense_of_an_environment_is_named(generator, result, message):
+    class Odd:
+        def step(self, response):
+            return result
+
+    with pytest.raises(ValueError, match=message):
+        collect(generator, make_environment(Odd), PROMPTS, SAMPLING, seed=1)
+
+
+def test_an_environment_that_takes_too_long_fails(generator):
+    class Slow:
+        async def step(self, response):
+            await asyncio.sleep(60)
+
+    limited = replace(PROMPTS, limits=Limits(timeout_s=0.05))
+    with pytest.raises(TimeoutError, match=r"'Slow': step must end within 0.05 s \(rollout.timeo"):
+        collect(generator, make_environment(Slow), limited, SAMPLING, seed=1)
+
+
+def test_an_environment_that_blocks_stops_no_other(generator):
+    """The others end while the threads of one row wait for them."""
+    ended = threading.Barrier(4)
+
+    class Waits(Count):
+        def step(self, response: str) -> TurnResult:
+            if self.turn == {"1": 0, "2": 2}[self.answer]:
+                ended.wait(timeout=60)
+            return super().step(response)
+
+    one = replace(PROMPTS, groups=range(3)).take([1, 0])
+    found = collect(generator, make_environment(Waits), one, replace(SAMPLING, n=2), seed=1)
+    assert not found.failed and found.num_turns.tolist() == [3] * 4
+
+
+def test_tuples_are_results(generator):
+    class Gym:
+        def reset(self):
+            self.turn = 0
+
+        def step(self, response):
+            self.turn += 1
+            return "1+", 0.5, False, self.turn == 2, {}
+
+    found = collect(generator, make_environment(Gym), PROMPTS, SAMPLING, seed=1)
+    assert found.rewards.tolist() == [1.0] * 9 and found.truncated.all()
+
+
+def test_teardown_runs_when_another_ends_all(generator):
+    Count.opened = Count.closed = 0
+
+    class Broken(TorchGenerationBackend):
+        async def sample(self, prompt, params):
+            if len(prompt) > 12:
+                raise OSError("gone")
+            return await super().sample(prompt, params)
+
+    backend = Broken(model=generator.model, tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    with pytest.raises(OSError, match="gone"):
+        collect(backend, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    assert Count.opened == Count.closed == 9

@@ -101,13 +101,7 @@ class Context:
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
         if self.plain:
             return "".join(str(message["content"]) for message in messages)
-        template, options = self._template(tools), {"add_generation_prompt": True}
-        text = template.render(messages, **options)
-        if tools and text == self._template(()).render(messages, **options):
-            remedy = "choose one that renders tools (--model.chat-template)"
-            names = [tool.get("function", tool).get("name") for tool in tools]
-            require(False, "the chat template", "must render tools", names, remedy)
-        return text
+        return self._template(tools).render(messages, add_generation_prompt=True)
 
     def _template(self, tools: Tools) -> Template:
         return Template(self.tokenizer, None, [dict(tool) for tool in tools] or None, {})

@@ -1,0 +1,195 @@
+"""A law over chat templates: what is trained on was sampled, and its context is the template's."""
+
+import re
+import string
+from importlib.resources import files
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nemorl.rollout.context import Context, following
+from nemorl.rollout.conversation import Turn, examples_of
+from nemorl.rollout.generation import Completion
+from tests.data.tokenizers_small import CHATML, FORGETFUL, STRIPPING
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content +"
+    " ' [/INST]' }}{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+"""As Mistral 7B Instruct's: a space before an answer, which is trimmed."""
+NAMES = {
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "qwen3_instruct_2507": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "llama3_2": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "phi3": "<|end|>",
+    "phi3_5": "<|end|>",
+    "gptoss": "<|end|>",
+    "deepseek_r1_distill": "<｜end▁of▁sentence｜>",
+    "glm4moe": "<|user|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+}
+"""Templates of models, by TRL's names, and the token that ends an answer."""
+OURS = {"chatml": CHATML, "stripping": STRIPPING, "forgetful": FORGETFUL, "mistral": MISTRAL}
+SPECIAL = re.compile(r"<[|｜][^|｜<>\n]+[|｜]>|</?s>|<(?:start|end)_of_turn>|<[be]os>|\[/?INST\]")
+SAFE = "".join(set(string.printable) - set("<>[]|{}")) + "é–"
+
+
+def text_of(name: str) -> str:
+    if name in OURS:
+        return OURS[name]
+    return (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A token a character, and one for each special token of the template."""
+    template, end = text_of(name), NAMES.get(name, "<|im_end|>" if name != "mistral" else "</s>")
+    special = sorted({end, "<|im_start|>", "<bos>", "<pad>", *SPECIAL.findall(template)})
+    letters = dict.fromkeys([*special, *string.printable, "é", "–"])
+    vocabulary = {token: number for number, token in enumerate(letters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token=end,
+        extra_special_tokens=[token for token in special if token not in ("<pad>", "<bos>", end)],
+    )
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
+    return {name: tokenizer_of(name) for name in (*NAMES, *OURS)}
+
+
+def said(tokenizer, text: str, *, ended: bool) -> Completion:
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids += (tokenizer.eos_token_id,) * ended
+    return Completion(
+        token_ids=ids,
+        logprobs=(-1.0,) * len(ids),
+        finish_reason="stop" if ended else "length",
+        text=text,
+    )
+
+
+def bare(text: str) -> str:
+    return "".join(text.split())
+
+
+TEXTS = st.text(SAFE, min_size=1, max_size=12)
+ANSWERS = st.one_of(
+    TEXTS,
+    TEXTS.map(lambda text: f"  {text}\n"),
+    st.tuples(TEXTS, TEXTS).map(lambda two: f"<think>\n{two[0].strip()}\n</think>\n\n{two[1]}"),
+)
+TALKS = st.lists(st.tuples(TEXTS, ANSWERS, st.booleans()), min_size=2, max_size=4)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OURS])
+@given(talk=TALKS)
+def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers, name, talk):
+    """Up to white space around what was sampled. A segment goes on wherever the template renders
+    what was before as it did then, and only there.
+    """
+    tokenizer = tokenizers[name]
+    first = [{"role": "user", "content": talk[0][0]}]
+    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
+    context, log, turns = Context(tokenizer, first, prompt), list(first), list[Turn]()
+    plain, before = list(first), ""
+    for number, (question, answer, ended) in enumerate(talk):
+        if number:
+            log.append({"role": "user", "content": question})
+            plain.append({"role": "user", "content": question})
+        tokens = context.prompt_of(log)
+        rendered = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        assert bare(tokenizer.decode(list(tokens))) == bare(rendered)
+        if turns:
+            last = (*turns[-1].prompt, *turns[-1].completion.token_ids)
+            unchanged = bare(rendered).startswith(before)
+            assert unchanged == (tokens[: len(last)] == last)
+        completion = said(tokenizer, answer, ended=ended)
+        turns.append(Turn(prompt=tokens, completion=completion))
+        log.append(context.add(tokens, completion))
+        plain.append({"role": "assistant", "content": answer.strip()})
+        before = bare(rendered + answer + (tokenizer.eos_token if ended else ""))
+    examples = examples_of(turns)
+    trained = [
+        token
+        for each in examples
+        for token, own in zip(each.input_ids, each.loss_mask, strict=True)
+        if own
+    ]
+    assert trained == [token for turn in turns for token in turn.completion.token_ids]
+
+
+def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
+    for name, count in (("qwen3", 2), ("forgetful", 2), ("chatml", 1), ("qwen2_5", 1)):
+        tokenizer = tokenizers[name]
+        first = [{"role": "user", "content": "1+1?"}]
+        prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
+        context = Context(tokenizer, first, prompt)
+        tokens = context.prompt_of(first)
+        answer = said(tokenizer, "<think>\none and one\n</think>\n\n2", ended=True)
+        log = [*first, context.add(tokens, answer), {"role": "user", "content": "sure?"}]
+        after = context.prompt_of(log)
+        turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
+        assert len(examples_of(turns)) == count, name
+
+
+def test_calls_of_tools_stay_as_they_were_written(tokenizers):
+    """No template writes a call with the model's own spaces."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    calls = {
+        "qwen2_5": '<tool_call>\n{"name":"add",  "arguments": {"a": 1}}\n</tool_call>',
+        "qwen3": 'So:\n<tool_call>\n{"name":"add",  "arguments": {"a": 1}}\n</tool_call>',
+        "llama3_2": '{"name": "add",  "parameters": {"a": 1}}',
+    }
+    for name, text in calls.items():
+        tokenizer = tokenizers[name]
+        first = [{"role": "user", "content": "1+1?"}]
+        context = Context(tokenizer, first, [1])
+        tokens = context.prompt_of(first, tools)
+        message = context.add(tokens, said(tokenizer, text, ended=True))
+        assert message["tool_calls"] == [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        ]
+        log = [*first, message, {"role": "tool", "name": "add", "content": "2"}]
+        after = context.prompt_of(log, tools)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert after[: len(tokens) + len(ids)] == (*tokens, *ids), name
+        assert "2" in tokenizer.decode(list(after[len(tokens) + len(ids) :]))
+
+
+def test_a_template_without_tools_is_an_error(tokenizers):
+    first = [{"role": "user", "content": "1+1?"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    context = Context(tokenizers["gemma"], first, [1])
+    with pytest.raises(ValueError, match="the chat template leaves out the row's tools: choose"):
+        context.prompt_of(first, tools)
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("ab<e>c", "c"),
+        ("ab <e>c", "c"),
+        ("a b<e>c", "c"),
+        ("aB<e>c", None),
+        ("ab<x>c", None),
+        ("xb<e>c", None),
+    ],
+)
+def test_following(text, rest):
+    assert following(text, "a", "b ", "<e>") == rest

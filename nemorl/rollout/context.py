@@ -1,11 +1,13 @@
 """A conversation's context: messages as token ids, earlier turns' as the engine made them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.messages import tokenize_prompt
+from nemorl.data.rendered import require_roles
 from nemorl.data.templates import Message, Template
 from nemorl.rollout.generation import Completion
 from nemorl.rollout.tool_calls import read_message
@@ -48,16 +50,34 @@ class Context:
         remedy = "give Prompts the tokenizer, or use sample"
         there = self.tokenizer is not None
         require(there, "chat", "needs the prompts' tokenizer", self.tokenizer, remedy)
-        if self._last is not None:
-            tokens, said, end = self._last
-            before, text = self._rendered(*asked), self._rendered(known, tools)
-            rest = following(text, before, said, end, plain=self.plain)
-            if rest is not None:
-                return (*tokens, *_ids(self.tokenizer, rest))
-        options: dict[str, Any] = {"tools": tools} if tools else {}
-        if self.plain:
-            options["chat_template"] = "passthrough"
-        return tuple(tokenize_prompt(self.tokenizer, known, **options))
+        if self._last is None or (self.plain and known[: len(asked[0])] != asked[0]):
+            options: dict[str, Any] = {"tools": tools} if tools else {}
+            if self.plain:
+                options["chat_template"] = "passthrough"
+            return tuple(tokenize_prompt(self.tokenizer, known, **options))
+        before, text = self._rendered(*asked), self._rendered(known, tools)
+        for message in (each for each in known if each not in asked[0]):
+            self._require_said(message, text)
+        tokens, said, end = self._last
+        rest = following(text, before, said, end, plain=self.plain)
+        if rest is None:
+            return tuple(_ids(self.tokenizer, text))
+        return (*tokens, *_ids(self.tokenizer, rest))
+
+    def _require_said(self, message: Message, text: str) -> None:
+        """Raise ValueError for a role that the template does not know, and for a message that it
+        leaves out; it may leave out what the model said before.
+        """
+        said = message.get("content")
+        if self.plain or message.get("role") == "assistant" or not isinstance(said, str):
+            return
+        require_roles(self._template(()), [message])
+        quoted = json.dumps(said.strip(), ensure_ascii=False)[1:-1]
+        if said.strip() not in text and quoted not in text:
+            raise ValueError(
+                f"the chat template leaves out what the role {message['role']!r} says: choose one"
+                " that renders it (--model.chat-template), or another role"
+            )
 
     def add(self, prompt: tuple[int, ...], completion: Completion) -> Message:
         """Keep an answer to the last prompt, and return it as a message."""

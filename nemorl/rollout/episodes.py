@@ -116,7 +116,7 @@ class Sampler:
             if room < 1:
                 raise ContextFull(
                     f"the conversation has {len(prompt)} tokens, and the longest sequence is"
-                    f" {self._max_tokens} (data.max_total_sequence_length)"
+                    f" {self._max_tokens} (data.max_total_sequence_length): raise it"
                 )
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         if number or self._attempt or prompt != self.prompt:

@@ -1,0 +1,318 @@
+"""GRPO over several turns: what a run trains on, by the formulas; tools; failures; resume."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.rollout.config import RolloutConfig
+from nemorl.runtime.config.grpo import GroupAdvantage
+from tests.runtime.runs import addition_rows, grpo_config, numbers, of_phase
+from tests.runtime.watch.test_gap import samples_at
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+class Digits:
+    """Two turns; each is worth its share of digits, and the second fails for some sums."""
+
+    def reset(self, prompt: str) -> None:
+        self.turn, self.prompt = 0, prompt
+
+    def step(self, response: str) -> nemorl.TurnResult:
+        self.turn += 1
+        if self.turn == 2 and self.prompt[0] in "04" and len(response) % 2:
+            raise KeyError("lost")
+        return nemorl.TurnResult(
+            observation="+1=",
+            reward=sum(c.isdigit() for c in response) / 4,
+            done=self.turn == 2,
+        )
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """The batches that a run trains on, and the conversations that it samples."""
+    from nemorl.parallel.dtensor.backend import DTensorBackend
+    from nemorl.runtime.run import loop
+
+    batches, rollouts = [], []
+    train, collect = DTensorBackend.forward_backward, loop.collect
+
+    def training(self, batch, loss_fn):
+        batches.append(batch)
+        return train(self, batch, loss_fn)
+
+    def collecting(*args, **options):
+        rollouts.append(collect(*args, **options))
+        return rollouts[-1]
+
+    monkeypatch.setattr(DTensorBackend, "forward_backward", training)
+    monkeypatch.setattr(loop, "collect", collecting)
+    return batches, rollouts
+
+
+def run(config: Any, **options: Any) -> nemorl.TrainResult:
+    given = {"train": addition_rows(), "reward": Digits, **options}
+    return nemorl.run(config, model=tiny_model(scale=2.0), tokenizer=tiny_tokenizer(), **given)
+
+
+@pytest.mark.parametrize("level", ["conversation", "turn"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_a_run_trains_on_the_formulas_of_its_turns(tmp_path, monkeypatch, level, reduction):
+    """Written out plainly for every token, over steps in which conversations fail."""
+    batches, rollouts = watched(monkeypatch)
+    rollout = RolloutConfig(discount=0.5)
+    config = grpo_config(
+        tmp_path,
+        steps=3,
+        advantage=GroupAdvantage(level=level),
+        reduction=reduction,
+        rollout=rollout,
+    )
+    result = run(config)
+    assert len(batches) == len(rollouts) == 3 and any(each.failed for each in rollouts)
+    for batch, found in zip(batches, rollouts, strict=True):
+        told = [c.outcome.turn_rewards for c in found.conversations]
+        values = [[r[0] + 0.5 * r[1], r[1]] for r in told]
+        groups = found.group_id.tolist()
+        for row, each in enumerate(found.conversations):
+            peers = [v for v, group in zip(values, groups, strict=True) if group == each.group]
+            expected, weights, place = [], [], 0
+            for turn, (given, own) in enumerate(zip(each.turns, values[row], strict=True)):
+                compared = [v[turn if level == "turn" else 0] for v in peers]
+                mine = own if level == "turn" else values[row][0]
+                mean = sum(compared) / len(compared)
+                spread = sum((v - mean) ** 2 for v in compared) / max(len(compared) - 1, 1)
+                a = (mine - mean) / (spread**0.5 + 1e-6) if len(set(compared)) > 1 else 0.0
+                asked, said = len(given.prompt) - place, len(given.completion.token_ids)
+                expected += [0.0] * asked + [a] * said
+                total = sum(c.num_tokens for c in found.conversations)
+                one = 1 / total
+                if reduction == "sequence_mean":
+                    one = 1 / (each.num_tokens * len(found.conversations))
+                weights += [0.0] * asked + [one] * said
+                place = len(given.prompt) + said
+            rest = [0.0] * (batch.input_ids.shape[1] - len(expected))
+            torch.testing.assert_close(batch.advantages[row], torch.tensor(expected + rest))
+            torch.testing.assert_close(batch.loss_weights[row], torch.tensor(weights + rest))
+    lines = of_phase(result, "train")
+    assert all(line["turns"] == 2 for line in lines)
+    assert any(line.get("failed/KeyError", 0) > 0 for line in lines)
+    failed = sum(len(each.failed) for each in rollouts)
+    total = failed + sum(map(len, rollouts))
+    shares = [len(r.failed) / (len(r) + len(r.failed)) for r in rollouts]
+    assert [line.get("failed_fraction", 0.0) for line in lines] == pytest.approx(shares)
+    assert 0 < failed < total / 2
+    sample = samples_at(tmp_path, 1)[0]
+    assert [turn["given"] for turn in sample["turns"]] == ["", "+1="]
+    assert len(sample["sampled"]) == len(sample["token_ids"]) == len(sample["trainer_logprobs"])
+
+
+def test_a_run_of_turns_goes_on_bit_for_bit(tmp_path):
+    whole = run(grpo_config(tmp_path / "whole", steps=4))
+    run(grpo_config(tmp_path / "parts", steps=2, run={"save_period": 2}))
+    again = grpo_config(tmp_path / "parts", steps=4, run={"resume": True})
+    parts = run(again)
+    expected = [numbers(line) for line in of_phase(whole, "train")]
+    assert [numbers(line) for line in of_phase(parts, "train")] == expected
+
+
+class Forgetful:
+    """A template that removes earlier thoughts gives a conversation's row two segments."""
+
+    def reset(self) -> None:
+        self.turn = 0
+
+    def step(self, response: str) -> nemorl.TurnResult:
+        self.turn += 1
+        return nemorl.TurnResult(observation="1", reward=float(len(response)), done=self.turn == 2)
+
+
+def test_segments_of_a_conversation_are_one_row(tmp_path, monkeypatch):
+    batches, rollouts = watched(monkeypatch)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content if m.role != 'assistant' else '' }}{% endfor %}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in addition_rows()]
+    nemorl.run(
+        grpo_config(tmp_path, steps=2, kl=nemorl.KLConfig(coef=0.1)),
+        model=tiny_model(scale=2.0),
+        tokenizer=tokenizer,
+        train=rows,
+        reward=Forgetful,
+    )
+    assert len(batches) == 2
+    for batch, found in zip(batches, rollouts, strict=True):
+        assert len(batch) == len(found)
+        assert batch.segment_ids.amax(-1).tolist() == [2] * len(found)
+        assert batch.loss_mask.sum(-1).tolist() == found.lengths.tolist()
+
+
+class Adder:
+    """Adds."""
+
+    def reset(self, answer: str) -> None:
+        self.answer, self.said = answer, None
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: the first.
+            b: the second.
+        """
+        self.said = a + b
+        return self.said
+
+    def broken(self, a: int) -> int:
+        """Raise an error.
+
+        Args:
+            a: anything.
+        """
+        raise ZeroDivisionError("never")
+
+
+def calls(*texts: str):
+    """A policy that says these texts, and what it was given."""
+
+    class Says:
+        def __init__(self, row):
+            self.messages, self.prompt = [{"role": "user", "content": "1+2?"}], [1]
+            self.left, self.given = list(texts), []
+
+        async def chat(self, messages, *, tools=(), stop=()):
+            from nemorl.rollout.tool_calls import read_message
+
+            self.given.append(list(messages))
+            said = self.left.pop(0)
+            return read_message(said, said, tools, "<tool_call>")
+
+    return Says
+
+
+def used(*texts: str) -> tuple[list[Any], nemorl.Outcome]:
+    import asyncio
+
+    from nemorl.rollout.environments.tools import use_tools
+
+    async def call(method, *args, **named):
+        return method(*args, **named)
+
+    environment, policy = Adder(), calls(*texts)({})
+    return asyncio.run(use_tools(environment, list(policy.messages), policy, call, len(texts)))
+
+
+def call(name: str, **arguments: Any) -> str:
+    import json
+
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_answer_until_the_model_does():
+    log, outcome = used(call("add", a=1, b=2), "It is 3.")
+    assert [message["role"] for message in log] == ["user", "assistant", "tool", "assistant"]
+    assert log[2] == {"role": "tool", "name": "add", "content": "3"}
+    assert outcome.answer == "It is 3." and not outcome.truncated
+    assert outcome.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("<tool_call>{broken</tool_call>", "Error: the call can't be read: it is not JSON"),
+        ("<tool_call>{}", "Error: the call can't be read: it must end with </tool_call>"),
+        ("<tool_call>[1]</tool_call>", 'it must be an object with "name" and "arguments"'),
+        (call("ad", a=1, b=2), "Error: there is no tool 'ad'; there are add, broken"),
+        (call("add", a=1), "Error: add can't be called so: missing a required argument: 'b'"),
+        (call("add", a=1, b=2, c=3), "Error: add can't be called so: got an unexpected"),
+        (call("broken", a=1), "Error: ZeroDivisionError: never"),
+        (call("reset", answer="3"), "Error: there is no tool 'reset'"),
+    ],
+)
+def test_a_wrong_call_goes_back_to_the_model(said, error):
+    log, outcome = used(said, "Sorry.")
+    assert log[2]["role"] == "tool" and error in log[2]["content"]
+    assert outcome.metrics["tool_errors"] == 1.0
+
+
+def test_calls_without_end_are_truncated():
+    _, outcome = used(*[call("add", a=1, b=2)] * 3)
+    assert outcome.truncated and outcome.answer is None
+
+
+def test_rewards_get_the_environments_of_tools(tmp_path):
+    """TRL's environment_factory, on a model that knows no tools."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    seen = []
+
+    def reward(completions, environments, answer, **columns):
+        seen.append(list(zip(environments, answer, completions, strict=True)))
+        return [float(len(said[-1]["content"])) for said in completions]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+        for row in addition_rows()
+    ]
+    result = nemorl.train(
+        tiny_model(scale=2.0),
+        rows,
+        reward,
+        tokenizer=tokenizer,
+        environment_factory=Adder,
+        generation={"max_new_tokens": 4},
+        num_prompts_per_step=3,
+        num_generations_per_prompt=4,
+        max_num_steps=2,
+        run={"dir": str(tmp_path), "display": "none", "plots": False, "export": False},
+        max_total_sequence_length=256,
+    )
+    assert len(seen) == 2 and all(len(each) == 12 for each in seen)
+    for environment, answer, completion in seen[0]:
+        assert isinstance(environment, Adder) and environment.answer == answer
+        assert completion[-1]["role"] == "assistant"
+    assert of_phase(result, "train")[0]["tool_calls"] == 0.0
+
+
+def test_an_environment_with_rewards_takes_no_others(tmp_path):
+    message = "reward must be left out with an environment that gives rewards"
+    with pytest.raises(ValueError, match=message):
+        run(grpo_config(tmp_path), environment=Digits, reward=lambda prompt, response: 1.0)
+
+
+def test_settings_of_turns_that_do_not_fit():
+    config = nemorl.GRPOConfig(advantage=GroupAdvantage(level="turn"))
+    with pytest.raises(ValueError, match=r"advantage\.level is not for overlong\.buffer"):
+        replace(config, overlong=replace(config.overlong, buffer=0.2))
+    with pytest.raises(ValueError, match=r"rollout\.timeout_s must be positive, but it is 0"):
+        RolloutConfig(timeout_s=0)
+    with pytest.raises(ValueError, match=r"rollout\.discount must be from 0 to 1, but it is 2"):
+        RolloutConfig(discount=2.0)
+    with pytest.raises(ValueError, match=r"rollout\.max_turns must be at least 1"):
+        RolloutConfig(max_turns=0)
+
+
+def test_an_environment_by_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "class Game:\n"
+        "    def reset(self): self.turn = 0\n"
+        "    def step(self, response):\n"
+        "        self.turn += 1\n"
+        "        return '1', float(len(response)), self.turn == 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    rollout = RolloutConfig(environment="./mine.py:Game")
+    result = run(grpo_config(tmp_path / "run", steps=1, rollout=rollout), reward=None)
+    assert result.metrics["turns"] == 3
+    wrong = replace(rollout, environment="./mine.py:Gane")
+    with pytest.raises(ValueError, match="has no 'Gane'"):
+        run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
+    wrong = replace(rollout, environment="no_such")
+    with pytest.raises(ValueError, match=r"rollout\.environment must be one of .*'no_such'"):
+        run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)

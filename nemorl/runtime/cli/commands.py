@@ -145,7 +145,7 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
     from nemorl.runtime.watch.metrics import headline, number
     from nemorl.runtime.watch.report.page import course_of, ends
 
-    names = headline({name for run in runs for line in run.metrics for name in line})[:shown]
+    names = headline(*(line for run in runs for line in run.metrics))[:shown]
     table = Table(box=None, pad_edge=False)
     for name in ("run", "status", "step", *names):
         table.add_column(name.replace("_", " "))

@@ -27,7 +27,7 @@ from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
-from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
+from nemorl.runtime.run.samples import Samples, compared, failures_of, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.store.errors import memory_advice
@@ -343,7 +343,8 @@ def _answered(
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
     with run.sampling() as generator:
         found = collect(generator, environment, prompts, params, seed=seed)
-    return measured(found), samples_of(found, None, run.config.run.samples_per_step)
+    count = run.config.run.samples_per_step
+    return measured(found), samples_of(found, None, count) + failures_of(found, count)
 
 
 class RowStream:
@@ -470,7 +471,8 @@ class Step:
         """
         if isinstance(samples, Rollouts):
             metrics = {**compared(samples), **metrics}
-            samples = samples_of(samples, None, self.run.config.run.samples_per_step)
+            count = self.run.config.run.samples_per_step
+            samples = samples_of(samples, None, count) + failures_of(samples, count)
         for name, value in metrics.items():
             if isinstance(value, Metric):
                 before = self._logged.get(name)

@@ -28,6 +28,16 @@ SAMPLE: dict[str, Shape] = {
     "columns": is_mapping,
     "token_ids": list_of(is_count),
     "pieces": list_of(is_text),
+    **dict.fromkeys(("sampled", "trained"), list_of(lambda value: isinstance(value, bool))),
+    "turns": list_of(
+        fields_of(
+            given=is_text,
+            response=is_text,
+            reward=optional(is_number),
+            tokens=lambda ends: list_of(is_count)(ends) and len(ends) == 2,
+        )
+    ),
+    **dict.fromkeys(("failure", "cut_by"), is_text),
     **dict.fromkeys(("logprobs", "trainer_logprobs", "advantages"), NUMBERS),
     "worst_tokens": list_of(
         fields_of(

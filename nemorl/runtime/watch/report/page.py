@@ -27,6 +27,7 @@ from nemorl.runtime.watch.metrics import (
     SECTIONS,
     duration,
     headline,
+    is_usual,
     number,
     placed,
     series_of,
@@ -143,6 +144,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(*runs)
     by_name = {curve["metric"]: curve for curve in curves}
+    shown = headline(*(line for run in runs for line in run.metrics))
     steps = sorted({step for run in runs for step in run.samples})
     data = {
         "curves": [curve["data"] for curve in curves],
@@ -162,7 +164,8 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         data=to_json(data),
         refresh=refresh,
         colors=VARIABLES,
-        headline=[by_name[name] for name in headline(by_name)],
+        headline=[by_name[name] for name in shown if name in by_name],
+        failures=failures(runs[0]),
         groups=grouped(curves),
         modes=modes(*runs),
         statistics=statistics(runs[0]),
@@ -212,6 +215,8 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
             "place": len(curves),
             "data": {},
         }
+        values = [value for course in courses for _, series in course for value in series]
+        curve["constant"] |= is_usual(name, values)
         if not curve["constant"]:
             picture, edges = svg(name, *courses)
             curve["svg"] = Markup(picture)
@@ -302,6 +307,25 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
         most = max((1, *(count for _, count in bars)))
         found[name] = {"rows": rows, "bars": bars, "most": most}
     return found
+
+
+def failures(run: Gathered) -> list[dict[str, Any]]:
+    """Return why conversations failed, the most frequent error first: how many in training and in
+    validations, the steps from the first to the last, and what it said for example.
+    """
+    samples = [line for lines in run.samples.values() for line in lines]
+    said = {
+        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for line in run.metrics:
+        for name, value in line.items():
+            kind, step = name.removeprefix("failed/"), line["step"]
+            if kind != name and is_number(value):
+                none = {"error": kind, "count": 0, "first": step, "said": said.get(kind, "")}
+                row = found.setdefault(kind, none)
+                row |= {"count": row["count"] + value, "last": step}
+    return sorted(found.values(), key=lambda row: -row["count"])
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.rewards import informative_groups
-from nemorl.rollout.collect import Rollouts
+from nemorl.rollout.collect import Rollouts, select
 
 Samples = list[dict[str, Any]]
 """Rows of the sample log."""
@@ -21,6 +21,21 @@ def measured(rollouts: Rollouts) -> dict[str, float]:
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
     }
+
+
+def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
+    """Return rewards and accuracy for each of several data sets (`Row.source`), as NAME/metric;
+    a set without a name is set_1, set_2, …
+    """
+    members: dict[int, list[int]] = {}
+    for i, row in enumerate(rollouts.rows):
+        members.setdefault(getattr(row, "source", 0), []).append(i)
+    found: dict[str, float] = {}
+    for number, rows in members.items() if len(members) > 1 else ():
+        name = names[number] if number < len(names) else f"set_{number + 1}"
+        metrics = select(rollouts, rows).reward_metrics()
+        found |= {f"{name}/{metric}": value for metric, value in metrics.items()}
+    return found
 
 
 def compared(rollouts: Rollouts) -> dict[str, float]:

@@ -68,11 +68,9 @@ def test_cons_by_hand():
 def test_interval_by_hand():
     # Two responses each to three prompts, means 1, 0.5, 0: s = 0.5.
     found = interval(mean_by_prompt([1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 2, 2]))
-    assert found.mean == 0.5 and found.num_prompts == 3
+    assert found.mean == 0.5
     assert found.half_width == pytest.approx(1.959964 * 0.5 / math.sqrt(3))
     assert interval([1.0]).half_width is None
-    narrow, wide = (interval([0, 1, 1], confidence=c).half_width for c in (0.5, 0.99))
-    assert narrow < wide
 
 
 def test_interval_is_clustered_by_prompt():
@@ -105,36 +103,35 @@ def test_the_paired_test_counts_all_signs(values):
     flips = itertools.product([1, -1], repeat=len(values))
     sums = [abs(sum(s * v for s, v in zip(signs, values, strict=True))) for signs in flips]
     expected = sum(total >= abs(sum(values)) - 1e-9 for total in sums) / len(sums)
-    found = paired([0.0] * len(values), values)
-    assert found.exact and found.p_value == pytest.approx(expected)
-    swapped = paired(values, [0.0] * len(values))
-    assert swapped.p_value == pytest.approx(found.p_value)
-    assert swapped.difference.mean == pytest.approx(-found.difference.mean)
+    difference, p_value = paired([0.0] * len(values), values)
+    assert p_value == pytest.approx(expected)
+    swapped, same = paired(values, [0.0] * len(values))
+    assert same == pytest.approx(p_value)
+    assert swapped.mean == pytest.approx(-difference.mean)
 
 
-def test_random_signs_agree_with_all_of_them(monkeypatch):
+def test_random_signs_agree_with_all_of_them():
     rng = np.random.default_rng(3)
     first, second = rng.integers(0, 2, (2, 60)).astype(float)
     second = np.maximum(second, rng.random(60) < 0.2)
     differing = int((first != second).sum())
     assert differing > statistics.EXACT
     sampled = paired(first, second, seed=1)
-    assert not sampled.exact and sampled == paired(first, second, seed=1)
+    assert sampled == paired(first, second, seed=1)
     # Of differences ±1, an exact binomial test.
     wins = int((second > first).sum())
     tail = sum(math.comb(differing, i) for i in range(max(wins, differing - wins), differing + 1))
-    assert sampled.p_value == pytest.approx(min(1.0, 2 * tail / 2**differing), abs=0.02)
-    assert sampled.p_value != paired(first, second, seed=2).p_value
+    assert sampled[1] == pytest.approx(min(1.0, 2 * tail / 2**differing), abs=0.02)
+    assert sampled[1] != paired(first, second, seed=2)[1]
 
 
 def test_equal_evaluations_do_not_differ():
-    found = paired([0.5, 1.0], [0.5, 1.0])
-    assert found.p_value == 1.0 and found.difference.mean == 0.0
+    assert paired([0.5, 1.0], [0.5, 1.0]) == ((0.0, 0.0), 1.0)
 
 
 def test_significance_is_seldom_found_where_there_is_none():
     rng = np.random.default_rng(1)
-    found = [paired(*rng.binomial(2, 0.5, (2, 10)) / 2).p_value <= 0.05 for _ in range(400)]
+    found = [paired(*rng.binomial(2, 0.5, (2, 10)) / 2)[1] <= 0.05 for _ in range(400)]
     assert np.mean(found) <= 0.08
 
 
@@ -143,14 +140,12 @@ def test_what_does_not_fit_is_refused():
         paired([0, 1], [0, 1, 1])
     with pytest.raises(ValueError, match="k must be at least 1"):
         pass_at_k([True], [0], 0)
-    with pytest.raises(ValueError, match="confidence must be between 0 and 1"):
-        interval([1, 0], confidence=95)
     with pytest.raises(ValueError, match="values must be at least 1"):
         interval([])
 
 
 def test_a_sampled_p_value_is_never_0_and_counts_the_observed_signs():
-    assert paired([0.0] * 40, [1.0] * 40).p_value == 1 / (1 + statistics.FLIPS)
+    assert paired([0.0] * 40, [1.0] * 40)[1] == 1 / (1 + statistics.FLIPS)
     first, second = [0.0] * 20 + [1.0] * 18, [1.0] * 20 + [0.0] * 18
     tail = sum(math.comb(38, i) for i in range(20, 39)) * 2 / 2**38
-    assert paired(first, second).p_value == pytest.approx(tail, abs=0.02)
+    assert paired(first, second)[1] == pytest.approx(tail, abs=0.02)

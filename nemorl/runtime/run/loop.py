@@ -13,6 +13,7 @@ from torch import nn
 from nemorl.checks import at_least, require
 from nemorl.data.order import RowOrder
 from nemorl.data.rows import Row
+from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
@@ -27,7 +28,14 @@ from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
-from nemorl.runtime.run.samples import Samples, compared, failures_of, measured, samples_of
+from nemorl.runtime.run.samples import (
+    Samples,
+    by_set,
+    compared,
+    failures_of,
+    measured,
+    samples_of,
+)
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.store.errors import memory_advice
@@ -344,7 +352,8 @@ def _answered(
     with run.sampling() as generator:
         found = collect(generator, environment, prompts, params, seed=seed)
     count = run.config.run.samples_per_step
-    return measured(found), samples_of(found, None, count) + failures_of(found, count)
+    metrics = measured(found) | by_set(found, set_names(run.config.data.validation))
+    return metrics, samples_of(found, None, count) + failures_of(found, count)
 
 
 class RowStream:

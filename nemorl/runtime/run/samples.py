@@ -9,7 +9,7 @@ from typing import Any
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.rewards import informative_groups
-from nemorl.rollout.collect import Rollouts
+from nemorl.rollout.collect import Rollouts, select
 from nemorl.rollout.conversation import Conversation, Failure, examples_of
 from nemorl.rollout.prompts import text_of
 
@@ -40,6 +40,21 @@ def measured(rollouts: Rollouts) -> dict[str, float]:
         for turn, rewards in enumerate(zip_longest(*given), start=1):
             there = [reward for reward in rewards if reward is not None]
             found[f"reward/turn_{turn}"] = sum(there) / len(there)
+    return found
+
+
+def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
+    """Return rewards and accuracy for each of several data sets (`Row.source`), as NAME/metric;
+    a set without a name is set_1, set_2, …
+    """
+    members: dict[int, list[int]] = {}
+    for i, row in enumerate(rollouts.rows):
+        members.setdefault(getattr(row, "source", 0), []).append(i)
+    found: dict[str, float] = {}
+    for number, rows in members.items() if len(members) > 1 else ():
+        name = names[number] if number < len(names) else f"set_{number + 1}"
+        metrics = select(rollouts, rows).reward_metrics()
+        found |= {f"{name}/{metric}": value for metric, value in metrics.items()}
     return found
 
 

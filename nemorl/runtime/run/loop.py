@@ -34,12 +34,14 @@ from nemorl.runtime.run.samples import (
     compared,
     failures_of,
     measured,
+    outcomes_of,
     samples_of,
 )
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.errors import memory_advice
-from nemorl.runtime.store.files import check_writer
+from nemorl.runtime.store.files import NotWritten, check_writer
 from nemorl.runtime.store.state import LoopState, Run
 from nemorl.warn import warn
 
@@ -351,9 +353,14 @@ def _answered(
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
     with run.sampling() as generator:
         found = collect(generator, environment, prompts, params, seed=seed)
-    count = run.config.run.samples_per_step
-    metrics = measured(found) | by_set(found, set_names(run.config.data.validation))
-    return metrics, samples_of(found, None, count) + failures_of(found, count)
+    count, names = run.config.run.samples_per_step, set_names(run.config.data.validation)
+    try:
+        directory, outcomes = RunDirectory(run.directory), outcomes_of(found, names)
+        directory.append_samples(run.state.step, outcomes, folder="validation")
+    except NotWritten as error:
+        warn(f"the run continues without this record: {error}")
+    samples = samples_of(found, None, count) + failures_of(found, count)
+    return measured(found) | by_set(found, names), samples
 
 
 class RowStream:
@@ -479,7 +486,8 @@ class Step:
         spread of the reward, accuracy and length are logged as well, and equal rewards warned of.
         """
         if isinstance(samples, Rollouts):
-            metrics = {**compared(samples), **metrics}
+            sets = by_set(samples, set_names(self.run.config.data.train))
+            metrics = {**compared(samples), **sets, **metrics}
             count = self.run.config.run.samples_per_step
             samples = samples_of(samples, None, count) + failures_of(samples, count)
         for name, value in metrics.items():

@@ -44,18 +44,41 @@ def measured(rollouts: Rollouts) -> dict[str, float]:
 
 
 def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
-    """Return rewards and accuracy for each of several data sets (`Row.source`), as NAME/metric;
-    a set without a name is set_1, set_2, …
+    """Return rewards and accuracy for each of several data sets (`Row.source`), and for each
+    environment that rows name (column `environment`), as NAME/metric.
     """
-    members: dict[int, list[int]] = {}
-    for i, row in enumerate(rollouts.rows):
-        members.setdefault(getattr(row, "source", 0), []).append(i)
-    found: dict[str, float] = {}
-    for number, rows in members.items() if len(members) > 1 else ():
-        name = names[number] if number < len(names) else f"set_{number + 1}"
-        metrics = select(rollouts, rows).reward_metrics()
-        found |= {f"{name}/{metric}": value for metric, value in metrics.items()}
-    return found
+    sets = _sets_of(rollouts, names)
+    several = len(names) > 1 or len({*sets}) > 1
+    members: dict[str, list[int]] = {}
+    for i, (row, name) in enumerate(zip(rollouts.rows, sets, strict=True)):
+        for part in ({name} if several else {*()}) | {row.get("environment")}:
+            if isinstance(part, str):
+                members.setdefault(part, []).append(i)
+    return {
+        f"{name}/{metric}": value
+        for name, rows in sorted(members.items())
+        for metric, value in select(rollouts, rows).reward_metrics().items()
+    }
+
+
+def _sets_of(rollouts: Rollouts, names: Sequence[str]) -> list[str]:
+    """Return the name of each conversation's data set; one without is set_1, set_2, …"""
+    numbers = [getattr(row, "source", 0) for row in rollouts.rows]
+    return [names[n] if n < len(names) else f"set_{n + 1}" for n in numbers]
+
+
+def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
+    """Return how each conversation was judged, as `nemorl.rollout.evaluation` compares records."""
+    return [
+        {
+            "data": name,
+            "group": int(rollouts.group_id[i]),
+            "prompt": rollouts.texts[i],
+            "reward": float(rollouts.rewards[i]),
+            "correct": bool(rollouts.correct[i]),
+        }
+        for i, name in enumerate(_sets_of(rollouts, names))
+    ]
 
 
 def compared(rollouts: Rollouts) -> dict[str, float]:

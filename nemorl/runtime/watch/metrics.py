@@ -124,9 +124,15 @@ def placed(name: str) -> tuple[str, int, Metric]:
 
     >>> placed("seconds_sync")[2].title, placed("reward/brief")[2].title, placed("my_own")[0]
     ('Time to sync weights', 'brief', 'Other')
+    >>> placed("gsm8k/accuracy")[0], placed("gsm8k/accuracy")[2].title
+    ('Learning', 'Accuracy, gsm8k')
     """
     prefixes = [key for key in METRICS if key[-1] in "/_" and name.startswith(key)]
     key = name if name in METRICS else max(prefixes, key=len, default="")
+    part, _, rest = name.partition("/")
+    if not key and rest.partition("/")[0] in ("reward", "accuracy"):  # of a data set
+        section, place, metric = placed(rest)
+        return section, place, metric._replace(title=f"{metric.title}, {part}")
     metric = METRICS.get(key, Metric(""))
     section = next((section for section in SECTIONS if key in SECTIONS[section]), "Other")
     title = metric.title or name.removeprefix(key.rpartition("/")[0] + "/").replace("_", " ")

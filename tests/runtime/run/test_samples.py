@@ -1,17 +1,30 @@
 """The sample log's rows and the metrics of conversations of several turns that may fail."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from nemorl.rollout.collect import collect, join, to_token_batch
+import nemorl
+from nemorl.data.rows import Row
+from nemorl.rollout.collect import collect, join, select, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ConversationFailed, Limits, Outcome
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.run.samples import MOST_FAILURES, failures_of, measured, samples_of
+from nemorl.runtime.run.samples import (
+    MOST_FAILURES,
+    by_set,
+    failures_of,
+    measured,
+    outcomes_of,
+    samples_of,
+)
+from nemorl.runtime.watch.report.gather import Gathered
 from tests.rollout.test_turns import PROMPTS, SAMPLING, TOKENIZER, Count
+from tests.runtime.runs import addition_rows, digits, grpo_config, start
 from tests.tiny_models import tiny_model
 
 
@@ -153,3 +166,78 @@ def test_the_limit_that_cut_a_conversation_is_named(generator):
     assert {cut for _, cut in full} == {"data.max_total_sequence_length"}
     assert cuts(one, max_tokens=5) == {(1, "data.max_total_sequence_length")}
     assert (1, "generation.max_new_tokens") in cuts(one)
+
+
+def test_metrics_of_each_data_set_and_environment(generator):
+    rows = [
+        Row({**row, **extra}, source=source)
+        for row, source, extra in zip(
+            PROMPTS.rows, (0, 2, 2), ({}, {"environment": "games"}, {}), strict=True
+        )
+    ]
+    parts = [
+        collect(generator, make_environment(Ends), replace(PROMPTS, rows=rows), SAMPLING, seed=seed)
+        for seed in (0, 1)
+    ]
+    found = by_set(join([parts[0], select(parts[1], range(3))]), ["sums", "empty"])
+    rewards = {"sums": 1.0, "games": 3.0, "set_3": (3 + 6) / 2}
+    assert found == {
+        f"{name}/{metric}": 1.0 if metric == "accuracy" else reward
+        for name, reward in rewards.items()
+        for metric in ("reward", "accuracy")
+    }
+    alone = select(parts[0], range(3))
+    assert by_set(alone, ["sums"]) == {}, "the same as without a name"
+    assert by_set(alone, ["sums", "other"])["sums/reward"] == 1.0, "in every step"
+
+
+def test_how_answers_were_judged(generator):
+    found = collect(generator, make_environment(Ends), PROMPTS.take([0, 2]), SAMPLING, seed=1)
+    outcomes = outcomes_of(found, ["sums"])
+    assert (
+        outcomes[0] | outcomes[-1]
+        == outcomes[-1]
+        == {**{"data": "sums", "group": 1, "prompt": "4=", "reward": 6.0, "correct": True}}
+    )
+    assert [each["group"] for each in outcomes] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_failure_in_a_round_without_a_group_to_keep_is_logged(tmp_path):
+    class Reward:
+        called = 0
+
+        def __call__(self, response: str) -> float:
+            self.called += 1
+            if self.called == 1:
+                raise ConversationFailed("the first")
+            return 0.0 if self.called <= 24 else digits("", response)
+
+    config = grpo_config(tmp_path, steps=1, dynamic_sampling=True, max_sampling_rounds=4)
+    result = start(config, reward=Reward())
+    assert result.history[0]["failed/ConversationFailed"] == 1
+    samples = Gathered(tmp_path).samples[1]
+    assert [each["failure"] for each in samples if "failure" in each] == [
+        "ConversationFailed: the first"
+    ]
+    assert all("worst_tokens" in each for each in samples if "failure" not in each)
+
+
+def test_training_is_measured_by_data_set_and_environment(tmp_path):
+    names = [str(tmp_path / f"{name}.jsonl") for name in ("sums", "games")]
+    for name, extra in zip(names, ({}, {"environment": "chess"}), strict=True):
+        lines = [json.dumps(row | extra) + "\n" for row in addition_rows(6)]
+        Path(name).write_text("".join(lines))
+    data = nemorl.DataConfig(train=tuple(names), max_total_sequence_length=32)
+    sizes = {"num_prompts_per_step": 12, "num_generations_per_prompt": 2}
+    config = grpo_config(tmp_path / "run", steps=1, data=data, **sizes)
+    given = {"model": tiny_model(scale=2.0), "tokenizer": TOKENIZER, "reward": digits}
+    (line,) = nemorl.run(config, **given).history
+    with nemorl.open_run(
+        replace(config, run=replace(config.run, dir=str(tmp_path / "own"))), **given
+    ) as run:
+        for step in run.steps(1):
+            step.log({}, samples=step.sample(run.prompts().next(12), n=2))
+    for found in (line, run.result.history[0]):
+        assert found["games/reward"] == found["chess/reward"] and "chess/accuracy" in found
+        both = (found["sums/reward"] + found["games/reward"]) / 2
+        assert found["reward"] == pytest.approx(both)

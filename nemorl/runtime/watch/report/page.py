@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from nemorl.checks import is_number, require
+from nemorl.rollout.evaluation import comparison
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.store.directory import RunDirectory, to_json
@@ -166,6 +167,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         colors=VARIABLES,
         headline=[by_name[name] for name in shown if name in by_name],
         failures=failures(runs[0]),
+        tests=paired_tests(runs),
         groups=grouped(curves),
         modes=modes(*runs),
         statistics=statistics(runs[0]),
@@ -198,7 +200,9 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 
     curves: list[dict[str, Any]] = []
     order = [*SECTIONS, "Other"]
-    for name in sorted(names, key=lambda n: (order.index(section_of(n)), placed(n)[1], n)):
+    for name in sorted(
+        names, key=lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)
+    ):
         courses = [course_of(run, name) for run in runs]
         metric, trained = placed(name)[2], [train[1] for train, _ in courses]
         validated = any(steps for _, (steps, _) in courses)
@@ -260,6 +264,24 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for each in flats for name in each if name != "run.dir")
     found = {name: [each.get(name) for each in flats] for name in names}
     return {name: values for name, values in found.items() if values.count(values[0]) < len(values)}
+
+
+def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
+    """Return how each other run's last validation differs from the first run's: lines of
+    `comparison` over the rows that both answered, with the run's name.
+    """
+
+    def of(run: Gathered) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {(line["data"], line["group"], line["prompt"]): line for line in run.outcomes}
+
+    found: list[dict[str, Any]] = []
+    for run in runs[1:]:
+        both = of(runs[0]), of(run)
+        common = sorted(both[0].keys() & both[1].keys())
+        if common:
+            lines = comparison(*([part[key] for key in common] for part in both))
+            found += [{"run": run.name, **line} for line in lines]
+    return found
 
 
 def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     chips |= {"widest gap": widest_gap(sample), "tokens": sum(sampled) or None}
     if "cut_by" in sample:
         chips["end"] = f"cut by {sample['cut_by']}"
-    elif sample.get("finish_reason") not in (None, "stop"):
+    elif "failure" not in sample and sample.get("finish_reason") not in (None, "stop"):
         cut = sample["finish_reason"] == "length"
         chips["end"] = "cut at the limit" if cut else sample["finish_reason"]
     found["chips"] = {

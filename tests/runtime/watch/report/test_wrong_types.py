@@ -54,6 +54,9 @@ FILES: dict[str, Any] = {
         **{"turns": 2.0, "failed_fraction": 0.5, "failed/KeyError": 1.0},
     },
     "samples/step_1.jsonl": SAMPLE,
+    "validation/step_1.jsonl": {
+        **{"data": "set_1", "group": 0, "prompt": "1+1=", "reward": 0.5, "correct": False}
+    },
     "log.jsonl": EVENT,
     "run.json": None,
     "data.json": {"train": LENGTHS},
@@ -76,6 +79,7 @@ def a_run(path: Path) -> RunDirectory:
     """Write a run with something in each file."""
     directory = RunDirectory.create(path, "")
     directory.samples.mkdir()
+    (path / "validation").mkdir()
     record = RunRecord.begin(directory, algorithm="sft")
     for name, value in FILES.items():
         value = value | {"run_id": record.run_id} if name == "log.jsonl" else value

@@ -79,7 +79,7 @@ def evaluate_config(
     config: EvalConfig, dataset: Rows = None, reward: Reward | None = None
 ) -> dict[str, Any]:
     """Return the result of `evaluate`, for `data.validation` and `reward` unless they are given."""
-    sets = _sets(config, config.data.validation if dataset is None else dataset, dataset, reward)
+    sets = _sets(config, dataset, reward)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
     answers: list[dict[str, Any]] = []
@@ -120,8 +120,9 @@ class _Set:
     category: str | None
 
 
-def _sets(config: EvalConfig, source: Rows, dataset: Rows, reward: Reward | None) -> list[_Set]:
+def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None) -> list[_Set]:
     """Return the data sets, read and checked, each with what judges it."""
+    source = config.data.validation if dataset is None else dataset
     print_known(source)
     rows, sets = read_rows(config.data, "validation", dataset) or [], list[_Set]()
     for number, (part, name) in enumerate(zip(sources_of(source), set_names(source), strict=True)):
@@ -132,15 +133,9 @@ def _sets(config: EvalConfig, source: Rows, dataset: Rows, reward: Reward | None
         known = known_set(part)
         category = config.by or (known.category if known is not None else None)
         sets.append(_Set(name, mine, environment, category))
-    there = {column for row in rows for column in row}
-    known_columns = ", ".join(sorted(there))
-    require(
-        config.by in (None, *there),
-        "by",
-        f"must be a column of the rows ({known_columns})",
-        config.by,
-        "name one",
-    )
+    columns = sorted({column for row in rows for column in row})
+    fits = f"must be a column of the rows ({', '.join(columns)})"
+    require(config.by in (None, *columns), "by", fits, config.by, "name one")
     return sets
 
 

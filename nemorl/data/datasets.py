@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemorl.checks import closest, short
 from nemorl.data.example import Example
+from nemorl.data.known import as_known, known_set
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from nemorl.data.prompts import with_prompt
 from nemorl.data.rows import COLUMNS, Row, for_rows
@@ -41,7 +43,8 @@ def load_rows(
         data_files: chooses files of a data set on the hub or in a folder.
         *_column: the source's name of a column, which it keeps besides. One of several sources may
             have the standard name instead. By default a row without `prompt` and `response` may
-            have `input` and `output`, or `prompt` and `completion`.
+            have `input` and `output`, or `prompt` and `completion`, and a known set of the hub has
+            its own columns and template (`nemorl.data.known`).
         prompt_template: the prompt becomes this text with columns in it: "Question: {prompt}".
         system_prompt: a system message before messages that have none.
         chat: a prompt that is a string becomes the user's message.
@@ -62,16 +65,24 @@ def load_rows(
             f"split must be one for all sources or one for each of them, {len(sources)}, got"
             f" {splits}"
         )
-    read = [
-        read_rows(part, split=own, data_files=data_files, number=n)
-        for n, (part, own) in enumerate(zip(sources, splits, strict=True))
-    ]
-    rows = [row for part in read for row in _placed(part, sources)]
-    rows = [with_standard_names(_mapped(row, columns, several=len(sources) > 1)) for row in rows]
-    if prompt_template is None and system_prompt is None and not chat:
-        return rows
-    options: Any = {"template": prompt_template, "system": system_prompt, "chat": chat}
-    return for_rows(rows, lambda row: with_prompt(row, **options))
+    rows: list[Row] = []
+    for number, (part, own) in enumerate(zip(sources, splits, strict=True)):
+        known, template = known_set(part), prompt_template
+        if known is not None:
+            own, template = known.train if own == "train" else own, template or known.template
+        found = read_rows(part, split=own, data_files=data_files, number=number)
+        found = _placed(found, sources)
+        if known is not None:
+            given = [name for name, column in columns.items() if column in found[0]]
+            found = [as_known(row, known, given=given) for row in found]
+        found = [
+            with_standard_names(_mapped(row, columns, several=len(sources) > 1)) for row in found
+        ]
+        if template is not None or system_prompt is not None or chat:
+            options: Any = {"template": template, "system": system_prompt, "chat": chat}
+            found = for_rows(found, partial(with_prompt, **options))
+        rows += found
+    return rows
 
 
 def with_standard_names(row: Row) -> Row:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import short
+from nemorl.data.known import known_set
 from nemorl.data.rows import Row
 
 Placed = tuple[str, Any]
@@ -81,6 +82,20 @@ def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
                 _require_row(place, row)
             found.append([Row(row, origin=place) for place, row in placed])
     return found
+
+
+def set_names(source: Any) -> list[str]:
+    """Return a short name for each of one or several sources, all different.
+
+    >>> set_names(["data/test.jsonl", "openai/gsm8k", "more/test.jsonl", [{"prompt": "1+1="}]])
+    ['test', 'gsm8k', 'test_3', 'set_4']
+    """
+    names: list[str] = []
+    for number, part in enumerate(sources_of(source), start=1):
+        name = Path(part).name if isinstance(part, str | Path) else f"set_{number}"
+        name = Path(name).stem if Path(name).suffix in READERS else name
+        names.append(f"{name}_{number}" if name in names else name)
+    return names
 
 
 def name_of(source: Any) -> str:
@@ -166,6 +181,8 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
     if path.is_file():
         raise ValueError(f"{str(path)!r} must be a {', '.join(READERS)} file: convert it")
     name, _, configuration = (str(source), "", "") if path.exists() else str(source).partition(":")
+    if (known := known_set(source)) is not None:
+        configuration = configuration or known.configuration
     try:
         return datasets.load_dataset(
             *filter(None, (name, configuration)), data_files=data_files, split=split

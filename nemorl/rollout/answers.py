@@ -17,6 +17,14 @@ NUMBER = re.compile(
 minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
 """
 
+CHOICE = re.compile(
+    r"(?:(?i:answer|option|choice)(?:\s+(?i:is))?|\\boxed)[\s:*_$({\[\"]*(?:\\text\w*\{)?\(?([A-J])\b"
+)
+"""A letter that is called the answer, or is in a box."""
+ALONE = re.compile(r"\W*([A-J])(?:\W*$|[).:]\s)")
+"""A response that is a letter, or begins with one as a list does."""
+BOX = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+
 Function = TypeVar("Function", bound=Callable[..., float])
 
 
@@ -28,6 +36,16 @@ def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
         return fn
 
     return with_check
+
+
+def answering(read: Callable[[str], str | None]) -> Callable[[Function], Function]:
+    """Have `read(response)` say what a reward function read as a response's answer."""
+
+    def with_reader(fn: Function) -> Function:
+        vars(fn)["answer_of"] = read
+        return fn
+
+    return with_reader
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> float:
@@ -73,6 +91,17 @@ def _decimal(number: str) -> Decimal:
     return Decimal(number.replace(",", "").replace("−", "-"))
 
 
+def last_number_of(response: str) -> str | None:
+    """Return the last number of a response.
+
+    >>> last_number_of("1,000.50"), last_number_of("none")
+    ('1000.50', None)
+    """
+    found = NUMBER.findall(response)
+    return found[-1].replace(",", "") if found else None
+
+
+@answering(last_number_of)
 @checking(_number_of)
 def last_number(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's last number equals the answer's (or GSM8K solution's), else 0.
@@ -105,6 +134,17 @@ def _unreadable(answer: Any) -> ValueError:
     )
 
 
+def final_of(response: str) -> str | None:
+    """Return the text of the last box, without spaces, or the last number.
+
+    >>> final_of(r"so \\boxed{\\frac{1}{2}}."), final_of("It is 7.")
+    ('\\\\frac{1}{2}', '7')
+    """
+    boxes = BOX.findall(response)
+    return "".join(boxes[-1].split()) if boxes else last_number_of(response)
+
+
+@answering(final_of)
 @judged_in_processes(seconds=5, imports=("math_verify",))
 @checking(_solution)
 def math_equal(prompt: str, response: str, answer: Any) -> float:
@@ -129,6 +169,36 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
     return float(verify(wanted, given, timeout_seconds=untimed))
 
 
+def letter_of(response: str) -> str | None:
+    """Return the letter, A to J, that a response chooses last.
+
+    >>> letter_of("A is wrong. **Answer: (C)**"), letter_of("B) Paris"), letter_of("A guess")
+    ('C', 'B', None)
+    """
+    if found := CHOICE.findall(response):
+        return found[-1]
+    alone = ALONE.match(response)
+    return alone and alone[1]
+
+
+def _letter(answer: Any) -> str:
+    text = str(answer).strip()
+    if not re.fullmatch("[A-J]", text):
+        raise ValueError(f"choice needs a letter from A to J, but the answer is {answer!r}")
+    return text
+
+
+@answering(letter_of)
+@checking(_letter)
+def choice(prompt: str, response: str, answer: Any) -> float:
+    """Return 1 if the letter that the response chooses is the answer, else 0.
+
+    >>> choice("", "The answer is (B).", "B")
+    1.0
+    """
+    return float(letter_of(response) == _letter(answer))
+
+
 def think_format(prompt: str, response: str) -> float:
     """Return 1 if the response is one block <think>...</think> and an answer after it, else 0.
 
@@ -146,6 +216,7 @@ def think_format(prompt: str, response: str) -> float:
 
 
 REWARDS: dict[str, Any] = {
+    "choice": choice,
     "exact_match": exact_match,
     "contains_answer": contains_answer,
     "last_number": last_number,

@@ -91,6 +91,8 @@ class Conversation:
     member: int
     turns: tuple[Turn, ...]
     outcome: Outcome | Failure
+    cut_by: str | None = None
+    """If it is truncated, the setting that did it, or "environment"."""
 
     @property
     def truncated(self) -> bool:

@@ -86,7 +86,8 @@ class FunctionalRewardWrapper:
     parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
     with lists, and returns one number per response: a list, array or tensor. Where it calls the
     responses `completions` and the prompt is a conversation, both are lists of messages, as in TRL.
-    An `async` function is called for many responses at once.
+    An `async` function is called for many responses at once. Its attribute `answer_of(response)`,
+    if any, says what it read as the answer.
     `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
@@ -140,13 +141,17 @@ class FunctionalRewardWrapper:
             rewards = self._of_batch(given, texts, metadata) if size else []
         else:
             rewards, failures = self._of_each(given, texts, metadata)
+        answer_of, answers = getattr(self.fn, "answer_of", lambda response: None), []
+        for prompt, response in texts:
+            with self._named(_shown(prompt, response)):
+                answers.append(answer_of(response))
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * size,
             metadata=[None] * size,
             next_stop_strings=[None] * size,
             rewards=rewards,
             terminateds=[True] * size,
-            answers=[None] * size,
+            answers=answers,
             failures=failures,
         )
 

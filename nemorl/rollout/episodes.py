@@ -101,6 +101,8 @@ class Sampler:
         self.prompt: Sequence[int] = tuple(context.prompt)
         self.messages: Sequence[Message] = [dict(message) for message in context.messages]
         self.turns = list[Turn]()
+        self.full = False
+        """Whether the longest sequence left no room for a response."""
         self._engine, self._context, self._params = engine, context, params
         self._member, self._attempt, self._max_tokens = member, attempt, max_tokens
         self._asked = 0
@@ -113,7 +115,8 @@ class Sampler:
             params = replace(params, stop_strings=(*params.stop_strings, *stop))
         if self._max_tokens is not None:
             room = self._max_tokens - len(prompt)
-            if room < 1:
+            self.full = room < 1
+            if self.full:
                 raise ContextFull(
                     f"the conversation has {len(prompt)} tokens, and the longest sequence is"
                     f" {self._max_tokens} (data.max_total_sequence_length): raise it"
@@ -235,7 +238,8 @@ class _Talk:
         )
         outcome = await self._outcome(own_copy(row), policy)
         turns = tuple(policy.turns)
-        return Conversation(row=row, group=group, member=member, turns=turns, outcome=outcome)
+        found = Conversation(row=row, group=group, member=member, turns=turns, outcome=outcome)
+        return replace(found, cut_by=_cut_by(found, policy, prompts.limits))
 
     async def _outcome(self, row: Mapping[str, Any], policy: Sampler) -> Outcome | Failure:
         try:
@@ -252,6 +256,18 @@ class _Talk:
             cancelled = RuntimeError(f"{self.name} awaited a task that was cancelled")
             cancelled.__cause__ = error
             return Failure(error=cancelled)
+
+
+def _cut_by(conversation: Conversation, policy: Sampler, limits: Limits) -> str | None:
+    outcome, turns = conversation.outcome, conversation.turns
+    if isinstance(outcome, Failure) or not conversation.truncated:
+        return None
+    if outcome.truncated and not policy.full:
+        most = limits.max_turns or DEFAULT_TURNS
+        return "rollout.max_turns" if len(turns) == most else "environment"
+    length = len(turns[-1].prompt) + len(turns[-1].completion.token_ids)
+    full = policy.full or length == limits.max_tokens
+    return "data.max_total_sequence_length" if full else "generation.max_new_tokens"
 
 
 def _context(prompts: Prompts, index: int) -> Context:

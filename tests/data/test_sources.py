@@ -78,8 +78,8 @@ def test_a_name_goes_to_the_hub(monkeypatch):
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load_rows("openai/gsm8k", split="test[:2]", data_files="main.parquet") == ROWS
-    assert asked == [(("openai/gsm8k",), {"data_files": "main.parquet", "split": "test[:2]"})]
+    assert load_rows("owner/sums", split="test[:2]", data_files="main.parquet") == ROWS
+    assert asked == [(("owner/sums",), {"data_files": "main.parquet", "split": "test[:2]"})]
 
 
 def test_an_unreachable_hub_is_an_error_that_names_the_set(monkeypatch):
@@ -87,8 +87,8 @@ def test_an_unreachable_hub_is_an_error_that_names_the_set(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"can't load 'openai/gsm8k'.*offline$"):
-        load_rows("openai/gsm8k")
+    with pytest.raises(ValueError, match=r"can't load 'owner/sums'.*offline$"):
+        load_rows("owner/sums")
 
 
 def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
@@ -244,10 +244,10 @@ def test_a_data_set_with_several_configurations_is_named_with_a_colon(monkeypatc
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load_rows("openai/gsm8k:main") == ROWS
-    assert asked == [("openai/gsm8k", "main")]
-    with pytest.raises(ValueError, match=r"pick one among .*main.* \(as openai/gsm8k:NAME\)"):
-        load_rows("openai/gsm8k")
+    assert load_rows("owner/sums:main") == ROWS
+    assert asked == [("owner/sums", "main")]
+    with pytest.raises(ValueError, match=r"pick one among .*main.* \(as owner/sums:NAME\)"):
+        load_rows("owner/sums")
 
 
 def test_what_has_a_validation_split_by_custom(tmp_path):

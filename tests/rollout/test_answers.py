@@ -8,12 +8,15 @@ import pytest
 
 from nemorl.rollout.answers import (
     REWARDS,
+    choice,
     contains_answer,
     last_number,
+    letter_of,
     math_equal,
     think_format,
 )
 from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.environments import make_environment
 
 
 def test_every_reward_is_of_the_usual_kind():
@@ -156,3 +159,60 @@ def test_math_without_its_package(monkeypatch):
 )
 def test_think_format(prompt, response, expected):
     assert think_format(prompt, response) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        (" (c) ", None),
+        ("(C)", "C"),
+        ("D. Paris", "D"),
+        ("B) because A. is wrong", "B"),
+        ("The answer is A.", "A"),
+        ("Option A fails, so the answer is (C)", "C"),
+        ("**Answer:** B", "B"),
+        ("Answer: **J**\n", "J"),
+        ("$\\boxed{D}$", "D"),
+        ("\\boxed{\\text{E}}", "E"),
+        ("\\boxed{(F)}", "F"),
+        ('the correct choice is "G"', "G"),
+        ("A good question. Answers vary.", None),
+        ("I think that A. is it", None),
+        ("The answer is Apple", None),
+        ("answer: K", None),
+        ("", None),
+    ],
+)
+def test_choice_reads_the_last_letter_that_is_called_the_answer(response: str, letter: str | None):
+    assert letter_of(response) == letter
+    for answer in "ABCDEFGHIJ":
+        assert choice("", response, answer) == float(answer == letter)
+
+
+@pytest.mark.parametrize("answer", ["K", "a", "AB", "2", ""])
+def test_choice_needs_a_letter(answer: str):
+    with pytest.raises(ValueError, match="choice needs a letter from A to J, but the answer is"):
+        choice.check_row({"answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("reward", "response", "answer"),
+    [
+        ("exact_match", " 2\n", None),
+        ("last_number", "a-0.50", "0.50"),
+        ("last_number", "1,000 or 2,000.0", "2000.0"),
+        ("last_number", "no number", None),
+        ("last_number", "1e999999999", "1e999999999"),
+        ("math", "\\boxed{1} then \\boxed{ \\frac{1}{2} }.", "\\frac{1}{2}"),
+        ("math", "\\boxed{1", "1"),
+        ("math", "it is 0.50", "0.50"),
+        ("math", "\\boxed{\\frac{\\sqrt{2}}{3}}", "\\frac{\\sqrt{2}}{3}"),
+        ("choice", "Answer: C", "C"),
+        ("contains_answer", "2", None),
+    ],
+)
+def test_what_was_read_as_the_answer_is_returned(reward: str, response: str, answer: str | None):
+    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": response}]
+    row = {"answer": "C" if reward == "choice" else "2"}
+    assert make_environment(reward).step([log], [row]).answers == [answer]

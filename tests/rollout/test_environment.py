@@ -396,3 +396,17 @@ def test_by_name_by_import_and_as_it_is():
     assert make_environment("nemorl.rollout.answers:contains_answer").fn is contains_answer
     environment = FunctionalRewardWrapper(exact_match)
     assert make_environment(environment) is environment
+
+
+def test_a_function_says_what_it_read_as_the_answer():
+    def right(prompt: str, response: str) -> float:
+        return 1.0
+
+    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so 2"}]
+    assert FunctionalRewardWrapper(right).step([log], [{}]).answers == [None]
+    right.answer_of = lambda response: response[-1]  # type: ignore[attr-defined]
+    assert FunctionalRewardWrapper(right).step([log], [{}]).answers == ["2"]
+    right.answer_of = lambda response: response[9]  # type: ignore[attr-defined]
+    with pytest.raises(IndexError) as raised:
+        FunctionalRewardWrapper(right).step([log], [{}])
+    assert "This was reward 'right' for prompt '?'" in raised.value.__notes__[0]

@@ -6,6 +6,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take
+from nemorl.data.sources import set_names
 from nemorl.losses.rewards import informative_groups, overlong_filter
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.runtime.algorithms.common import (
@@ -23,7 +24,7 @@ from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import nearest_preset
 from nemorl.runtime.run.loop import OpenRun
-from nemorl.runtime.run.samples import compared
+from nemorl.runtime.run.samples import by_set, compared
 from nemorl.runtime.watch.log import event
 
 
@@ -52,7 +53,7 @@ def grpo(run: OpenRun) -> None:
                     part = replace(part, loss_weights=weights)
                     step.log(run.trainer.train_step(part, loss_fn))
                     num_updates += 1
-        found = compared(everything)
+        found = compared(everything) | by_set(everything, set_names(config.data.train))
         kept = found["informative_groups"] if config.dynamic_sampling else 1.0
         step.log({**found, "groups_kept": kept, "num_updates": float(num_updates)})
         if config.overlong.buffer:

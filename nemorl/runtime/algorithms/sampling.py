@@ -2,6 +2,8 @@
 that the sample log shows.
 """
 
+from dataclasses import replace
+
 import torch
 
 from nemorl.data.batch import TokenBatch, take, trim
@@ -10,7 +12,13 @@ from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.runtime.algorithms.common import with_prev_logprobs
 from nemorl.runtime.algorithms.policy_loss import Shaping
 from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
-from nemorl.runtime.run.samples import Samples, samples_of, whole_groups, worst_tokens
+from nemorl.runtime.run.samples import (
+    Samples,
+    failures_of,
+    samples_of,
+    whole_groups,
+    worst_tokens,
+)
 
 
 def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
@@ -34,7 +42,8 @@ def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts,
                 wanted -= len(kept[-1].group_id.unique())
             if not wanted:
                 break
-    return join(kept or sampled[-1:]), join(sampled)
+    everything = join(sampled)
+    return replace(join(kept or sampled[-1:]), failed=everything.failed), everything
 
 
 def compared_samples(
@@ -60,7 +69,8 @@ def compared_samples(
     if run.config.overlong.buffer:
         shaped = shaping(compared).tolist()
         samples = [s | {"shaped_reward": x} for s, x in zip(samples, shaped, strict=True)]
-    return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
+    samples = [{**s, "worst_tokens": worst_tokens(s, run.tokenizer)} for s in samples]
+    return samples + failures_of(rollouts, run.config.run.samples_per_step)
 
 
 def worst_row(batch: TokenBatch) -> int:

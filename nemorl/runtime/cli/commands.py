@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from nemorl.checks import require
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
     CheckConfig,
+    CompareConfig,
     EvalConfig,
     ExampleConfig,
     ExportConfig,
@@ -21,6 +23,9 @@ from nemorl.runtime.cli.settings import (
 
 if TYPE_CHECKING:
     from nemorl.runtime.watch.report.gather import Gathered
+
+
+PLACES = ("data", "category")
 
 
 def evaluate(config: EvalConfig) -> None:
@@ -35,6 +40,9 @@ def evaluate(config: EvalConfig) -> None:
         with writing("the answers", output):
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text("".join(rows), encoding="utf-8", errors="backslashreplace")
+    if config.json:
+        print(json.dumps({key: value for key, value in result.items() if key != "answers"}))
+        return
     _print_evaluation(config, result)
     if config.output is not None:
         print(f"answers written to {config.output}")
@@ -58,20 +66,70 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
     console.print(table)
     temperature = config.generation.temperature
     sampling = f"temperature {temperature:g}, {config.n} per prompt" if temperature else "greedy"
-    scores = Table(
-        title=f"{config.model.path} on {config.data.validation} ({sampling})", title_justify="left"
-    )
-    values = {
-        "accuracy": f"{result['accuracy']:.1%}",
-        "reward": f"{result['reward']:.4f}",
-        **{name: f"{value:.4f}" for name, value in result.items() if name.startswith("reward/")},
-        "response length": f"{result['response_length']:.1f}",
-        "rows": str(result["num_rows"]),
-    }
-    for name in values:
-        scores.add_column(name, justify="right")
-    scores.add_row(*values.values())
-    console.print(scores)
+    names = config.data.validation
+    title = f"{config.model.path} on {names if isinstance(names, str) else ', '.join(names or ())}"
+    lines = result["summaries"]
+    once = [{name: v for name, v in line.items() if "@" not in name} for line in lines]
+    _print_lines(once, f"{title} ({sampling}), ± 95 % confidence")
+    for kind in ("pass@", "cons@"):
+        kept = [
+            {name: v for name, v in line.items() if name in PLACES or name.startswith(kind)}
+            for line in lines
+            if line["category"] is None
+        ]
+        if len(kept[0]) > len(PLACES):
+            _print_lines(kept, "")
+    others = [name for name in result if name.startswith("reward/")] + ["response_length"]
+    console.print(*(f"{name.replace('_', ' ')} {result[name]:.4f}" for name in others), sep=", ")
+
+
+def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:
+    """Print statistics as a table, shares in percent."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    places = [name for name in PLACES if any(line[name] for line in lines)]
+    names = [name for name in lines[0] if name not in PLACES and not name.endswith("_ci")]
+    table = Table(box=None, pad_edge=False)
+    for name in (*places, *names):
+        justify: Any = "left" if name in places else "right"
+        table.add_column(name.removeprefix("num_").replace("_", " "), justify=justify)
+    for line in lines:
+        cells = [Text(line[name] or "all") for name in places]
+        table.add_row(*cells, *(_cell(line, name) for name in names))
+    console = Console(highlight=False)
+    console.print(Text(title), soft_wrap=True)
+    console.print(table)
+
+
+def _cell(line: dict[str, Any], name: str) -> str:
+    value, half = line.get(name), line.get(f"{name}_ci")
+    if value is None or isinstance(value, str | int):
+        return str(value or "")
+    raw = "reward" in (name, line.get("metric")) or name == "p_value"
+    scale, digits, unit = (1, 4, "") if raw else (100, 1, "%")
+    spread = "" if half is None else f" ± {scale * half:.{digits}f}"
+    return f"{scale * value:.{digits}f}{spread}{unit}"
+
+
+def compare(config: CompareConfig) -> None:
+    """Print how two evaluations differ."""
+    from nemorl.data.sources import read_rows
+    from nemorl.rollout.evaluation import comparison
+
+    wanted = ("data", "group", "prompt", "correct", "reward")
+    both = [read_rows(file, split="train") for file in (config.first, config.second)]
+    for row in (*both[0], *both[1]):
+        remedy = "name files that nemorl eval --output has written"
+        has = f"must have {', '.join(wanted)}"
+        require({*wanted} <= row.keys(), row.origin, has, sorted(row), remedy)
+    found = comparison(*both, seed=config.seed)
+    if config.json:
+        for line in found:
+            print(json.dumps(line, ensure_ascii=False))
+        return
+    _print_lines(found, f"{config.first} and {config.second}, paired by prompt, ± 95 % confidence")
 
 
 def _short(value: Any, limit: int = 200) -> str:
@@ -145,7 +203,7 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
     from nemorl.runtime.watch.metrics import headline, number
     from nemorl.runtime.watch.report.page import course_of, ends
 
-    names = headline({name for run in runs for line in run.metrics for name in line})[:shown]
+    names = headline(*(line for run in runs for line in run.metrics))[:shown]
     table = Table(box=None, pad_edge=False)
     for name in ("run", "status", "step", *names):
         table.add_column(name.replace("_", " "))
@@ -244,6 +302,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "eval": Command(EvalConfig, evaluate),
+    "compare": Command(CompareConfig, compare),
     "generate": Command(GenerateConfig, generate),
     "export": Command(ExportConfig, export),
     "report": Command(ReportConfig, report),

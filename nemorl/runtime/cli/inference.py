@@ -3,19 +3,24 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
+from nemorl.data.known import known_set
 from nemorl.data.prompts import parts_of, warn_of_strings
+from nemorl.data.rows import Row
+from nemorl.data.sources import set_names, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.models.source import ModelSource
-from nemorl.rollout.collect import collect, join
+from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.environment import check_rows
-from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments import Environment, make_environment
+from nemorl.rollout.evaluation import summaries
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
@@ -30,7 +35,7 @@ from nemorl.runtime.cli.settings import (
 )
 from nemorl.runtime.config.tree import layer, nested
 from nemorl.runtime.config.trust import Trust
-from nemorl.runtime.run.data import Reward, Rows, read_rows
+from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
 from nemorl.runtime.start.backends import proofs_of
 from nemorl.runtime.start.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.start.registry import check_generation, get_generation_backend
@@ -51,7 +56,8 @@ def evaluate(
     trust_code: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Return accuracy, mean rewards and length of a model's answers to data, and the answers.
+    """Return accuracy, mean rewards and length of a model's answers to data, the tables of
+    `summaries`, and the answers.
 
     The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
     model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
@@ -62,7 +68,10 @@ def evaluate(
     """
     reward = pop_reward(overrides, reward_fn)
     rewarded = reward is not None or "reward" in overrides
-    config = _config(EvalConfig, "eval", model, trust_code, overrides, rewarded=rewarded)
+    known = all(map(known_set, sources_of(dataset)))
+    config = _config(
+        EvalConfig, "eval", model, trust_code, overrides, rewarded=rewarded, known=known
+    )
     return evaluate_config(config, dataset, reward)
 
 
@@ -70,36 +79,88 @@ def evaluate_config(
     config: EvalConfig, dataset: Rows = None, reward: Reward | None = None
 ) -> dict[str, Any]:
     """Return the result of `evaluate`, for `data.validation` and `reward` unless they are given."""
-    reward = config.reward if reward is None else reward
-    environment = make_environment(reward, config.reward_weights, config.reward_kwargs)
-    rows = (read_rows(config.data, "validation", dataset) or [])[: config.max_rows]
-    check_rows(environment, rows)
+    sets = _sets(config, dataset, reward)
+    rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
+    answers: list[dict[str, Any]] = []
     with _loaded(config, rows) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
-        rollouts = join(
-            [
-                collect(generator, environment, part, sampling, seed=config.seed)
-                for part in _with_progress(prompts, max(1, at_a_time))
+        numbered, begin = replace(prompts, groups=range(len(prompts))), 0
+        for part in sets:
+            mine = numbered.take(range(begin, begin + len(part.rows)))
+            begin += len(part.rows)
+            found = [
+                collect(generator, part.environment, some, sampling, seed=config.seed)
+                for some in _with_progress(mine, max(1, at_a_time))
             ]
-        )
-    answers: list[dict[str, Any]] = [
-        {
-            "prompt": rollouts.texts[i],
-            "response": completion.text,
-            "answer": rollouts.rows[i].get("answer"),
-            "reward": float(rollouts.rewards[i]),
-            **rollouts.rewards_of(i),
-            "num_tokens": len(completion.token_ids),
-        }
-        for i, completion in enumerate(rollouts.completions)
-    ]
+            answers += _records(join(found), part)
+    parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
+    components = {
+        f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
+        for name in parts
+    }
     return {
-        **rollouts.reward_metrics(),
-        "response_length": float(rollouts.lengths.float().mean()),
+        "reward": fmean(answer["reward"] for answer in answers),
+        "accuracy": fmean(answer["correct"] for answer in answers),
+        **components,
+        "response_length": fmean(answer["num_tokens"] for answer in answers),
         "num_rows": len(rows),
+        "summaries": summaries(answers),
         "answers": answers,
     }
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One of the data sets that are answered."""
+
+    name: str
+    rows: Sequence[Row]
+    environment: Environment
+    category: str | None
+
+
+def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None) -> list[_Set]:
+    """Return the data sets, read and checked, each with what judges it."""
+    source = config.data.validation if dataset is None else dataset
+    print_known(source)
+    rows, sets = read_rows(config.data, "validation", dataset) or [], list[_Set]()
+    for number, (part, name) in enumerate(zip(sources_of(source), set_names(source), strict=True)):
+        mine = [row for row in rows if row.source == number][: config.max_rows]
+        judge = reward_for(config.reward, part) if reward is None else reward
+        environment = make_environment(judge, config.reward_weights, config.reward_kwargs)
+        check_rows(environment, mine)
+        known = known_set(part)
+        category = config.by or (known.category if known is not None else None)
+        sets.append(_Set(name, mine, environment, category))
+    columns = sorted({column for row in rows for column in row})
+    fits = f"must be a column of the rows ({', '.join(columns)})"
+    require(config.by in (None, *columns), "by", fits, config.by, "name one")
+    return sets
+
+
+def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
+    """Return what is kept of each response."""
+    records = []
+    for i, completion in enumerate(rollouts.completions):
+        row, read = rollouts.rows[i], rollouts.answers[i]
+        category = None if part.category is None else row.get(part.category)
+        records.append(
+            {
+                "data": part.name,
+                "group": int(rollouts.group_id[i]),
+                **({} if category is None else {"category": str(category)}),
+                "prompt": rollouts.texts[i],
+                "response": completion.text,
+                "answer": row.get("answer"),
+                **({} if read is None else {"extracted_answer": read}),
+                "reward": float(rollouts.rewards[i]),
+                "correct": bool(rollouts.correct[i]),
+                **rollouts.rewards_of(i),
+                "num_tokens": len(completion.token_ids),
+            }
+        )
+    return records
 
 
 def generate(
@@ -206,10 +267,11 @@ def _config(
     overrides: Mapping[str, Any],
     *,
     rewarded: bool = False,
+    known: bool = False,
 ) -> Answers:
     """Return the config of a command with overrides, over the settings of the run `model`."""
     trust = Trust(everything=trust_code, in_python=True)
-    of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded)
+    of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=known)
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)
     print_settings_of_run(of_run, config)
@@ -254,9 +316,9 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
-    """Yield slices of the prompts, whose groups are numbered through all of them."""
+    """Yield slices of the prompts."""
     from rich.progress import track
 
-    numbered, starts = replace(prompts, groups=range(len(prompts))), range(0, len(prompts), size)
+    starts = range(0, len(prompts), size)
     for first in track(starts, description="answering", transient=True):
-        yield numbered.take(range(first, min(first + size, len(prompts))))
+        yield prompts.take(range(first, min(first + size, len(prompts))))

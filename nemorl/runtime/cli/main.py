@@ -12,15 +12,17 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
 from nemorl.data.datasets import load_rows, prompt_of
+from nemorl.data.known import known_set
 from nemorl.data.rows import for_rows
-from nemorl.data.sources import first_rows
+from nemorl.data.sources import first_rows, sources_of
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
@@ -120,6 +122,8 @@ keep settings in a file (flags override the file; the file overrides the preset)
 
 use what was trained
   nemorl eval --model runs/rl --validation test.jsonl --output answers.jsonl
+  nemorl eval --model runs/rl --validation openai/gsm8k    a set that is known on the hub
+  nemorl compare before.jsonl after.jsonl                  answers of eval, by a paired test
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                    curves and samples as a web page
   nemorl report runs/sft runs/rl                           the same of several runs, side by side
@@ -304,9 +308,12 @@ def parse(command: str, args: Sequence[str]) -> Any:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
     of_run = {}
     if issubclass(cls, AnswerConfig):
-        files = [flat(read(path)[0]).get("model.path") for path in paths]
-        model = str([None, *files, *peek(args, "--model.path")][-1] or "")
-        of_run = settings_of_run(cls, model, trust, rewarded=bool(peek(args, "--reward")))
+        files = [flat(read(path)[0]) for path in paths]
+        models = [file.get("model.path") for file in files]
+        model = str([None, *models, *peek(args, "--model.path")][-1] or "")
+        known = all(map(known_set, _validation_sets(args, files)))
+        rewarded = bool(peek(args, "--reward"))
+        of_run = settings_of_run(cls, model, trust, rewarded=rewarded, known=known)
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust, used=used_by_plan if cls is PlanConfig else dict)
@@ -343,6 +350,17 @@ def parse(command: str, args: Sequence[str]) -> Any:
     if of_run:
         print_settings_of_run(of_run, config)
     return config
+
+
+def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    """Return the sets that data.validation will name."""
+    from nemorl.runtime.config.flags import peek
+
+    flag = "--data.validation"
+    sets = [file.get("data.validation") for file in files] + [peek(args, flag)]
+    if flag in args:
+        sets.append([*takewhile(lambda each: each[:1] != "-", args[args.index(flag) + 1 :])])
+    return sources_of(next(filter(None, reversed(sets)), None))
 
 
 def _trust(args: Sequence[str]) -> Trust:

@@ -30,6 +30,8 @@ OF_RUN = (
 """Settings that `eval` and `generate` take from the run that --model names."""
 
 
+OF_SET = {*OF_RUN[:3], "reward", "reward_weights", "reward_kwargs"}
+"""Those of them that a known data set has itself."""
 PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 
 
@@ -82,10 +84,13 @@ class AnswerConfig:
         )
 
 
-def settings_of_run(cls: type, model: str, trust: Trust, *, rewarded: bool) -> dict[str, Any]:
+def settings_of_run(
+    cls: type, model: str, trust: Trust, *, rewarded: bool, known: bool = False
+) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
 
     rewarded: there is another reward, so the run's with its weights and parameters is of no use.
+    known: the rows are of known data sets, which have columns, prompts and rewards of their own.
     """
     directory = RunDirectory(Path(model))
     if not (model and directory.config.exists() and directory.holds_results()):
@@ -95,7 +100,8 @@ def settings_of_run(cls: type, model: str, trust: Trust, *, rewarded: bool) -> d
     theirs["reward_kwargs"] = config.get("reward_kwargs")  # one value, not a section
     found = {}
     for key in OF_RUN:
-        if key in leaves(cls) and not (rewarded and key.startswith("reward")):
+        own = known and key in OF_SET
+        if key in leaves(cls) and not own and not (rewarded and key.startswith("reward")):
             value = theirs.get(key) or usual[key]
             found[key] = tuple(value) if isinstance(value, list) else value
     found = {key: value for key, value in found.items() if value != usual[key]}
@@ -140,13 +146,19 @@ class EvalConfig(AnswerConfig):
     output: str | None = None
     """Write every answer to this .jsonl file."""
     reward: str | tuple[str, ...] = "exact_match"
-    """Rewards by name, or module:function of your own, as in training."""
+    """Rewards by name, or module:function of your own, as in training; exact_match gives way to
+    the reward of a known data set.
+    """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     max_rows: int | None = None
-    """Number of rows that are answered, from the top. Default: all."""
+    """Number of rows of each data set that are answered, from the top. Default: all."""
+    by: str | None = None
+    """Column of categories, which get lines of their own. Default: a known set's, else none."""
+    json: bool = False
+    """Print one JSON object with all but the answers instead of tables."""
     seed: int = 0
     """Seed of the sampling."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
@@ -154,6 +166,23 @@ class EvalConfig(AnswerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, max_rows=self.max_rows)
+        valid_seed(seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Compare two evaluations of the same rows, by a paired test."""
+
+    first: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FIRST")]]
+    """A file that nemorl eval --output has written."""
+    second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SECOND")]]
+    """Another one, of the same rows with the same prompts."""
+    json: bool = False
+    """Print one JSON object a line instead of a table."""
+    seed: int = 0
+    """Seed of the test's random signs."""
+
+    def __post_init__(self) -> None:
         valid_seed(seed=self.seed)
 
 

@@ -16,7 +16,7 @@ class DataConfig:
 
     train: str | tuple[str, ...] | None = None
     """Training rows: .jsonl, .json, .parquet or .csv files, or data sets on the hub (by NAME, or
-    NAME:CONFIGURATION).
+    NAME:CONFIGURATION; of known ones the columns are known, too: docs/evaluation.md).
     """
     weights: tuple[float, ...] = ()
     """Relative share of each of several training sets. Default: each row once an epoch."""

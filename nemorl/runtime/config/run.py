@@ -26,7 +26,7 @@ class RunConfig:
     val_at_start: bool = False
     """Validate before the first step, too."""
     max_val_samples: int = 256
-    """Validation rows that are used, from the top."""
+    """Rows of each validation set that are used, from the top."""
     save_period: int = 50
     """Steps between checkpoints. 0: only at the end."""
     keep_checkpoints: int = 2

@@ -20,8 +20,9 @@ class SFTConfig(BaseConfig):
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weighting of the loss: every token counts the same, or every sequence."""
     reward: str | tuple[str, ...] = "exact_match"
-    """Reward that judges greedy answers to validation rows with an answer: exact_match,
-    contains_answer, last_number, math, think_format, or module:function of your own.
+    """Reward that judges greedy answers to validation rows with an answer: exact_match
+    (or a known data set's), contains_answer, last_number, math, choice, think_format, or
+    module:function of your own.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

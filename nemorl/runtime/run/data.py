@@ -1,10 +1,13 @@
 """A run's rows: read, as token ids within the longest sequence, and in the order of training."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
+from nemorl.data.known import known_set
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.rows import Row, origin_of
@@ -20,6 +23,8 @@ Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
 """A name, a function, an environment, or a list of them, or a mapping from names."""
+DEFAULT_REWARD = "exact_match"
+"""The reward of settings; a known data set has its own."""
 
 
 def read_data(
@@ -62,11 +67,46 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
     require_files(f"data.{which}", source)
     splits = [data.split for _ in sources_of(source)]
     if which == "validation":
+        parts = sources_of(source)
+        usual = ["validation" if has_splits(part) else "train" for part in parts]
         splits = [
-            data.validation_split or ("validation" if has_splits(part) else "train")
-            for part in sources_of(source)
+            data.validation_split or (known.validation if known else split)
+            for known, split in zip(map(known_set, parts), usual, strict=True)
         ]
     return load_rows(source, split=splits, **data.reading())
+
+
+def print_known(*sources: Rows) -> None:
+    """Print to standard error what is known of the data sets among the sources."""
+    for name in dict.fromkeys(part for part in _parts(*sources) if known_set(part)):
+        known = vars(known_set(name))
+        shown = ", ".join(f"{key} {known[key]!r}" for key in known if known[key] and key != "build")
+        print(f"{name} is known; where no setting says otherwise: {shown}", file=sys.stderr)
+
+
+def reward_for(reward: Any, *sources: Rows) -> Any:
+    """Return the reward of known data sets where `reward` is the default, else `reward`.
+
+    Raises: ValueError for sources that have no reward in common.
+    """
+    known = map(known_set, _parts(*sources))
+    rewards = {None if each is None else each.reward for each in known}
+    named = sorted(name for name in rewards if name)
+    if reward != DEFAULT_REWARD or not named:
+        return reward
+    what = "must be given for data sets that differ in it"
+    require(len(rewards) == 1, "reward", what, ", ".join(named), "add --reward")
+    return named[0]
+
+
+def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
+    """Return the first `count` rows of each data set."""
+    sets = groupby(rows, key=lambda row: row.source)
+    return [row for _, part in sets for row in islice(part, count)]
+
+
+def _parts(*sources: Rows) -> list[Any]:
+    return [part for source in sources if source is not None for part in sources_of(source)]
 
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:

@@ -13,6 +13,7 @@ from torch import nn
 from nemorl.checks import at_least, require
 from nemorl.data.order import RowOrder
 from nemorl.data.rows import Row
+from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
@@ -27,11 +28,20 @@ from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
-from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
+from nemorl.runtime.run.samples import (
+    Samples,
+    by_set,
+    compared,
+    failures_of,
+    measured,
+    outcomes_of,
+    samples_of,
+)
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.errors import memory_advice
-from nemorl.runtime.store.files import check_writer
+from nemorl.runtime.store.files import NotWritten, check_writer
 from nemorl.runtime.store.state import LoopState, Run
 from nemorl.warn import warn
 
@@ -343,7 +353,14 @@ def _answered(
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
     with run.sampling() as generator:
         found = collect(generator, environment, prompts, params, seed=seed)
-    return measured(found), samples_of(found, None, run.config.run.samples_per_step)
+    count, names = run.config.run.samples_per_step, set_names(run.config.data.validation)
+    try:
+        directory, outcomes = RunDirectory(run.directory), outcomes_of(found, names)
+        directory.append_samples(run.state.step, outcomes, folder="validation")
+    except NotWritten as error:
+        warn(f"the run continues without this record: {error}")
+    samples = samples_of(found, None, count) + failures_of(found, count)
+    return measured(found) | by_set(found, names), samples
 
 
 class RowStream:
@@ -469,8 +486,10 @@ class Step:
         spread of the reward, accuracy and length are logged as well, and equal rewards warned of.
         """
         if isinstance(samples, Rollouts):
-            metrics = {**compared(samples), **metrics}
-            samples = samples_of(samples, None, self.run.config.run.samples_per_step)
+            sets = by_set(samples, set_names(self.run.config.data.train))
+            metrics = {**compared(samples), **sets, **metrics}
+            count = self.run.config.run.samples_per_step
+            samples = samples_of(samples, None, count) + failures_of(samples, count)
         for name, value in metrics.items():
             if isinstance(value, Metric):
                 before = self._logged.get(name)

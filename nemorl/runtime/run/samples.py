@@ -9,36 +9,76 @@ from typing import Any
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.rewards import informative_groups
-from nemorl.rollout.collect import Rollouts
-from nemorl.rollout.conversation import Conversation, examples_of
+from nemorl.rollout.collect import Rollouts, select
+from nemorl.rollout.conversation import Conversation, Failure, examples_of
+from nemorl.rollout.prompts import text_of
 
 Samples = list[dict[str, Any]]
 """Rows of the sample log."""
+MOST_FAILURES = 4
+"""Failed conversations that are logged in a step."""
 
 
 def measured(rollouts: Rollouts) -> dict[str, float]:
-    """Return rewards, accuracy (see `Rollouts.correct`) and sampled tokens of conversations on
-    average; of several turns their number, and the reward of each; and the share that failed, by
-    the kind of error.
+    """Return rewards, accuracy (see `Rollouts.correct`), sampled tokens and turns of conversations
+    on average, the reward of each turn where there are several, the share of conversations that
+    failed, and their number by the kind of error.
     """
+    ends = [each.outcome for each in rollouts.failed]
+    failed = [type(end.error).__name__ for end in ends if isinstance(end, Failure)]
     found = {
         **rollouts.metrics,
         **rollouts.reward_metrics(),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
+        "turns": float(rollouts.num_turns.float().mean()),
+        "failed_fraction": len(failed) / (len(rollouts) + len(failed)),
+        **{f"failed/{kind}": float(count) for kind, count in Counter(failed).items()},
     }
     if int(rollouts.num_turns.max()) > 1:
-        found["turns"] = float(rollouts.num_turns.float().mean())
         given = [getattr(each.outcome, "turn_rewards", ()) for each in rollouts.conversations]
         for turn, rewards in enumerate(zip_longest(*given), start=1):
             there = [reward for reward in rewards if reward is not None]
             found[f"reward/turn_{turn}"] = sum(there) / len(there)
-    if rollouts.failed:
-        total = len(rollouts) + len(rollouts.failed)
-        kinds = Counter(type(each.outcome.error).__name__ for each in rollouts.failed)  # type: ignore
-        found["failed_fraction"] = len(rollouts.failed) / total
-        found |= {f"failed/{kind}": count / total for kind, count in kinds.items()}
     return found
+
+
+def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
+    """Return rewards and accuracy for each of several data sets (`Row.source`), and for each
+    environment that rows name (column `environment`), as NAME/metric.
+    """
+    sets = _sets_of(rollouts, names)
+    several = len(names) > 1 or len({*sets}) > 1
+    members: dict[str, list[int]] = {}
+    for i, (row, name) in enumerate(zip(rollouts.rows, sets, strict=True)):
+        for part in ({name} if several else {*()}) | {row.get("environment")}:
+            if isinstance(part, str):
+                members.setdefault(part, []).append(i)
+    return {
+        f"{name}/{metric}": value
+        for name, rows in sorted(members.items())
+        for metric, value in select(rollouts, rows).reward_metrics().items()
+    }
+
+
+def _sets_of(rollouts: Rollouts, names: Sequence[str]) -> list[str]:
+    """Return the name of each conversation's data set; one without is set_1, set_2, …"""
+    numbers = [getattr(row, "source", 0) for row in rollouts.rows]
+    return [names[n] if n < len(names) else f"set_{n + 1}" for n in numbers]
+
+
+def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
+    """Return how each conversation was judged, as `nemorl.rollout.evaluation` compares records."""
+    return [
+        {
+            "data": name,
+            "group": int(rollouts.group_id[i]),
+            "prompt": rollouts.texts[i],
+            "reward": float(rollouts.rewards[i]),
+            "correct": bool(rollouts.correct[i]),
+        }
+        for i, name in enumerate(_sets_of(rollouts, names))
+    ]
 
 
 def compared(rollouts: Rollouts) -> dict[str, float]:
@@ -81,60 +121,93 @@ def whole_groups(groups: Sequence[int], count: int) -> list[int]:
 
 
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """Return `whole_groups` of responses as rows of the sample log; with a batch also their
-    tokens' advantages and the trainer's logprobs.
+    """Return `whole_groups` of conversations as rows of the sample log; with a batch also their
+    tokens' advantages and the trainer's logprobs, and which sampled ones are trained on, if not
+    all.
     """
     values: dict[str, Any] = {}
     if batch is not None:
-        values = {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+        values = {
+            "advantages": batch.advantages,
+            "trainer_logprobs": batch.prev_logprobs,
+            "trained": batch.loss_mask,
+        }
     samples: Samples = []
     for i in whole_groups(rollouts.group_id.tolist(), count):
-        turns, completion = rollouts.conversations[i].turns, rollouts.completions[i]
-        begin, answer = len(rollouts.prompts[i]), rollouts.answers[i]
-        examples = examples_of(turns)
-        ids, logprobs, sampled = (
-            [value for each in examples for value in getattr(each, name)]
-            for name in ("input_ids", "generation_logprobs", "loss_mask")
-        )
-        samples.append(
-            {
-                "group": int(rollouts.group_id[i]),
-                "prompt": rollouts.texts[i],
-                "response": completion.text,
-                "reward": float(rollouts.rewards[i]),
-                **rollouts.rewards_of(i),
-                **({} if answer is None else {"extracted_answer": answer}),
-                "finish_reason": completion.finish_reason,
-                "token_ids": ids[begin:],
-                "logprobs": logprobs[begin:],
-                **({} if len(turns) == 1 else said(rollouts.conversations[i], sampled[begin:])),
-                "columns": dict(rollouts.rows[i]),
-                **{n: v[i, begin : len(ids)].tolist() for n, v in values.items() if v is not None},
-            }
-        )
+        sample, answer = _row(rollouts.conversations[i]), rollouts.answers[i]
+        begin = len(rollouts.prompts[i])
+        end = begin + len(sample["token_ids"])
+        sample |= {
+            "reward": float(rollouts.rewards[i]),
+            **rollouts.rewards_of(i),
+            **({} if answer is None else {"extracted_answer": answer}),
+            **{n: v[i, begin:end].tolist() for n, v in values.items() if v is not None},
+        }
+        if sample.get("trained") == sample.get("sampled", [True] * (end - begin)):
+            del sample["trained"]
+        samples.append(sample)
     return samples
 
 
-def said(conversation: Conversation, sampled: Sequence[bool]) -> dict[str, Any]:
-    """Return what a row of the log has of several turns: which tokens the model sampled, and of
-    each turn what was given since the turn before, the response, and the reward.
+def failures_of(rollouts: Rollouts, count: int) -> Samples:
+    """Return conversations that failed, as rows of the sample log without a reward: the first one
+    of each reason, at most `count` and MOST_FAILURES.
+    """
+    first: dict[str, Conversation] = {}
+    for each in rollouts.failed:
+        if isinstance(each.outcome, Failure):
+            first.setdefault(each.outcome.reason, each)
+    found = [{**_row(each), "failure": reason} for reason, each in first.items()]
+    return found[: min(count, MOST_FAILURES)]
+
+
+def _row(conversation: Conversation) -> dict[str, Any]:
+    """Return what the log has of a conversation, however it ended: tokens from the end of the first
+    prompt on, of several turns also which of them the model sampled, and `said`.
+    """
+    turns, row = conversation.turns, conversation.row
+    begin, examples = len(turns[0].prompt) if turns else 0, examples_of(turns)
+    ids, logprobs, sampled = (
+        [value for each in examples for value in getattr(each, name)][begin:]
+        for name in ("input_ids", "generation_logprobs", "loss_mask")
+    )
+    origin = getattr(row, "origin", "")
+    return {
+        "group": conversation.group,
+        **({"origin": origin} if origin else {}),
+        "prompt": text_of(row),
+        "response": turns[-1].completion.text if turns else "",
+        "finish_reason": turns[-1].completion.finish_reason if turns else None,
+        **({"cut_by": conversation.cut_by} if conversation.cut_by else {}),
+        "token_ids": ids,
+        "logprobs": logprobs,
+        **({"sampled": sampled, "turns": said(conversation)} if len(turns) > 1 else {}),
+        "columns": dict(row),
+    }
+
+
+def said(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return of each turn the text that was given since the turn before, the response, its reward,
+    and where its tokens begin and end; `rewritten` where what was given is the whole prompt.
     """
     rewards = getattr(conversation.outcome, "turn_rewards", ()) or [None] * len(conversation.turns)
-    turns, before = list[dict[str, Any]](), list[int]()
+    turns, before, end = list[dict[str, Any]](), list[int](), -len(conversation.turns[0].prompt)
     for turn, reward in zip(conversation.turns, rewards, strict=True):
         goes_on = list(turn.prompt[: len(before)]) == before
         given = turn.prompt[len(before) :] if goes_on else turn.prompt
-        tokenizer = turn.completion.tokenizer
+        begin, tokenizer = end + len(given), turn.completion.tokenizer
+        end = begin + len(turn.completion.token_ids)
         turns.append(
             {
-                "given": tokenizer.decode(list(given)) if tokenizer and turns else "",
+                "given": tokenizer.decode(list(given)) if tokenizer else "",
                 "response": turn.completion.text,
                 "reward": reward,
                 "rewritten": not goes_on,
+                "tokens": [begin, end],
             }
         )
         before = [*turn.prompt, *turn.completion.token_ids]
-    return {"sampled": list(sampled), "turns": turns}
+    return turns
 
 
 def worst_tokens(

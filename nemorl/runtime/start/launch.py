@@ -22,7 +22,7 @@ from nemorl.runtime.config.data import require_rows
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
-from nemorl.runtime.run.data import Reward, Rows, read_data
+from nemorl.runtime.run.data import Reward, Rows, first_of_each, read_data
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.registry import (
@@ -152,7 +152,7 @@ def launched(
                 environment=led,
                 rows=rows,
                 data=data,
-                validation_rows=held_out[: config.run.max_val_samples],
+                validation_rows=first_of_each(held_out, config.run.max_val_samples),
                 log=log,
                 loggers=loggers,
                 callbacks=callbacks,

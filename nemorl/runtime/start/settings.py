@@ -18,7 +18,8 @@ from nemorl.rollout.environments import Environment, make_environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
 from nemorl.runtime.config.trust import Trust
-from nemorl.runtime.run.data import Reward, Rows
+from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.run.data import Reward, Rows, print_known, reward_for
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.warn import warn
@@ -50,8 +51,19 @@ def as_given(
         kept = environment if isinstance(environment, str) else _given([environment])
         changed = {"rollout": replace(config.rollout, environment=kept)}
         config = replace(config, **changed)
-    if reward is None or not hasattr(config, "reward"):
+    sources = [
+        getattr(config.data, key) if value is None else value
+        for key, value in {"train": train, "validation": validation}.items()
+    ]
+    if config.run.display != "none" and not is_follower():
+        print_known(*sources)
+    if not hasattr(config, "reward"):
         return config
+    if reward is None:
+        if not config.generates(answers=False):  # it judges only what is validated on
+            sources = sources[:1] if config.data.held_out else sources[1:]
+        own: Any = config
+        return replace(own, reward=reward_for(own.reward, *sources))
     parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [reward]
     changed = {"reward": named(reward) or _given(parts)}
     return replace(config, **changed)

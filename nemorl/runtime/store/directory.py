@@ -5,6 +5,7 @@
     data.json                sequence lengths of the data sets
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     samples/step_N.jsonl     a few responses of step N
+    validation/step_N.jsonl  how each answer of the validation after step N was judged
     checkpoints/step_N/      see `checkpoint`
     run.json                 which run this is and its status
     log.jsonl                its messages
@@ -174,25 +175,27 @@ class RunDirectory:
         """Return the lines of metrics.jsonl."""
         return read_lines(self.metrics, {"step": is_count, "time": is_time, "phase": is_phase})
 
-    def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines to samples/step_N.jsonl."""
-        file = self.samples / f"step_{step}.jsonl"
-        with writing("the samples", file):
-            self.samples.mkdir(exist_ok=True)
+    def append_samples(
+        self, step: int, samples: Iterable[Mapping[str, Any]], *, folder: str = "samples"
+    ) -> None:
+        """Append lines to samples/step_N.jsonl (or validation/)."""
+        file = self.path / folder / f"step_{step}.jsonl"
+        with writing(f"the {folder}", file):
+            file.parent.mkdir(exist_ok=True)
             append_lines(file, samples)
 
     def append_log(self, line: Mapping[str, Any]) -> None:
         """Append a line to log.jsonl."""
         append_lines(self.log, [line])
 
-    def sample_files(self) -> dict[int, Path]:
-        """Return the files in samples/ by step, in order."""
-        files = {step_of(file): file for file in self.samples.glob("step_*.jsonl")}
+    def sample_files(self, folder: str = "samples") -> dict[int, Path]:
+        """Return the files in samples/ (or validation/) by step, in order."""
+        files = {step_of(file): file for file in (self.path / folder).glob("step_*.jsonl")}
         return {step: files[step] for step in sorted(files) if step >= 0}
 
     def truncate(self, step: int) -> None:
-        """Remove metrics and samples of steps after `step`, which a resumed run writes again; warn
-        where the metrics of `step` are missing.
+        """Remove metrics, samples and validations of steps after `step`, which a resumed run writes
+        again; warn where the metrics of `step` are missing.
         """
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         if step > 0 and not any(line["step"] == step for line in kept):
@@ -203,9 +206,10 @@ class RunDirectory:
         if self.metrics.exists():
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             write_atomically(self.metrics, "".join(lines), "the metrics")
-        for number, file in self.sample_files().items():
-            if number > step:
-                file.unlink()
+        for folder in ("samples", "validation"):
+            for number, file in self.sample_files(folder).items():
+                if number > step:
+                    file.unlink()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from nemorl.runtime.store.shapes import (
     Shape,
     fields_of,
     is_count,
+    is_flag,
     is_mapping,
     is_text,
     list_of,
@@ -28,6 +29,16 @@ SAMPLE: dict[str, Shape] = {
     "columns": is_mapping,
     "token_ids": list_of(is_count),
     "pieces": list_of(is_text),
+    **dict.fromkeys(("sampled", "trained"), list_of(is_flag)),
+    "turns": list_of(
+        fields_of(
+            given=is_text,
+            response=is_text,
+            reward=optional(is_number),
+            tokens=lambda ends: list_of(is_count)(ends) and len(ends) == 2,
+        )
+    ),
+    **dict.fromkeys(("failure", "cut_by"), is_text),
     **dict.fromkeys(("logprobs", "trainer_logprobs", "advantages"), NUMBERS),
     "worst_tokens": list_of(
         fields_of(
@@ -39,6 +50,11 @@ SAMPLE: dict[str, Shape] = {
     ),
 }
 """Shapes of the values in samples/*.jsonl that are used in more ways than shown."""
+OUTCOME: dict[str, Shape] = {
+    **{"data": is_text, "group": is_count, "prompt": is_text},
+    **{"reward": is_number, "correct": is_flag},
+}
+"""Shapes of the values in validation/*.jsonl."""
 LENGTHS: dict[str, Shape] = {
     **{field.name: is_number for field in fields(LengthStatistics)},
     "histogram": list_of(lambda bar: list_of(is_count)(bar) and len(bar) == 2),
@@ -60,6 +76,8 @@ class RunFiles:
     """Lengths of each data set, by its name."""
     log: list[dict[str, Any]]
     """Messages of this run, not of another that was in its folder before."""
+    outcomes: list[dict[str, Any]]
+    """How the answers of the last validation were judged."""
     samples: dict[int, Path]
     """File of each step with samples; see `read_samples`."""
 
@@ -69,6 +87,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
     record, config = RunRecord.read(directory), _read_config(directory)
     environment = config.pop("environment", {})
     environment.pop("seal", None)
+    judged = [*directory.sample_files("validation").values()]
     log = read_lines(directory.log, known={"defaults": is_mapping})
     return RunFiles(
         record=record,
@@ -77,6 +96,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         environment=environment,
         data=_read_data(directory),
         log=[line for line in log if record is None or line.get("run_id") == record.run_id],
+        outcomes=read_lines(judged[-1], OUTCOME) if judged else [],
         samples=directory.sample_files(),
     )
 

@@ -15,6 +15,11 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
+def is_flag(value: Any) -> bool:
+    """Return whether a value is true or false."""
+    return isinstance(value, bool)
+
+
 def is_time(value: Any) -> bool:
     """Return whether a value is a time in seconds since the epoch, of a year with four digits."""
     return is_number(value) and 0 <= value < 2**37

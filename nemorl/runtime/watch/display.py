@@ -70,12 +70,16 @@ def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
 
     >>> answer_of({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
     ('2 rather than 3', 'margin', 0.5)
+    >>> answer_of({"turns": [{"response": "5"}, {"response": "6"}], "failure": "KeyError: 'lost'"})
+    ("5 · 6 (failed: KeyError: 'lost')", 'reward', None)
     """
     if "chosen" in sample:
         return f"{sample['chosen']} rather than {sample['rejected']}", "margin", sample["margin"]
     reward = sample.get("reward")
     known = isinstance(reward, int | float)
-    return str(sample.get("response", "")), "reward", reward if known else None
+    said = " · ".join(str(turn.get("response", "")) for turn in sample.get("turns", [sample]))
+    said += f" (failed: {sample['failure']})" if "failure" in sample else ""
+    return said, "reward", reward if known else None
 
 
 class Display(Callback):
@@ -171,6 +175,8 @@ class LiveDisplay(Display):
     def __init__(self, total_steps: int | None, console: Console) -> None:
         super().__init__(total_steps, console)
         self.courses: dict[str, deque[float]] = {name: deque(maxlen=4096) for name in LABELS}
+        self.noted: dict[str, float] = {}
+        """What has been shown in any step."""
         self.latest: dict[str, float] = {}
         self.validations: list[tuple[int, dict[str, float]]] = []  # the first and the last one
 
@@ -187,10 +193,10 @@ class LiveDisplay(Display):
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
-        latest = {name: metrics[name] for name in headline(metrics)}
-        for name, value in latest.items():
-            self.courses[name].append(value)
-        self.latest = latest
+        self.noted |= {name: metrics[name] for name in headline(metrics)}
+        for name in metrics.keys() & LABELS:
+            self.courses[name].append(metrics[name])
+        self.latest = {name: metrics[name] for name in headline(self.noted) if name in metrics}
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.validations = [*self.validations[:1], (step, metrics)]

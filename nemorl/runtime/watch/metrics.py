@@ -1,7 +1,7 @@
 """What a run's numbers are called, how they are written, and their courses."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ class Metric(NamedTuple):
     """What it is measured in."""
     label: str = ""
     """Its name in the live table; such metrics have a picture in plots/, too."""
+    usual: float | None = None
+    """A value that is not shown there, nor drawn in a report, as long as there is no other."""
 
 
 SECTIONS = {
@@ -44,12 +46,18 @@ SECTIONS = {
         "kl": Metric("KL to the reference", "nats per token", "KL"),
         "entropy": Metric("Entropy", "nats per token", "entropy"),
         "response_length": Metric("Response length", "tokens", "length"),
-        "truncated_fraction": Metric("Truncated", "share of responses that hit the token limit"),
+        "truncated_fraction": Metric("Truncated", "share cut by a limit on tokens or turns"),
         "informative_groups": Metric(
             "Informative groups", "share of prompts whose responses differ in reward"
         ),
         "reward_std": Metric("Spread of rewards", "standard deviation of the rewards in a step"),
         "groups_kept": Metric("Groups kept", "share of sampled prompts that are trained on"),
+    },
+    "Conversations": {
+        "turns": Metric("Turns", "of the model in a conversation", "turns", usual=1),
+        "failed_fraction": Metric("Failed", "share that is left out after an error", "failed", 0),
+        "failed/": Metric("", "conversations that failed with this error"),
+        "reward/turn_": Metric("", "mean reward of the conversations that had this turn"),
     },
     "Sampler": {
         "token_mult_prob_error": Metric(
@@ -116,24 +124,40 @@ def placed(name: str) -> tuple[str, int, Metric]:
 
     >>> placed("seconds_sync")[2].title, placed("reward/brief")[2].title, placed("my_own")[0]
     ('Time to sync weights', 'brief', 'Other')
+    >>> placed("gsm8k/accuracy")[0], placed("gsm8k/accuracy")[2].title
+    ('Learning', 'Accuracy, gsm8k')
     """
     prefixes = [key for key in METRICS if key[-1] in "/_" and name.startswith(key)]
-    key = name if name in METRICS else (*prefixes, "")[0]
+    key = name if name in METRICS else max(prefixes, key=len, default="")
+    part, _, rest = name.partition("/")
+    if not key and rest.partition("/")[0] in ("reward", "accuracy"):  # of a data set
+        section, place, metric = placed(rest)
+        return section, place, metric._replace(title=f"{metric.title}, {part}")
     metric = METRICS.get(key, Metric(""))
     section = next((section for section in SECTIONS if key in SECTIONS[section]), "Other")
-    title = metric.title or name.removeprefix(key if key.endswith("/") else "").replace("_", " ")
+    title = metric.title or name.removeprefix(key.rpartition("/")[0] + "/").replace("_", " ")
     return section, [*METRICS, key].index(key), metric._replace(title=title)
 
 
-def headline(names: Collection[str]) -> list[str]:
-    """Return which of the metrics the live table and the top of the report show.
+def is_usual(metric: str, values: Iterable[float | None]) -> bool:
+    """Return whether a metric has no value but its usual one.
+
+    >>> is_usual("failed_fraction", [0.0, 0.0]), is_usual("loss", [0.0]), is_usual("loss", [])
+    (True, False, True)
+    """
+    usual = METRICS.get(metric, Metric("")).usual
+    return all(value in (None, usual) for value in values)
+
+
+def headline(*lines: Mapping[str, Any]) -> list[str]:
+    """Return which of the metrics in some steps the live table and the top of the report show.
 
     Beside a reward the loss says nothing: GRPO's is 0 but for rounding errors.
 
-    >>> headline({"loss", "lr", "my_own"}), headline({"loss", "reward"})
-    (['loss', 'lr'], ['reward'])
+    >>> headline({"lr": 0.1, "my_own": 2, "turns": 1.0}), headline({"loss": 0.0}, {"reward": 1.0})
+    (['lr'], ['reward'])
     """
-    shown = [name for name in LABELS if name in names]
+    shown = [name for name in LABELS if not is_usual(name, (line.get(name) for line in lines))]
     return [name for name in shown if name != "loss" or "reward" not in shown]
 
 

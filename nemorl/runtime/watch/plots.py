@@ -12,7 +12,7 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
 from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.curves import STYLE, panel
-from nemorl.runtime.watch.metrics import LABELS, METRICS, Series, headline, series_of
+from nemorl.runtime.watch.metrics import LABELS, METRICS, Series, headline, is_usual, series_of
 from nemorl.warn import warn
 
 LABEL_WIDTH = 34
@@ -39,14 +39,14 @@ def draw(directory: RunDirectory) -> list[Path]:
     records, present = directory.read_metrics(), {}
     for name in LABELS:
         pair = series_of(records, name, "train"), series_of(records, name, "validation")
-        if pair[0][0] or pair[1][0]:
+        if not is_usual(name, pair[0][1] + pair[1][1]):
             present[name] = pair
     if not present:
         return []
     with writing("the plots", directory.plots):
         directory.plots.mkdir(exist_ok=True)
     pictures = {name.replace("/", "_"): {name: pair} for name, pair in present.items()}
-    pictures["overview"] = {name: present[name] for name in headline(present)}
+    pictures["overview"] = {name: present[name] for name in headline(*records) if name in present}
     return [
         _save(panels, directory.name, directory.plots / f"{file}.png")
         for file, panels in pictures.items()

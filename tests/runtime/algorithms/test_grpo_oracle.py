@@ -599,6 +599,8 @@ def summary(box: Box, everything: list[Responses], seen: dict[str, list[Any]]) -
         "accuracy": statistics.fmean([reward >= 1 for reward in rewards]),
         "response_length": statistics.fmean(map(len, sampled)),
         "truncated_fraction": statistics.fmean([r.truncated for r in sampled]),
+        "turns": 1.0,
+        "failed_fraction": 0.0,
         "informative_groups": informative,
         "groups_kept": informative if box.rounds else 1.0,
         **({"shaped_reward": statistics.fmean([r.shaped for r in sampled])} if box.shaped else {}),

@@ -28,6 +28,7 @@ from nemorl import (
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.settings import (
     CheckConfig,
+    CompareConfig,
     EvalConfig,
     ExampleConfig,
     GenerateConfig,
@@ -117,6 +118,8 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
             continue
         positional = (owner, field.name) in (
             (ReportConfig, "runs"),
+            (CompareConfig, "first"),
+            (CompareConfig, "second"),
             (ExampleConfig, "file"),
             (CheckConfig, "model"),
         )
@@ -431,7 +434,7 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
     Path("list.jsonl").write_text('{"prompt": "1+1="}\n[1]\n')
     for flags, message in {
-        "--reward nope": "reward must be one of contains_answer",
+        "--reward nope": "reward must be one of choice, contains_answer",
         "--reward ./mine.py:wrong": "but mine.py has no 'wrong'",
         "--reward mine:wrong": "but mine.py has no 'wrong'",
         "--reward broken:right": "can read, but broken.py, line 2: invalid syntax",
@@ -651,9 +654,11 @@ def test_eval(launched, tmp_path: Path, capsys):
         {"prompt": f"[{i}+1]=", "response": "1[/b]", "answer": "1", "reward": float(i < 3)}
         for i in range(10)
     ]
+    line = {"data": None, "category": None, "num_prompts": 10, "accuracy": 0.3, "accuracy_ci": 0.28}
     launched.result = {
         "accuracy": 0.3,
         "reward": 0.3,
+        "summaries": [line, {**line, "category": "[red]hard", "accuracy_ci": None}],
         "response_length": 2.5,
         "num_rows": 10,
         "answers": answers,
@@ -685,7 +690,9 @@ def test_eval(launched, tmp_path: Path, capsys):
     )
     text = capsys.readouterr().out
     assert (
-        "30.0%" in text
+        "30.0 ± 28.0%" in text
+        and "[red]hard" in text
+        and "30.0%" in text
         and "greedy" in text
         and "[0+1]=" in text
         and "1[/b]" in text

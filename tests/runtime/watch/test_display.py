@@ -1,4 +1,5 @@
 import io
+import math
 import os
 import pty
 import re
@@ -188,6 +189,39 @@ def test_live_panel_fits_its_terminal(width):
     assert "50/140" in text and "grad_norm" not in text
     for shown in ("0.42 → 0.934", "12.3k", "12+34=", "[red]") if width >= 80 else ():
         assert shown in text
+
+
+def test_turns_and_failures_are_shown_once_there_are_any():
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    live, plain = LiveDisplay(9, console), PlainDisplay(9, console)
+    for step, failed in ((1, 0.0), (2, 0.25), (3, 0.0)):
+        one = METRICS | {"turns": 1.0 + failed, "failed_fraction": failed}
+        for shown in (live, plain):
+            shown.printed = -math.inf
+            shown.on_step_end(tiny_run(step=step), step, one)
+        assert ("failed_fraction" in live.latest) == ("turns" in live.latest) == (step > 1)
+    assert list(live.courses["failed_fraction"]) == [0.0, 0.25, 0.0]
+    lines = console.file.getvalue().splitlines()
+    assert ["failed 0.25" in line and "turns 1.25" in line for line in lines] == [
+        False,
+        True,
+        False,
+    ]
+    assert "failed 0 " not in lines[0] and "failed 0 " not in lines[2]
+
+
+def test_a_conversation_is_shown_turn_by_turn():
+    turns = [{"given": "guess", "response": "5"}, {"given": "no", "response": "6"}]
+    samples = [
+        {"group": 1, "prompt": "Guess.", "response": "6", "turns": turns, "reward": 1.0},
+        {"group": 1, "prompt": "Guess.", "response": "7", "failure": "KeyError: 'lost'"},
+    ]
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    shown = LiveDisplay(10, console)
+    shown.on_samples(tiny_run(), 1, samples)
+    console.print(shown.render())
+    text = console.file.getvalue()
+    assert "5 · 6" in text and "7 (failed: KeyError: 'lost')" in text
 
 
 def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():

@@ -47,6 +47,8 @@ def test_every_metric_has_its_picture(tmp_path):
         ([{"tokens_per_second": 0.0}], ["tokens_per_second", "overview"]),
         ([{"margin": 0.5}], ["margin", "overview"]),
         ([{"grad_norm": 0.1}], []),
+        ([{"failed_fraction": 0.0, "turns": 1.0}], []),
+        ([{"failed_fraction": 0.0, "turns": 1.0}, {"turns": 2.0}], ["turns", "overview"]),
         ([], []),
     ],
 )

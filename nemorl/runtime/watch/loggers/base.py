@@ -92,11 +92,13 @@ class Recorder(Callback):
         self._each(lambda logger: logger.log("validation", step, metrics))
 
     def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+        failed = [sample for sample in samples if "failure" in sample]
+        samples = [sample for sample in samples if "failure" not in sample]
         groups = [sample.get("group", place) for place, sample in enumerate(samples)]
         ends = [i for i in range(1, len(groups)) if groups[i] != groups[i - 1]] + [len(groups)]
         limit = self.run.samples_per_step
         end = max((end for end in ends if end <= limit), default=ends[0])  # a group stays whole
-        if limit and (kept := samples[:end]):
+        if limit and (kept := samples[:end] + failed):
             self._each(lambda logger: logger.log_samples(step, kept))
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:

@@ -45,6 +45,7 @@ class Gathered:
         self.now = time.time() if now is None else now
         files = read_run(directory)
         self.record, self.metrics, self.log = files.record, files.metrics, files.log
+        self.outcomes = files.outcomes
         self.config, self.environment, self.data = files.config, files.environment, files.data
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)

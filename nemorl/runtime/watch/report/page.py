@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from nemorl.checks import is_number, require
+from nemorl.rollout.evaluation import comparison
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.store.directory import RunDirectory, to_json
@@ -27,6 +28,7 @@ from nemorl.runtime.watch.metrics import (
     SECTIONS,
     duration,
     headline,
+    is_usual,
     number,
     placed,
     series_of,
@@ -143,6 +145,7 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(*runs)
     by_name = {curve["metric"]: curve for curve in curves}
+    shown = headline(*(line for run in runs for line in run.metrics))
     steps = sorted({step for run in runs for step in run.samples})
     data = {
         "curves": [curve["data"] for curve in curves],
@@ -162,7 +165,9 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         data=to_json(data),
         refresh=refresh,
         colors=VARIABLES,
-        headline=[by_name[name] for name in headline(by_name)],
+        headline=[by_name[name] for name in shown if name in by_name],
+        failures=failures(runs[0]),
+        tests=paired_tests(runs),
         groups=grouped(curves),
         modes=modes(*runs),
         statistics=statistics(runs[0]),
@@ -195,7 +200,9 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 
     curves: list[dict[str, Any]] = []
     order = [*SECTIONS, "Other"]
-    for name in sorted(names, key=lambda n: (order.index(section_of(n)), placed(n)[1], n)):
+    for name in sorted(
+        names, key=lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)
+    ):
         courses = [course_of(run, name) for run in runs]
         metric, trained = placed(name)[2], [train[1] for train, _ in courses]
         validated = any(steps for _, (steps, _) in courses)
@@ -212,6 +219,8 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
             "place": len(curves),
             "data": {},
         }
+        values = [value for course in courses for _, series in course for value in series]
+        curve["constant"] |= is_usual(name, values)
         if not curve["constant"]:
             picture, edges = svg(name, *courses)
             curve["svg"] = Markup(picture)
@@ -255,6 +264,24 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for each in flats for name in each if name != "run.dir")
     found = {name: [each.get(name) for each in flats] for name in names}
     return {name: values for name, values in found.items() if values.count(values[0]) < len(values)}
+
+
+def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
+    """Return how each other run's last validation differs from the first run's: lines of
+    `comparison` over the rows that both answered, with the run's name.
+    """
+
+    def of(run: Gathered) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {(line["data"], line["group"], line["prompt"]): line for line in run.outcomes}
+
+    found: list[dict[str, Any]] = []
+    for run in runs[1:]:
+        both = of(runs[0]), of(run)
+        common = sorted(both[0].keys() & both[1].keys())
+        if common:
+            lines = comparison(*([part[key] for key in common] for part in both))
+            found += [{"run": run.name, **line} for line in lines]
+    return found
 
 
 def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -302,6 +329,25 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
         most = max((1, *(count for _, count in bars)))
         found[name] = {"rows": rows, "bars": bars, "most": most}
     return found
+
+
+def failures(run: Gathered) -> list[dict[str, Any]]:
+    """Return why conversations failed, the most frequent error first: how many in training and in
+    validations, the steps from the first to the last, and what it said for example.
+    """
+    samples = [line for lines in run.samples.values() for line in lines]
+    said = {
+        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for line in run.metrics:
+        for name, value in line.items():
+            kind, step = name.removeprefix("failed/"), line["step"]
+            if kind != name and is_number(value):
+                none = {"error": kind, "count": 0, "first": step, "said": said.get(kind, "")}
+                row = found.setdefault(kind, none)
+                row |= {"count": row["count"] + value, "last": step}
+    return sorted(found.values(), key=lambda row: -row["count"])
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -67,26 +67,47 @@ const LEGENDS = {
 };
 
 function measured(sample, i) {
-  const lines = [`token ${i + 1} of ${sample.chips.tokens}: ${JSON.stringify(sample.tokens[i])}`], logprob = sample.logprobs?.[i], gap = sample.gaps?.[i];
+  const lines = [`token ${i + 1} of ${sample.tokens.length + (sample.cut ?? 0)}: ${JSON.stringify(sample.tokens[i])}`], logprob = sample.logprobs?.[i], gap = sample.gaps?.[i];
   if (typeof logprob === "number") lines.push(`probability ${fmt(Math.exp(logprob))} (log ${fmt(logprob)})`);
   if (typeof gap === "number") lines.push(`of the trainer ${fmt(Math.exp(logprob + gap))}, by a factor of ${Math.exp(gap).toFixed(3)}`);
   if (typeof sample.advantages?.[i] === "number") lines.push(`advantage ${fmt(sample.advantages[i])}`);
+  if (untrained(sample, i)) lines.push("not trained on");
   return lines;
 }
 
-function response(sample) {
+const untrained = (sample, i) => sample.trained?.[i] === false;
+
+// What the model said in a turn: its tokens, or its text where they are unknown or were cut.
+function said(sample, { response, tokens: [begin, end] }) {
   const text = make("div", "text");
-  if (!sample.tokens?.length) { text.textContent = sample.response || "(empty)"; return text; }
-  sample.tokens.forEach((piece, i) => {
+  if (!(sample.tokens?.length > begin)) { text.textContent = response || "(empty)"; return text; }
+  sample.tokens.slice(begin, end).forEach((piece, place) => {
+    const i = begin + place;
     const visible = piece.replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (sign) => String.fromCodePoint(0x2400 + Math.min(0x21, sign.codePointAt(0))));
     const span = make("span", piece === "" || /^<[^<>\s]+>$/.test(piece) ? "t sign" : "t", piece === "" ? "·" : visible.replace(/\n/g, "↵\n"));
+    span.classList.toggle("untrained", untrained(sample, i));
     span.style.background = COLORS[mode](sample, i);
     span.onpointermove = (event) => tell(event, measured(sample, i));
     text.append(span);
   });
-  if (sample.cut) text.append(make("small", "", ` … and ${sample.cut} more tokens`));
+  if (end > sample.tokens.length && sample.cut) text.append(make("small", "", ` … cut here: ${sample.cut} more tokens`));
   text.onpointerleave = hide;
   return text;
+}
+
+const promptOf = (sample) => sample.turns?.[0].given || sample.prompt;
+
+// A conversation: what was given and said in each turn. A single response is one turn.
+function response(sample, prompt) {
+  if (!sample.turns) return said(sample, { response: sample.response, tokens: [0, Infinity] });
+  const found = make("div");
+  sample.turns.forEach((turn, i) => {
+    const one = found.appendChild(make("div", "turn")), meta = make("div", "meta", `turn ${i + 1}${turn.rewritten ? ", context rewritten" : ""}`);
+    if (turn.given && (i > 0 || turn.given !== prompt)) one.append(make("div", "text prompt", turn.given));
+    if (typeof turn.reward === "number") meta.append(rewardOf(turn));
+    one.append(meta, said(sample, turn));
+  });
+  return found;
 }
 
 function chips(meta, values) {
@@ -98,16 +119,18 @@ function chips(meta, values) {
 }
 
 const without = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
+const failedOf = (sample) => make("span", "reward down", `failed: ${sample.failure}`);
 const rewardOf = (sample) => make("span", `reward ${sample.reward > middle ? "up" : sample.reward < middle ? "down" : ""}`, `reward ${fmt(sample.reward)}`);
 
 function card(sample) {
   const found = make("article", "sample"), meta = make("div", "meta"), pair = ["chosen", "rejected"].filter((name) => name in sample);
-  found.append(make("div", "text prompt", sample.prompt), ...(pair.length ? [] : [response(sample)]));
+  found.append(make("div", "text prompt", promptOf(sample)), ...(pair.length ? [] : [response(sample, promptOf(sample))]));
   for (const name of pair) {
     found.append(make("div", `side ${name}`));
     found.lastChild.append(make("small", "", name), make("div", "text", sample[name] || "(empty)"));
   }
   if (sample.reward !== undefined) meta.append(rewardOf(sample));
+  if (sample.failure) meta.append(failedOf(sample));
   found.append(chips(meta, sample.chips));
   return found;
 }
@@ -115,18 +138,21 @@ function card(sample) {
 // What GRPO compares: the prompt once, and what all responses share; then they, the best first.
 function groupCard(members) {
   const found = make("article", "sample together"), list = make("div", "responses"), meta = make("div", "meta");
-  const equal = members.every((sample) => sample.reward === members[0].reward);
+  const prompt = promptOf(members.find((sample) => sample.turns) ?? members[0]);
+  const judged = members.filter((sample) => !sample.failure), failed = members.length - judged.length;
+  const equal = judged.length > 1 && judged.every((sample) => sample.reward === judged[0].reward);
   const shared = Object.keys(members[0].chips).filter((name) => name !== "advantage" && members.every((sample) => sample.chips[name] === members[0].chips[name]));
-  meta.append(make("span", "", `group ${members[0].group}: ${members.length} responses${equal ? ", all with the same reward: nothing to learn from" : ""}`));
+  meta.append(make("span", "", `group ${members[0].group}: ${members.length} responses${failed ? `, ${failed} failed` : ""}${equal ? ", all with the same reward: nothing to learn from" : ""}`));
   chips(meta, Object.fromEntries(shared.map((name) => [name, members[0].chips[name]])));
-  for (const sample of [...members].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0))) {
+  for (const sample of [...judged.sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)), ...members.filter((sample) => sample.failure)]) {
     const own = make("div", "meta"), { advantage, ...rest } = without(sample.chips, shared);
     if (sample.reward !== undefined) own.append(rewardOf(sample));
+    if (sample.failure) own.append(failedOf(sample));
     chips(own, advantage === undefined ? rest : { advantage: advantage > 0 ? `+${advantage}` : advantage, ...rest });
     list.append(make("div", "answer"));
-    list.lastChild.append(own, response(sample));
+    list.lastChild.append(own, response(sample, prompt));
   }
-  found.append(make("div", "text prompt", members[0].prompt), meta, list);
+  found.append(make("div", "text prompt", prompt), meta, list);
   return found;
 }
 

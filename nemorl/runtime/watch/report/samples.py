@@ -10,7 +10,8 @@ from nemorl.runtime.watch.report.gather import SHOWN_TOKENS, Gathered
 
 TEXTS = ("prompt", "response", "chosen", "rejected")
 OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
-OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group"}
+OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group", "failure", "cut_by"}
+OWN |= {"turns", "sampled", "trained"}
 """Columns that have their place; others are shown by their names."""
 
 
@@ -42,6 +43,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
     chips: dict[str, Any] = {}
     ids = sample.get("token_ids") or ()
+    sampled = sample.get("sampled") or [True] * len(ids)
     if "pieces" in sample:
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
@@ -49,19 +51,23 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     for name, values in {**sample, "gaps": gaps(sample)}.items():
         if name in ("logprobs", "gaps", "advantages") and values:
             found[name] = [
-                float(f"{value:.4g}") if is_number(value) else None
-                for value in values[:SHOWN_TOKENS]
+                float(f"{value:.4g}") if own and is_number(value) else None
+                for value, own in zip(values[:SHOWN_TOKENS], sampled, strict=False)
             ]
     found |= {name: sample[name] for name in ("reward", "group") if is_number(sample.get(name))}
+    found |= {name: sample[name] for name in ("turns", "trained", "failure") if name in sample}
     chips |= sample.get("rewards", {})
-    same = set(found.get("advantages", ()))
+    advantages = zip(found.get("advantages", ()), sampled, strict=False)
+    same = {value for value, own in advantages if own}
     if len(same) == 1:
         chips["advantage"] = same.pop()
     columns = sample.get("columns", {})
     chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
     chips |= {name: value for name, value in sample.items() if name not in OWN}
-    chips |= {"widest gap": widest_gap(sample), "tokens": len(ids) or None}
-    if sample.get("finish_reason") not in (None, "stop"):
+    chips |= {"widest gap": widest_gap(sample), "tokens": sum(sampled) or None}
+    if "cut_by" in sample:
+        chips["end"] = f"cut by {sample['cut_by']}"
+    elif "failure" not in sample and sample.get("finish_reason") not in (None, "stop"):
         cut = sample["finish_reason"] == "length"
         chips["end"] = "cut at the limit" if cut else sample["finish_reason"]
     found["chips"] = {

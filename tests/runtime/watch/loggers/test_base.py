@@ -76,6 +76,16 @@ def test_metrics_and_samples_are_written(directory):
     assert samples == [{"prompt": str(index)} for index in range(8)]
 
 
+def test_failed_conversations_are_kept_beside_the_groups(directory):
+    callback = recorder(directory)
+    notify([callback], "on_train_begin", tiny_run())
+    samples = [{"prompt": str(index)} for index in range(12)] + [{"failure": "KeyError"}] * 2
+    notify([callback], "on_samples", tiny_run(step=1), 1, samples)
+    notify([callback], "on_samples", tiny_run(step=2), 2, samples[12:])
+    written = [read_lines(directory.samples / f"step_{step}.jsonl") for step in (1, 2)]
+    assert written == [samples[:8] + samples[12:], samples[12:]]
+
+
 def test_no_samples_no_file(directory):
     callback = recorder(directory)
     notify([callback], "on_train_begin", tiny_run())

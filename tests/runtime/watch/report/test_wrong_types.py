@@ -30,6 +30,13 @@ SAMPLE = {
     "trainer_logprobs": [-3.0, -2.0],
     "advantages": [0.5, 0.5],
     "worst_tokens": [TOKEN],
+    "sampled": [True, False],
+    "trained": [True, False],
+    "turns": [
+        {"given": "1+", "response": "2", "reward": 0.5, "rewritten": False, "tokens": [0, 1]}
+    ],
+    "failure": "KeyError: 'lost'",
+    "cut_by": "rollout.max_turns",
     "columns": {"answer": "2"},
 }
 LENGTHS = {"count": 3, "total_tokens": 9, "mean": 3.0, "limit": 8, "histogram": [[1, 2], [4, 1]]}
@@ -42,8 +49,14 @@ EVENT = {
     "defaults": {"optimizer.lr": 1e-6},
 }
 FILES: dict[str, Any] = {
-    "metrics.jsonl": {"step": 1, "time": 1.5, "phase": "train", "reward": 0.5, "seconds": 0.1},
+    "metrics.jsonl": {
+        **{"step": 1, "time": 1.5, "phase": "train", "reward": 0.5, "seconds": 0.1},
+        **{"turns": 2.0, "failed_fraction": 0.5, "failed/KeyError": 1.0},
+    },
     "samples/step_1.jsonl": SAMPLE,
+    "validation/step_1.jsonl": {
+        **{"data": "set_1", "group": 0, "prompt": "1+1=", "reward": 0.5, "correct": False}
+    },
     "log.jsonl": EVENT,
     "run.json": None,
     "data.json": {"train": LENGTHS},
@@ -66,6 +79,7 @@ def a_run(path: Path) -> RunDirectory:
     """Write a run with something in each file."""
     directory = RunDirectory.create(path, "")
     directory.samples.mkdir()
+    (path / "validation").mkdir()
     record = RunRecord.begin(directory, algorithm="sft")
     for name, value in FILES.items():
         value = value | {"run_id": record.run_id} if name == "log.jsonl" else value

@@ -1,0 +1,100 @@
+"""The tables of an evaluation, and of two compared, from records of answers.
+
+A record has `data` (the set's name), `group` (the prompt's number), `prompt`, `correct`, `reward`,
+and maybe `extracted_answer` and `category`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nemorl.rollout.statistics import cons_at_k, interval, mean_by_prompt, paired, pass_at_k
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def summaries(records: Records) -> list[dict[str, Any]]:
+    """Return the statistics of all answers, each data set and each category (None: all).
+
+    A mean has NAME_ci beside it, half its interval. pass@k, and cons@k where answers were read, are
+    for k = 2, 4, … up to the fewest answers to a prompt, and for that number.
+
+    >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
+    >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]
+    (0.5, 1.0)
+    """
+    return [{**place, **_summary(part)} for place, part in _slices(records)]
+
+
+def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Return how accuracy, and reward where it is another, of two evaluations of the same prompts
+    differ in each slice of `summaries`: second − first, and a p-value (`paired`).
+
+    Raises: ValueError for other prompts, or another order.
+
+    >>> record = {"data": "sums", "group": 0, "prompt": "1+1=", "correct": False, "reward": 0.0}
+    >>> comparison([record], [{**record, "correct": True, "reward": 1.0}])[0]["difference"]
+    1.0
+    """
+    ours, theirs = (
+        [*dict.fromkeys((r["data"], r["group"], r.get("category"), r["prompt"]) for r in records)]
+        for records in (first, second)
+    )
+    if ours != theirs:
+        other = next((a[-1] for a, b in zip(ours, theirs, strict=False) if a != b), None)
+        raise ValueError(
+            f"second must have the {len(ours)} prompts of first, but it has {len(theirs)}"
+            f"{'' if other is None else f', and not {other!r} in its place'}: evaluate both on the"
+            " same rows, with the same prompts and categories"
+        )
+    rows = []
+    for (place, a), (_, b) in zip(_slices(first), _slices(second), strict=True):
+        plain = all(record["reward"] == record["correct"] for record in (*a, *b))
+        for name in ("accuracy",) if plain else ("accuracy", "reward"):
+            key = "correct" if name == "accuracy" else name
+            means = [mean_by_prompt([r[key] for r in part], _groups(part)) for part in (a, b)]
+            (difference, half), p_value = paired(*means, seed=seed)
+            rows.append(
+                {
+                    **place,
+                    "metric": name,
+                    "num_prompts": len(means[0]),
+                    "first": float(means[0].mean()),
+                    "second": float(means[1].mean()),
+                    "difference": difference,
+                    "difference_ci": half,
+                    "p_value": p_value,
+                }
+            )
+    return rows
+
+
+def _slices(records: Records) -> Iterator[tuple[dict[str, Any], Records]]:
+    yield {"data": None, "category": None}, records
+    names = dict.fromkeys(record["data"] for record in records)
+    for name in names:
+        part = [record for record in records if record["data"] == name]
+        categories = {record["category"] for record in part if "category" in record}
+        if len(names) > 1:
+            yield {"data": name, "category": None}, part
+        for category in sorted(categories):
+            own = [record for record in part if record.get("category") == category]
+            yield {"data": name, "category": category}, own
+
+
+def _summary(records: Records) -> dict[str, Any]:
+    groups, correct = _groups(records), [record["correct"] for record in records]
+    answers = [record.get("extracted_answer") for record in records]
+    found: dict[str, Any] = {"num_prompts": len({*groups})}
+    for name, values in ("accuracy", correct), ("reward", [r["reward"] for r in records]):
+        found[name], found[f"{name}_ci"] = interval(mean_by_prompt(values, groups))
+    fewest = min(Counter(groups).values())
+    for k in sorted({2**i for i in range(1, fewest.bit_length())} | {fewest} - {1}):
+        found[f"pass@{k}"] = float(pass_at_k(correct, groups, k).mean())
+        if any(answer is not None for answer in answers):
+            found[f"cons@{k}"] = float(cons_at_k(correct, answers, groups, k).mean())
+    return found
+
+
+def _groups(records: Records) -> list[int]:
+    return [record["group"] for record in records]

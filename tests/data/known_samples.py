@@ -1,0 +1,234 @@
+"""Small generated samples with the columns that known data sets have, and a hub that holds them."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+LOAD = datasets.load_dataset
+LETTERS = ("A", "B", "C", "D")
+MESSAGES = [{"content": "1+1?", "role": "user"}, {"content": "2", "role": "assistant"}]
+
+
+def sums(number: int) -> dict[str, Any]:
+    return {"a": number, "b": number + 1, "sum": 2 * number + 1}
+
+
+def gsm8k(n: int) -> dict[str, Any]:
+    s = sums(n)
+    return {
+        "question": f"Ann has {s['a']} eggs and gets {s['b']}. How many?",
+        "answer": f"{s['a']}+{s['b']}=<<{s['a']}+{s['b']}={s['sum']}>>{s['sum']}.\n#### {s['sum']}",
+    }
+
+
+def maths(n: int) -> dict[str, Any]:
+    s = sums(n)
+    return {
+        "problem": f"What is ${s['a']}+{s['b']}$?",
+        "solution": f"It is $\\boxed{{{s['sum']}}}$.",
+    }
+
+
+def gpqa(n: int) -> dict[str, Any]:
+    wrong = {f"Incorrect Answer {i}": f"{100 * i + n} eV\n" for i in (1, 2, 3)}
+    return {
+        "Record ID": f"rec{n}",
+        "Question": f"Which energy has level {n}?\n",
+        "Correct Answer": f"{n} eV ",
+        **wrong,
+        "Explanation": "…",
+        "Subdomain": "Quantum Mechanics",
+        "High-level domain": ("Physics", "Chemistry")[n % 2],
+    }
+
+
+def openr1(n: int) -> dict[str, Any]:
+    return {
+        **maths(n),
+        "answer": str(sums(n)["sum"]),
+        "problem_type": "Algebra",
+        "question_type": "math-word-problem",
+        "source": "olympiads",
+        "uuid": f"u{n}",
+        "is_reasoning_complete": [True],
+        "generations": ["<think>…</think> 2"],
+        "correctness_math_verify": [True],
+        "correctness_count": 1,
+        "messages": MESSAGES,
+    }
+
+
+def ultrafeedback(n: int) -> dict[str, Any]:
+    return {
+        "prompt": "1+1?",
+        "prompt_id": f"p{n}",
+        "chosen": MESSAGES,
+        "rejected": [MESSAGES[0], {"content": "3", "role": "assistant"}],
+        "messages": MESSAGES,
+        "score_chosen": 8.0,
+        "score_rejected": 5.0,
+    }
+
+
+def dapo(n: int) -> dict[str, Any]:
+    content = f"Solve the following math problem step by step. {maths(n)['problem']}"
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(sums(n)["sum"]), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"i{n}"},
+    }
+
+
+def mmlu_pro(n: int) -> dict[str, Any]:
+    options = [str(n + i) for i in range(10)]
+    return {
+        "question_id": n,
+        "question": f"What is {n}+{n % 10}?",
+        "options": options,
+        "answer": "ABCDEFGHIJ"[n % 10],
+        "answer_index": n % 10,
+        "cot_content": "",
+        "category": ("math", "law")[n % 2],
+        "src": "ori_mmlu-x",
+    }
+
+
+def humaneval(n: int) -> dict[str, Any]:
+    return {
+        "task_id": f"HumanEval/{n}",
+        "prompt": f'def add_{n}(x: int) -> int:\n    """Add {n}."""\n',
+        "canonical_solution": f"    return x + {n}\n",
+        "test": f"def check(candidate):\n    assert candidate(1) == {n + 1}\n",
+        "entry_point": f"add_{n}",
+    }
+
+
+def mbpp(n: int) -> dict[str, Any]:
+    return {
+        "task_id": n,
+        "text": f"Write a function add_{n} that adds {n}.",
+        "code": f"def add_{n}(x):\r\n    return x + {n}",
+        "test_list": [f"assert add_{n}(1) == {n + 1}", f"assert add_{n}(0) == {n}"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    }
+
+
+def sanitized_mbpp(n: int) -> dict[str, Any]:
+    row = mbpp(n)
+    kept = {name: row[name] for name in ("task_id", "code", "test_list")}
+    return {"source_file": "x.ipynb", "prompt": row["text"], "test_imports": [], **kept}
+
+
+def arc(n: int) -> dict[str, Any]:
+    labels = list(LETTERS) if n % 2 else ["1", "2", "3", "4"]
+    return {
+        "id": f"Mercury_{n}",
+        "question": f"What is {n}+1?",
+        "choices": {"text": [str(n), str(n + 1), "x", "y"], "label": labels},
+        "answerKey": labels[1],
+    }
+
+
+def mmlu(n: int) -> dict[str, Any]:
+    return {
+        "question": f"What is {n}+2?",
+        "subject": "abstract_algebra",
+        "choices": [str(n + i) for i in range(4)],
+        "answer": 2,
+    }
+
+
+def answered(n: int) -> dict[str, Any]:
+    return {**maths(n), "answer": str(sums(n)["sum"])}
+
+
+SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
+    ("openai/gsm8k", "main"): (gsm8k, ("train", "test")),
+    ("openai/gsm8k", "socratic"): (gsm8k, ("train", "test")),
+    ("HuggingFaceH4/MATH-500", None): (
+        lambda n: {**answered(n), "subject": "Algebra", "level": 1, "unique_id": f"test/{n}"},
+        ("test",),
+    ),
+    ("EleutherAI/hendrycks_math", "algebra"): (
+        lambda n: {**maths(n), "level": "Level 1", "type": "Algebra"},
+        ("train", "test"),
+    ),
+    ("HuggingFaceH4/aime_2024", None): (
+        lambda n: {"id": n, **answered(n), "url": "…", "year": "2024"},
+        ("train",),
+    ),
+    ("AI-MO/aimo-validation-aime", None): (
+        lambda n: {"id": n, **answered(n), "url": "…"},
+        ("train",),
+    ),
+    ("math-ai/aime25", None): (
+        lambda n: {"problem": maths(n)["problem"], "answer": str(sums(n)["sum"]), "id": str(n)},
+        ("test",),
+    ),
+    ("Idavidrein/gpqa", "gpqa_diamond"): (gpqa, ("train",)),
+    ("cais/mmlu", "all"): (mmlu, ("test", "validation", "dev", "auxiliary_train")),
+    ("TIGER-Lab/MMLU-Pro", None): (mmlu_pro, ("test", "validation")),
+    ("allenai/ai2_arc", "ARC-Challenge"): (arc, ("train", "test", "validation")),
+    ("openai/openai_humaneval", None): (humaneval, ("test",)),
+    ("google-research-datasets/mbpp", None): (mbpp, ("train", "test", "validation", "prompt")),
+    ("google-research-datasets/mbpp", "sanitized"): (sanitized_mbpp, ("train", "test")),
+    ("nvidia/OpenMathInstruct-2", None): (
+        lambda n: {
+            "problem": maths(n)["problem"],
+            "generated_solution": maths(n)["solution"],
+            "expected_answer": str(sums(n)["sum"]),
+            "problem_source": "augmented_math",
+        },
+        ("train", "train_1M"),
+    ),
+    ("BytedTsinghua-SIA/DAPO-Math-17k", None): (dapo, ("train",)),
+    ("open-r1/OpenR1-Math-220k", None): (openr1, ("train",)),
+    ("zwhe99/DeepMath-103K", None): (
+        lambda n: {
+            "question": maths(n)["problem"],
+            "final_answer": str(sums(n)["sum"]),
+            "difficulty": 5.0,
+            "topic": "Mathematics -> Algebra",
+            **{f"r1_solution_{i}": maths(n)["solution"] for i in (1, 2, 3)},
+        },
+        ("train",),
+    ),
+    ("HuggingFaceH4/ultrafeedback_binarized", None): (
+        ultrafeedback,
+        ("train_prefs", "test_prefs", "train_sft"),
+    ),
+    ("tatsu-lab/alpaca", None): (
+        lambda n: {
+            "instruction": "Add.",
+            "input": f"{n} and 1" if n % 2 else "",
+            "output": str(n + 1),
+            "text": "…",
+        },
+        ("train",),
+    ),
+}
+"""By name and configuration: what makes row n, and the splits."""
+
+
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch, *, rows: int = 4) -> None:
+    """Have `datasets.load_dataset` read samples from Parquet files in a folder, for these names."""
+
+    def load_dataset(name: str, configuration: str | None = None, **options: Any) -> Any:
+        if (name, configuration) not in SAMPLES:
+            raise ValueError(f"Config name is missing, or no set {name} ({configuration})")
+        make, splits = SAMPLES[name, configuration]
+        split = options.pop("split")
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+        path = folder / f"{name.replace('/', '_')}-{configuration}-{split}.parquet"
+        if not path.exists():
+            datasets.Dataset.from_list([make(n) for n in range(rows)]).to_parquet(path)
+        options["data_files"] = options.get("data_files") or str(path)
+        return LOAD("parquet", split="train", cache_dir=str(folder / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)

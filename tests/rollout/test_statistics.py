@@ -1,0 +1,151 @@
+"""Statistics of judged responses, against brute force and numbers worked out by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.rollout import statistics
+from nemorl.rollout.statistics import cons_at_k, interval, mean_by_prompt, paired, pass_at_k
+
+outcomes = st.lists(st.booleans(), min_size=1, max_size=7)
+
+
+@given(outcomes, st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(correct, k):
+    if k > len(correct):
+        with pytest.raises(ValueError, match="k must be at most the responses per prompt"):
+            pass_at_k(correct, [0] * len(correct), k)
+        return
+    subsets = list(itertools.combinations(correct, k))
+    expected = sum(map(any, subsets)) / len(subsets)
+    assert pass_at_k(correct, [0] * len(correct), k) == pytest.approx([expected])
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=20))
+def test_pass_at_1_is_accuracy_by_prompt_in_the_order_of_appearance(responses):
+    correct, groups = zip(*responses, strict=True)
+    expected = [
+        sum(c for c, g in responses if g == group) / groups.count(group)
+        for group in dict.fromkeys(groups)
+    ]
+    assert pass_at_k(correct, groups, 1) == pytest.approx(expected)
+    assert mean_by_prompt(correct, groups) == pytest.approx(expected)
+
+
+def test_pass_at_k_of_many_responses():
+    assert pass_at_k([True] + [False] * 1023, [0] * 1024, 512) == pytest.approx([0.5])
+
+
+voting = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None])), min_size=1, max_size=9)
+
+
+@given(voting, st.sampled_from(["a", "b"]))
+def test_cons_is_the_expected_correctness_over_every_way_to_break_ties(responses, gold):
+    answers = [answer for (answer,) in responses]
+    correct = [answer == gold for answer in answers]
+    counts = {a: answers.count(a) for a in answers if a is not None}
+    winners = [a for a in counts if counts[a] == max(counts.values())]
+    expected = sum(a == gold for a in winners) / len(winners) if winners else 0.0
+    groups = [5] * len(answers)
+    assert cons_at_k(correct, answers, groups, len(answers)) == pytest.approx([expected])
+    assert cons_at_k(correct, answers, groups, 1) == pytest.approx(mean_by_prompt(correct, groups))
+
+
+def test_cons_by_hand():
+    answers = ["2", "2", "3", "3", "3", "2", "9"]
+    correct = [a == "2" for a in answers]
+    # Blocks of 3: 2, 2, 3 votes for 2; 3, 3, 2 for 3; the last response is left out.
+    assert cons_at_k(correct, answers, [0] * 7, 3).tolist() == [0.5]
+    # Prompts that alternate, and an answer that one of two responses was right with.
+    assert cons_at_k([1, 1, 0, 0], ["x", "y", "x", "z"], [0, 1, 0, 1], 2).tolist() == [0.5, 0.5]
+    assert cons_at_k([0, 0], [None, None], [0, 0], 2).tolist() == [0.0]
+
+
+def test_interval_by_hand():
+    # Two responses each to three prompts, means 1, 0.5, 0: s = 0.5.
+    found = interval(mean_by_prompt([1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 2, 2]))
+    assert found.mean == 0.5
+    assert found.half_width == pytest.approx(1.959964 * 0.5 / math.sqrt(3))
+    assert interval([1.0]).half_width is None
+
+
+def test_interval_is_clustered_by_prompt():
+    """More responses to one prompt that all agree say nothing new."""
+    once = interval(mean_by_prompt([1, 0, 1, 1], range(4)))
+    many = interval(mean_by_prompt([1] * 50 + [0] * 50 + [1] * 100, [i // 50 for i in range(200)]))
+    assert once == many
+    # Miller's clustered standard error, but for the correction (C − 1) / C.
+    values = np.array([[1.0, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0]])
+    clustered = math.sqrt((((values - values.mean()).sum(1)) ** 2).sum()) / values.size
+    found = interval(values.mean(1)).half_width
+    assert found == pytest.approx(1.959964 * clustered * math.sqrt(4 / 3), rel=1e-6)
+
+
+def test_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(1000):
+        rates = rng.beta(2, 2, size=200)  # prompts differ; their mean is 0.5
+        found = interval(rng.binomial(4, rates) / 4)
+        covered += abs(found.mean - 0.5) <= found.half_width
+    assert 0.93 < covered / 1000 < 0.97
+
+
+differences = st.lists(st.sampled_from([-1.0, -0.25, 0.0, 0.1, 0.5]), min_size=1, max_size=8)
+
+
+@given(differences)
+def test_the_paired_test_counts_all_signs(values):
+    flips = itertools.product([1, -1], repeat=len(values))
+    sums = [abs(sum(s * v for s, v in zip(signs, values, strict=True))) for signs in flips]
+    expected = sum(total >= abs(sum(values)) - 1e-9 for total in sums) / len(sums)
+    difference, p_value = paired([0.0] * len(values), values)
+    assert p_value == pytest.approx(expected)
+    swapped, same = paired(values, [0.0] * len(values))
+    assert same == pytest.approx(p_value)
+    assert swapped.mean == pytest.approx(-difference.mean)
+
+
+def test_random_signs_agree_with_all_of_them():
+    rng = np.random.default_rng(3)
+    first, second = rng.integers(0, 2, (2, 60)).astype(float)
+    second = np.maximum(second, rng.random(60) < 0.2)
+    differing = int((first != second).sum())
+    assert differing > statistics.EXACT
+    sampled = paired(first, second, seed=1)
+    assert sampled == paired(first, second, seed=1)
+    # Of differences ±1, an exact binomial test.
+    wins = int((second > first).sum())
+    tail = sum(math.comb(differing, i) for i in range(max(wins, differing - wins), differing + 1))
+    assert sampled[1] == pytest.approx(min(1.0, 2 * tail / 2**differing), abs=0.02)
+    assert sampled[1] != paired(first, second, seed=2)[1]
+
+
+def test_equal_evaluations_do_not_differ():
+    assert paired([0.5, 1.0], [0.5, 1.0]) == ((0.0, 0.0), 1.0)
+
+
+def test_significance_is_seldom_found_where_there_is_none():
+    rng = np.random.default_rng(1)
+    found = [paired(*rng.binomial(2, 0.5, (2, 10)) / 2)[1] <= 0.05 for _ in range(400)]
+    assert np.mean(found) <= 0.08
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="second must have 2 values, but it is 3"):
+        paired([0, 1], [0, 1, 1])
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        pass_at_k([True], [0], 0)
+    with pytest.raises(ValueError, match="values must be at least 1"):
+        interval([])
+
+
+def test_a_sampled_p_value_is_never_0_and_counts_the_observed_signs():
+    assert paired([0.0] * 40, [1.0] * 40)[1] == 1 / (1 + statistics.FLIPS)
+    first, second = [0.0] * 20 + [1.0] * 18, [1.0] * 20 + [0.0] * 18
+    tail = sum(math.comb(38, i) for i in range(20, 39)) * 2 / 2**38
+    assert paired(first, second)[1] == pytest.approx(tail, abs=0.02)

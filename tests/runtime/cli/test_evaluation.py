@@ -1,0 +1,215 @@
+"""`nemorl eval` on several and on known data sets, its statistics, and `nemorl compare`."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.rollout.evaluation import comparison, summaries
+from nemorl.rollout.statistics import interval, mean_by_prompt, pass_at_k
+from nemorl.runtime.cli.main import main, parse
+from nemorl.runtime.store.directory import read_lines
+from tests.data.known_samples import hub
+from tests.runtime.runs import addition_rows
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+CPU = ["--device", "cpu", "--max-new-tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> list[str]:
+    rows = addition_rows()[:6]
+    kinds = [{**row, "kind": ("easy", "hard")[n % 2]} for n, row in enumerate(rows)]
+    plain = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows[:3]]
+    return [write(tmp_path / "sums.jsonl", kinds), write(tmp_path / "more.jsonl", plain)]
+
+
+def answer(group: int, correct: bool, **others: Any) -> dict[str, Any]:
+    own = {"data": "sums", "group": group, "prompt": f"{group}="}
+    return {**own, "correct": correct, "reward": float(correct), **others}
+
+
+def test_several_sets_by_category(model: str, sets: list[str], tmp_path: Path, capsys):
+    output = tmp_path / "answers.jsonl"
+    options = ["-n", "5", "--temperature", "1", "--reward", "last_number", "--by", "kind", *CPU]
+    command = ["eval", "--model", model, "--validation", *sets, *options]
+    assert main([*command, "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    for part in ("± 95 % confidence", "sums", "more", "easy", "hard", "pass@4", "cons@5"):
+        assert part in text
+    answers = read_lines(output)
+    assert Counter(each["data"] for each in answers) == {"sums": 30, "more": 15}
+    assert [each["group"] for each in answers] == [n // 5 for n in range(45)]
+    assert {each.get("category") for each in answers} == {"easy", "hard", None}
+    assert any("extracted_answer" in each for each in answers)
+    assert all(each["correct"] == (each["reward"] >= 1) for each in answers)
+
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["summaries"] == summaries(answers) and "answers" not in result
+    places = [(line["data"], line["category"]) for line in result["summaries"]]
+    assert places == [
+        (None, None),
+        ("sums", None),
+        ("sums", "easy"),
+        ("sums", "hard"),
+        ("more", None),
+    ]
+    assert [line["num_prompts"] for line in result["summaries"]] == [9, 6, 3, 3, 3]
+    assert result["accuracy"] == pytest.approx(result["summaries"][0]["accuracy"])
+
+
+def test_the_answers_to_a_set_alone_are_those_beside_others(model: str, sets: list[str]):
+    """A prompt's answers depend on its number, not on the other sets."""
+    options: Any = {"n": 2, "temperature": 1.0, "device": "cpu", "max_new_tokens": 4}
+    both, alone = (nemorl.evaluate(model, each, **options) for each in (sets, sets[0]))
+    first = [each["response"] for each in both["answers"] if each["data"] == "sums"]
+    assert first == [each["response"] for each in alone["answers"]]
+    few = nemorl.evaluate(model, sets, max_rows=2, **options)
+    assert Counter(each["data"] for each in few["answers"]) == {"sums": 4, "more": 4}
+
+
+def test_summaries_by_hand():
+    rows = [
+        *(answer(0, c, extracted_answer=a) for c, a in [(1, "2"), (1, "2"), (0, "3"), (0, None)]),
+        *(answer(1, c, extracted_answer=a) for c, a in [(0, "5"), (0, "5"), (1, "4"), (0, "6")]),
+    ]
+    (found,) = summaries(rows)
+    correct, groups = [r["correct"] for r in rows], [r["group"] for r in rows]
+    assert found["accuracy"] == 0.375
+    assert found["accuracy_ci"] == interval(mean_by_prompt(correct, groups)).half_width
+    assert found["pass@2"] == pass_at_k(correct, groups, 2).mean()
+    assert (found["cons@4"], found["pass@4"]) == (0.5, 1.0)
+    assert found["cons@2"] == pytest.approx(((1 + 0) / 2 + (0 + 0.5) / 2) / 2)
+    three = summaries([*rows[:3], *rows[4:7]])[0]
+    assert [name for name in three if name.startswith("pass")] == ["pass@2", "pass@3"]
+    assert "pass@2" not in summaries(rows[:1])[0]
+    assert "cons@2" not in summaries([answer(0, True), answer(0, False)])[0]
+
+
+def test_known_sets_need_no_settings(model: str, tmp_path: Path, monkeypatch, capsys):
+    hub(tmp_path, monkeypatch)
+    names = ["openai/gsm8k", "TIGER-Lab/MMLU-Pro"]
+    output = tmp_path / "answers.jsonl"
+    command = ["eval", "--model", model, "--validation", *names, "--output", str(output), *CPU]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert (
+        "openai/gsm8k is known; where no setting says otherwise: columns {'prompt': 'question'"
+        in err
+    )
+    assert "reward 'choice'" in err and "law" in out
+    answers = read_lines(output)
+    assert Counter((a["data"], a.get("category")) for a in answers) == {
+        ("gsm8k", None): 4,
+        ("MMLU-Pro", "math"): 2,
+        ("MMLU-Pro", "law"): 2,
+    }
+    right = {"gsm8k": lambda **_: "#### 1", "MMLU-Pro": lambda **_: "Answer: B"}
+    assert {a["data"]: a["answer"] for a in answers}.keys() == right.keys()
+    # The reward of the table judges, unless there is another.
+    result = nemorl.evaluate(
+        model, "cais/mmlu", lambda prompt, response: 2, device="cpu", max_rows=1
+    )
+    assert result["reward"] == 2
+    assert main([*command, "--reward", "think_format"]) == 0
+    assert not any(each["correct"] for each in read_lines(output))
+
+
+def test_a_known_set_has_its_own_columns_for_a_run_as_the_model(tmp_path: Path, monkeypatch):
+    hub(tmp_path, monkeypatch)
+    run = tmp_path / "run"
+    (run / "hf").mkdir(parents=True)
+    config = "reward: contains_answer\ndata: {prompt_column: q, chat: true}\n"
+    (run / "config.yaml").write_text(config)
+    (tmp_path / "d.jsonl").write_text('{"q": "1+1="}')
+    command = ["--model", str(run), "--validation"]
+    of_run = parse("eval", [*command, str(tmp_path / "d.jsonl")])
+    assert (of_run.reward, of_run.data.prompt_column) == ("contains_answer", "q")
+    known = parse("eval", [*command, "openai/gsm8k", "cais/mmlu"])
+    assert (known.reward, known.data.prompt_column) == ("exact_match", "prompt")
+    assert known.data.chat
+    mixed = parse("eval", [*command, "openai/gsm8k", str(tmp_path / "d.jsonl")])
+    assert mixed.data.prompt_column == "q"
+    (tmp_path / "my.yaml").write_text("data: {validation: openai/gsm8k}\n")
+    of_file = parse("eval", [*command[:2], "--config", str(tmp_path / "my.yaml")])
+    assert of_file.reward == "exact_match"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--by", "kinds"], r"by must be a column of the rows \(answer, .*but it is 'kinds'"),
+        (["--validation", "no.jsonl"], "check the path"),
+    ],
+)
+def test_wrong_settings_are_refused(model: str, sets: list[str], options, message, capsys):
+    assert main(["eval", "--model", model, "--validation", sets[0], *CPU, *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+# Comparison
+
+
+def test_comparison_by_hand():
+    first = [answer(g, g == 0, category="ab"[g % 2]) for g in range(4) for _ in range(2)]
+    second = [answer(g, g != 3, category="ab"[g % 2]) for g in range(4)]
+    everything, a, b = comparison(first, second)
+    assert (everything["first"], everything["second"], everything["difference"]) == (
+        0.25,
+        0.75,
+        0.5,
+    )
+    assert everything["p_value"] == 0.5 and everything["num_prompts"] == 4
+    assert (a["category"], a["difference"], b["difference"]) == ("a", 0.5, 0.5)
+    assert {line["metric"] for line in (everything, a, b)} == {"accuracy"}
+    graded = [{**each, "reward": 0.5} for each in second]
+    assert [line["metric"] for line in comparison(first, graded)][:2] == ["accuracy", "reward"]
+    assert comparison(first, graded)[1]["difference"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([answer(0, True)], "it has 1: evaluate both"),
+        ([answer(0, True), answer(1, True, prompt="Q: 1=")], "has 2, and not '1=' in its place"),
+        ([answer(0, True), answer(1, True, data="more")], "has 2, and not '1=' in its place"),
+    ],
+)
+def test_only_evaluations_of_the_same_prompts_are_compared(second, message):
+    with pytest.raises(ValueError, match=f"the 2 prompts of first, but .*{message}"):
+        comparison([answer(0, False), answer(1, True)], second)
+
+
+def test_compare(model: str, sets: list[str], tmp_path: Path, capsys):
+    files = [str(tmp_path / f"{reward}.jsonl") for reward in ("a", "b")]
+    for file, n in zip(files, ("1", "3"), strict=True):
+        options = ["-n", n, "--temperature", "1", "--reward", "contains_answer", "--by", "kind"]
+        command = ["eval", "--model", model, "--validation", sets[0], *options, *CPU]
+        assert main([*command, "--output", file]) == 0
+    capsys.readouterr()
+    assert main(["compare", *files]) == 0
+    text = capsys.readouterr().out
+    assert "p value" in text and "hard" in text and "difference" in text
+    assert main(["compare", *files, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == comparison(*(read_lines(Path(file)) for file in files))
+    assert main(["compare", files[0], sets[0]]) == 2
+    assert "sums.jsonl, line 1 must have data, group, prompt" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""The sample log's rows and the metrics of conversations of several turns that may fail."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import nemorl
+from nemorl.data.rows import Row
+from nemorl.rollout.collect import collect, join, select, to_token_batch
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.conversation import ConversationFailed, Limits, Outcome
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments.classes import TurnResult
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.run.samples import (
+    MOST_FAILURES,
+    by_set,
+    failures_of,
+    measured,
+    outcomes_of,
+    samples_of,
+)
+from nemorl.runtime.watch.report.gather import Gathered
+from tests.rollout.test_turns import PROMPTS, SAMPLING, TOKENIZER, Count
+from tests.runtime.runs import addition_rows, digits, grpo_config, start
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def generator() -> TorchGenerationBackend:
+    backend = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    return backend
+
+
+class Ends(Count):
+    """The row whose answer is 1 has one turn; 2, two turns; 4, three, or an error in the second."""
+
+    fails = False
+
+    def step(self, response: str) -> TurnResult:
+        if self.fails and self.answer == "4" and self.turn == 1:
+            raise KeyError("lost")
+        found = super().step(response)
+        return replace(found, done=self.turn == {"1": 1, "2": 2, "4": 3}[self.answer])
+
+
+class Fails(Ends):
+    fails = True
+
+
+def test_turns_are_measured_over_the_conversations_that_had_them(generator):
+    found = measured(collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1))
+    turns = {name: value for name, value in found.items() if "turn" in name}
+    assert turns == {"turns": 2, "turn": 2, "reward/turn_1": 1, "reward/turn_2": 2} | {
+        "reward/turn_3": 3
+    }
+    assert found["failed_fraction"] == 0 and not any("failed/" in name for name in found)
+    single = measured(
+        collect(generator, make_environment(Ends), PROMPTS.take([0]), SAMPLING, seed=1)
+    )
+    assert single["turns"] == 1 and "reward/turn_1" not in single, "it would be the reward again"
+
+
+def test_failures_are_counted_over_all_rounds(generator):
+    parts = [
+        collect(generator, make_environment(kind), PROMPTS, SAMPLING, seed=seed)
+        for seed, kind in enumerate((Fails, Ends, Fails))
+    ]
+    found = measured(join(parts))
+    assert found["failed/KeyError"] == 6 and found["failed_fraction"] == 6 / 27
+    assert found["reward/turn_3"] == 3 and found["turns"] == pytest.approx(
+        (9 * 1 + 9 * 2 + 3 * 3) / 21
+    )
+
+
+def test_a_row_has_the_turns_as_the_model_saw_them(generator):
+    found = collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
+    one, *_, three = samples_of(found, None, 100)
+    assert "turns" not in one and "sampled" not in one
+    assert [turn["reward"] for turn in three["turns"]] == [1, 2, 3]
+    assert [turn["given"] for turn in three["turns"]] == ["4=7", "1+", "1+"]
+    assert not any(turn["rewritten"] for turn in three["turns"])
+    own = [i for i, sampled in enumerate(three["sampled"]) if sampled]
+    ends = [turn["tokens"] for turn in three["turns"]]
+    assert own == [i for begin, end in ends for i in range(begin, end)]
+    for (begin, end), turn in zip(ends, found.conversations[-1].turns, strict=True):
+        assert tuple(three["token_ids"][begin:end]) == turn.completion.token_ids
+        assert tuple(three["logprobs"][begin:end]) == turn.completion.logprobs
+    assert three["response"] == three["turns"][-1]["response"]
+    assert three["columns"] == {"prompt": "4=", "answer": "4"}
+
+
+def test_a_rewritten_context_is_given_whole(generator):
+    async def forgets(row, policy) -> Outcome:
+        await policy.chat(policy.messages)
+        await policy.chat([{"role": "user", "content": "7="}])
+        return Outcome(turn_rewards=[0.0, 1.0])
+
+    found = collect(generator, forgets, PROMPTS, SAMPLING, seed=1)
+    first, second = samples_of(found, None, 3)[0]["turns"]
+    assert (first["given"], second["given"]) == ("1+2=", "7=")
+    assert (first["rewritten"], second["rewritten"]) == (False, True)
+    begin, end = second["tokens"]
+    assert begin == first["tokens"][1] + len(TOKENIZER("7=")["input_ids"])
+    row = samples_of(found, None, 3)[0]
+    assert tuple(row["token_ids"][begin:end]) == found.completions[0].token_ids
+
+
+def test_what_is_not_trained_on_is_in_the_row(generator):
+    found = collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
+    batch = to_token_batch(found)
+    assert not any("trained" in sample for sample in samples_of(found, batch, 100))
+    mask = batch.loss_mask.clone()
+    mask[-1] = False
+    *others, last = samples_of(found, replace(batch, loss_mask=mask), 100)
+    assert not any("trained" in sample for sample in others)
+    assert last["trained"] == [False] * len(last["token_ids"])
+
+
+def test_failed_conversations_are_logged_a_few_for_each_reason(generator):
+    found = collect(generator, make_environment(Fails), PROMPTS, SAMPLING, seed=1)
+    (sample,) = failures_of(found, 8)
+    assert sample["failure"] == "KeyError: 'lost'" and "reward" not in sample
+    assert [turn["reward"] for turn in sample["turns"]] == [None, None]
+    assert sample["group"] == 2 and sample["prompt"] == "4="
+    assert failures_of(found, 0) == []
+    assert "failure" not in str(samples_of(found, None, 100))
+
+    async def never(row, policy) -> Outcome:
+        if row["answer"] == "4":
+            never.number += 1
+            raise ConversationFailed(f"no judge {never.number}")
+        await policy.sample(policy.prompt)
+        return Outcome()
+
+    never.number = 0
+    found = collect(generator, never, PROMPTS, replace(SAMPLING, n=6), seed=1)
+    samples = failures_of(found, 100)
+    assert len(samples) == MOST_FAILURES < len(found.failed), "one for each of six reasons"
+    assert all(not sample["token_ids"] and "turns" not in sample for sample in samples)
+
+
+def test_the_limit_that_cut_a_conversation_is_named(generator):
+    def cuts(kind, **limits):
+        limited = replace(PROMPTS, limits=Limits(**{"max_tokens": 60, **limits}))
+        found = collect(generator, kind, limited, SAMPLING, seed=1)
+        assert [each.cut_by is not None for each in found.conversations] == found.truncated.tolist()
+        return {(len(each.turns), each.cut_by) for each in found.conversations}
+
+    class Gym(Count):
+        def step(self, response):
+            return "1+", 0.0, False, True, {}
+
+    async def one(row, policy) -> Outcome:
+        await policy.sample(policy.prompt)
+        return Outcome()
+
+    ended = {(3, None), (3, "generation.max_new_tokens")}
+    assert cuts(make_environment(Count)) <= ended
+    assert cuts(make_environment(Count), max_turns=2) == {(2, "rollout.max_turns")}
+    assert cuts(make_environment(Gym)) == {(1, "environment")}
+    full = cuts(make_environment(Count), max_tokens=13)
+    assert {cut for _, cut in full} == {"data.max_total_sequence_length"}
+    assert cuts(one, max_tokens=5) == {(1, "data.max_total_sequence_length")}
+    assert (1, "generation.max_new_tokens") in cuts(one)
+
+
+def test_metrics_of_each_data_set_and_environment(generator):
+    rows = [
+        Row({**row, **extra}, source=source)
+        for row, source, extra in zip(
+            PROMPTS.rows, (0, 2, 2), ({}, {"environment": "games"}, {}), strict=True
+        )
+    ]
+    parts = [
+        collect(generator, make_environment(Ends), replace(PROMPTS, rows=rows), SAMPLING, seed=seed)
+        for seed in (0, 1)
+    ]
+    found = by_set(join([parts[0], select(parts[1], range(3))]), ["sums", "empty"])
+    rewards = {"sums": 1.0, "games": 3.0, "set_3": (3 + 6) / 2}
+    assert found == {
+        f"{name}/{metric}": 1.0 if metric == "accuracy" else reward
+        for name, reward in rewards.items()
+        for metric in ("reward", "accuracy")
+    }
+    alone = select(parts[0], range(3))
+    assert by_set(alone, ["sums"]) == {}, "the same as without a name"
+    assert by_set(alone, ["sums", "other"])["sums/reward"] == 1.0, "in every step"
+
+
+def test_how_answers_were_judged(generator):
+    found = collect(generator, make_environment(Ends), PROMPTS.take([0, 2]), SAMPLING, seed=1)
+    outcomes = outcomes_of(found, ["sums"])
+    assert (
+        outcomes[0] | outcomes[-1]
+        == outcomes[-1]
+        == {**{"data": "sums", "group": 1, "prompt": "4=", "reward": 6.0, "correct": True}}
+    )
+    assert [each["group"] for each in outcomes] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_failure_in_a_round_without_a_group_to_keep_is_logged(tmp_path):
+    class Reward:
+        called = 0
+
+        def __call__(self, response: str) -> float:
+            self.called += 1
+            if self.called == 1:
+                raise ConversationFailed("the first")
+            return 0.0 if self.called <= 24 else digits("", response)
+
+    config = grpo_config(tmp_path, steps=1, dynamic_sampling=True, max_sampling_rounds=4)
+    result = start(config, reward=Reward())
+    assert result.history[0]["failed/ConversationFailed"] == 1
+    samples = Gathered(tmp_path).samples[1]
+    assert [each["failure"] for each in samples if "failure" in each] == [
+        "ConversationFailed: the first"
+    ]
+    assert all("worst_tokens" in each for each in samples if "failure" not in each)
+
+
+def test_training_is_measured_by_data_set_and_environment(tmp_path):
+    names = [str(tmp_path / f"{name}.jsonl") for name in ("sums", "games")]
+    for name, extra in zip(names, ({}, {"environment": "chess"}), strict=True):
+        lines = [json.dumps(row | extra) + "\n" for row in addition_rows(6)]
+        Path(name).write_text("".join(lines))
+    data = nemorl.DataConfig(train=tuple(names), max_total_sequence_length=32)
+    sizes = {"num_prompts_per_step": 12, "num_generations_per_prompt": 2}
+    config = grpo_config(tmp_path / "run", steps=1, data=data, **sizes)
+    given = {"model": tiny_model(scale=2.0), "tokenizer": TOKENIZER, "reward": digits}
+    (line,) = nemorl.run(config, **given).history
+    with nemorl.open_run(
+        replace(config, run=replace(config.run, dir=str(tmp_path / "own"))), **given
+    ) as run:
+        for step in run.steps(1):
+            step.log({}, samples=step.sample(run.prompts().next(12), n=2))
+    for found in (line, run.result.history[0]):
+        assert found["games/reward"] == found["chess/reward"] and "chess/accuracy" in found
+        both = (found["sums/reward"] + found["games/reward"]) / 2
+        assert found["reward"] == pytest.approx(both)

@@ -1,0 +1,108 @@
+"""Conversations of several turns, and why some failed, on the page."""
+
+import json
+import re
+
+import pytest
+
+import nemorl
+from nemorl.rollout.environments.classes import TurnResult
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.watch.report.gather import Gathered
+from nemorl.runtime.watch.report.page import failures, render
+from nemorl.runtime.watch.report.samples import compact
+from tests.runtime.runs import addition_rows, grpo_config, start
+from tests.runtime.watch.report.test_page import EVIL, Page
+
+
+class Guess:
+    """Asks three times; a judge is lost where the sum is 0."""
+
+    def reset(self, answer: str) -> str:
+        self.answer, self.turn = answer, 0
+        return "guess"
+
+    def step(self, response: str) -> TurnResult:
+        self.turn += 1
+        if self.answer == "0" and self.turn == 2:
+            raise KeyError("lost")
+        return TurnResult(observation="no+", reward=self.turn / 2, done=self.turn == 3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Gathered:
+    folder = tmp_path_factory.mktemp("runs") / "guesses"
+    config = grpo_config(
+        folder,
+        steps=2,
+        run={"val_period": 2, "samples_per_step": 100},
+        data=nemorl.DataConfig(max_total_sequence_length=48, shuffle=False),
+    )
+    start(config, validation=addition_rows(8), reward=Guess)
+    return Gathered(folder)
+
+
+def test_a_conversation_comes_to_the_page_turn_by_turn(run):
+    samples = Page(render(run)).data["runs"][0]["steps"]["1"]
+    judged = [sample for sample in samples if "failure" not in sample]
+    assert len(judged) == 5 * 4 and len(samples) == 21
+    for sample in judged:
+        assert [turn["reward"] for turn in sample["turns"]] == [0.5, 1.0, 1.5]
+        assert sample["turns"][1]["given"] == "no+" and "trained" not in sample
+        given = 0
+        for turn in sample["turns"]:
+            begin, end = turn["tokens"]
+            said = re.sub("<.*?>", "", "".join(sample["tokens"][begin:end]))
+            assert said == turn["response"]
+            for name in ("logprobs", "gaps", "advantages"):
+                assert all(value is not None for value in sample[name][begin:end])
+                assert not any(sample[name][given:begin]), "nothing was measured of what is given"
+            given = end
+        sizes = [end - begin for begin, end in (turn["tokens"] for turn in sample["turns"])]
+        assert sample["chips"]["tokens"] == str(sum(sizes)), "what was given is not counted"
+
+
+def test_why_conversations_failed(run):
+    page = Page(render(run))
+    (row,) = failures(run)
+    counts = [line.get("failed/KeyError", 0) for line in run.metrics]
+    assert sum(counts) == row["count"] >= 5 and row["said"] == "KeyError: 'lost'"
+    table = page.text.split("Why conversations failed")[1].split("Data")[0]
+    assert f"KeyError{row['count']:.0f}1 to 2KeyError: 'lost'" in table
+    assert "#failures" in {link["href"] for link in page.all("a")}
+    (failed,) = [s for s in page.data["runs"][0]["steps"]["1"] if "failure" in s]
+    assert failed["failure"] == row["said"] and "reward" not in failed
+
+
+def test_failures_are_added_up_over_steps_and_phases(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    directory.append_metrics(3, {"failed/KeyError": 1.0, "failed_fraction": 0.1})
+    directory.append_metrics(5, {"failed/KeyError": 2.0, "failed/" + EVIL: 7.0})
+    directory.append_metrics(5, {"failed/KeyError": 3.0}, phase="validation")
+    directory.append_samples(5, [{"prompt": "1+1=", "failure": "KeyError: " + EVIL}])
+    run = Gathered(directory.path)
+    assert [(row["count"], row["first"], row["last"]) for row in failures(run)] == [
+        (7, 5, 5),
+        (6, 3, 5),
+    ]
+    page = Page(render(run))
+    assert "3 to 5" in page.text and len(page.all("script")) == 2 and not page.all("img")
+    other = RunDirectory.create(tmp_path / "other", "")
+    other.append_metrics(1, {"failed_fraction": 0.0, "turns": 1.0})
+    page = Page(render(Gathered(other.path)))
+    assert "Why conversations failed" not in page.text
+    assert "Constant: turns" in page.text.replace("Turns", "turns"), "nobody has to look at them"
+
+
+def test_a_single_response_is_as_before():
+    row = {"prompt": "1+1=", "response": "2", "token_ids": [1, 2], "logprobs": [-1.0, -0.5]}
+    found = compact(row | {"finish_reason": "length", "cut_by": "rollout.max_turns"})
+    assert "turns" not in found and found["logprobs"] == [-1.0, -0.5]
+    assert found["chips"] == {"tokens": "2", "end": "cut by rollout.max_turns"}
+    assert compact(row | {"finish_reason": "length"})["chips"]["end"] == "cut at the limit"
+
+
+def test_tokens_that_are_not_trained_on_are_known():
+    row = {"prompt": "1+1=", "token_ids": [1, 2], "trained": [True, False]}
+    assert compact(row)["trained"] == [True, False]
+    assert json.dumps(compact(row)).count("trained") == 1

@@ -1,0 +1,81 @@
+"""Two runs whose validations answered the same rows, compared by a paired test."""
+
+import shutil
+
+import pytest
+
+import nemorl
+from nemorl.rollout.statistics import paired
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.watch.report.gather import Gathered
+from nemorl.runtime.watch.report.page import paired_tests
+from tests.runtime.runs import addition_rows, grpo_config, start
+from tests.runtime.watch.report.test_page import Page
+
+
+def judged(folder, rewards, *, step: int = 4, data: str = "sums") -> RunDirectory:
+    directory = RunDirectory.create(folder, "")
+    directory.append_metrics(step, {"reward": 0.5})
+    records = [
+        {"data": data, "group": n, "prompt": f"{n}=", "reward": reward, "correct": reward >= 1}
+        for n, reward in enumerate(rewards)
+        if reward is not None
+    ]
+    directory.append_samples(step, records, folder="validation")
+    return directory
+
+
+def tested(*directories: RunDirectory):
+    return paired_tests([Gathered(directory.path) for directory in directories])
+
+
+def test_a_validation_is_recorded_row_by_row(tmp_path, capsys):
+    config = grpo_config(tmp_path / "run", steps=4, run={"val_period": 2, "samples_per_step": 1})
+    result = start(config, validation=addition_rows(8))
+    directory = RunDirectory.open(tmp_path / "run")
+    assert list(directory.sample_files("validation")) == [2, 4]
+    outcomes = Gathered(directory.path).outcomes
+    assert len(outcomes) == 8, "all, and not only samples"
+    (*_, line) = [line for line in result.history if line["phase"] == "validation"]
+    mean = sum(outcome["reward"] for outcome in outcomes) / 8
+    assert line["reward"] == pytest.approx(mean)
+    directory.truncate(2)
+    assert list(directory.sample_files("validation")) == [2], "a resumed run validates again"
+    both = [str(tmp_path / "run" / "validation" / "step_2.jsonl")] * 2
+    assert cli.main(["compare", *both]) == 0
+    assert "accuracy        8 " in capsys.readouterr().out
+
+
+def test_the_report_tests_whether_two_runs_differ(tmp_path):
+    rewards = [0, 0, 0, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
+    runs = [judged(tmp_path / name, each) for name, each in zip("ab", rewards, strict=True)]
+    (line,) = tested(*runs)
+    (difference, half), p_value = paired(*rewards)
+    assert (line["difference"], line["difference_ci"], line["p_value"]) == (
+        difference,
+        half,
+        p_value,
+    )
+    assert (line["run"], line["num_prompts"], line["first"], line["second"]) == ("b", 10, 0.3, 0.9)
+    page = Page(nemorl.write_report([run.path for run in runs]).read_text())
+    section = page.text.split("Do they differ?")[1].split("Curves")[0]
+    assert f"baccuracy100.30.9+0.6 ± {half:.3f}{p_value:.4f}".rstrip("0") in section.replace(
+        "all", ""
+    )
+    alone = Page(nemorl.write_report(runs[0].path).read_text())
+    assert "Do they differ?" not in alone.text
+
+
+def test_only_rows_that_both_answered_are_compared(tmp_path):
+    runs = judged(tmp_path / "a", [0, None, 1, 0]), judged(tmp_path / "b", [1, 1, None, 0], step=9)
+    (line,) = tested(*runs)
+    assert (line["num_prompts"], line["difference"]) == (2, 0.5)
+    assert tested(runs[0], judged(tmp_path / "c", [1, 1], data="others")) == []
+    shutil.rmtree(runs[1].path / "validation")
+    assert tested(*runs) == []
+    newest = judged(tmp_path / "d", [1, 1, 1, 1], step=10)
+    judged(tmp_path / "e", [0, 0, 0, 0], step=2).sample_files("validation")[2].rename(
+        newest.path / "validation" / "step_2.jsonl"
+    )
+    assert tested(runs[0], newest)[0]["second"] == 1.0, "the last validation counts"

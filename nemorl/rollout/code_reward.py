@@ -152,4 +152,5 @@ def _judged(program: str, tests: tuple[list[str], str], limits: Limits) -> list[
         judged = other.submit(side, "tests", json.dumps(tests), (answers, asks), longer)
         side("program", program, (calls, replies), limits)
     result = judged.result()
-    return json.loads(result.stdout) if result.outcome == "ok" else [False] * len(tests[0])
+    good = result.outcome == "ok" and result.stdout
+    return json.loads(good) if good else [False] * len(tests[0])

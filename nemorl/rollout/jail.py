@@ -9,7 +9,6 @@ import resource
 import stat
 import struct
 import sys
-from typing import Any
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED = {
@@ -78,7 +77,7 @@ def _read_only(paths: list[str]) -> None:
     _done(LIBC.syscall(446, rules, 0))
 
 
-def main(given: dict[str, Any], command: list[str]) -> None:
+def main(given: dict, command: list[str]) -> None:
     """Execute a command as `sandbox` says."""
     for name, pair in given["limits"].items():
         kind = getattr(resource, f"RLIMIT_{name}")

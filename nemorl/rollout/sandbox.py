@@ -102,6 +102,7 @@ def run_program(
                 env=ENVIRONMENT,
             ) as process,
         ):
+            path.unlink()  # others might read it
             try:
                 out, err, cut = _read(process, limits.output, begin + limits.wall)
             finally:

@@ -181,13 +181,17 @@ FORGERIES = {
     ),
     "sends code": (
         "import os, pickle, sys\n"
-        "run = \"import os; os.write(1, b'[true]'); os._exit(0)\"\n"
+        "run = \"import os; os.write(1, b'[true, true]'); os._exit(0)\"\n"
         "class A: __reduce__ = lambda s: (exec, (run,))\n"
         "def f(x):\n    os.write(int(sys.argv[3]), pickle.dumps(('', A()))); return 1"
     ),
     "sends an error that is none": (
         "import os, pickle, sys\n"
         "def f(x):\n    os.write(int(sys.argv[3]), pickle.dumps(('SystemExit', 0))); return 1"
+    ),
+    "names what would run code as its error": (
+        "import os, pickle, sys\nrun = \"import os; os.write(1, b'[true, true]'); os._exit(0)\"\n"
+        "def f(x):\n    os.write(int(sys.argv[3]), pickle.dumps(('exec', run))); return 1"
     ),
     "replaces builtins": (
         "import builtins\nbuiltins.AssertionError = None\nbuiltins.print = lambda *a, **k: 0\n"
@@ -217,6 +221,14 @@ def test_a_verdict_is_not_forged(name: str):
     tests = ["assert f(1) == 424242", "assert f(2) == 424242 and f(3) == 424242"]
     assert list(judge_program(program, tests, limits=LIMITS)) == [False, False]
     assert reward(program, [{"input": "", "output": "[true, true, true]"}]) == 0
+
+
+def test_tests_that_do_not_end_or_fail_are_not_passed():
+    tests = ["assert f(1) == 1", "while True: pass"]
+    assert list(judge_program("def f(x): return x", tests, limits=LIMITS)) == [False, False]
+    for code in (0, 3):
+        tests = [f"import os; os._exit({code})", "assert f(1) == 1"]
+        assert list(judge_program("def f(x): return x", tests, limits=LIMITS)) == [False, False]
 
 
 def test_a_batch_is_judged_at_once():

@@ -233,7 +233,7 @@ class GRPOConfig(BaseConfig):
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     reward: str | tuple[str, ...] = "exact_match"
-    """Rewards: exact_match, contains_answer, last_number, math, think_format, or of your own
+    """Rewards: exact_match, contains_answer, last_number, math, think_format, code, or of your own
     module:function or ./file.py:function, fn(prompt, response), with any data columns as further
     parameters.
     """

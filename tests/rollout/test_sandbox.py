@@ -345,14 +345,15 @@ def with_argument(text: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_program_ends_with_the_process_that_runs_it(sandbox: str):
+def test_a_program_ends_with_the_process_that_runs_it(sandbox: str, tmp_path: Path):
     """Though that is killed."""
     script = f"""
 from nemorl.rollout.sandbox import *
 run_program("import time; time.sleep(1000)", arguments=["nemorl-{os.getpid()}"],
             sandbox={sandbox!r}, limits=Limits(wall=1000))
 """
-    with subprocess.Popen([sys.executable, "-c", script]) as run:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its folder is left
+    with subprocess.Popen([sys.executable, "-c", script], env=environment) as run:
         deadline = time.monotonic() + 60
         while len(with_argument(f"nemorl-{os.getpid()}")) < (3 if sandbox == PROGRAM else 1):
             assert time.monotonic() < deadline and run.poll() is None

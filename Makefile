@@ -21,6 +21,9 @@ INSTALLED := $(VENV)/.installed
 PIP := -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 # Of pip's output: large downloads with their size, what is installed, errors.
 BRIEF := awk '/Downloading .*MB\)|^ERROR|^error/ {print; fflush()}'
+# Without root, from Debian's or Ubuntu's packages. It counts beside the interpreter, too.
+BWRAP := (bin=$$(realpath $(BIN)) && cd $$(mktemp -d) && apt-get download bubblewrap && \
+	dpkg -x bubblewrap*.deb . && cp usr/bin/bwrap $$bin)
 
 # The tests start hundreds of processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -67,6 +70,8 @@ $(SMOLLM2)/tokenizer.json: tools/smollm2.py | $(CHAT)
 $(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER))
 	@echo "Installing the tools of development into $(VENV)"
 	@$(BIN)/python $(PIP) -e '.[dev]' | $(BRIEF)
+	@command -v bwrap > /dev/null || $(BWRAP) > /dev/null 2>&1 || \
+		echo "No bubblewrap here: the tests of the sandbox run with rlimits alone"
 	@touch $@
 
 install: $(INSTALLED)  ## Install everything that development needs into .venv (4.4 GB)

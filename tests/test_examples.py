@@ -22,6 +22,7 @@ BRIEFLY = {
 }
 """The number of steps of a short run, and what its output has to hold."""
 ELSEWHERE = {
+    "code_reward.py": "test_code_is_judged",
     "demo.py": "tests/test_demo.py",
     "quickstart.py": "tests/test_documentation.py",
     "custom_loss.py": "tests/test_scripts.py",
@@ -55,6 +56,13 @@ def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_example(script, steps) == 0
     assert expected in capsys.readouterr().out
+
+
+def test_code_is_judged(capsys):
+    assert run_example("code_reward.py") == 0
+    _, *verdicts = capsys.readouterr().out.splitlines()
+    assert verdicts.pop(0) == "right: [1.0, 1.0, 1.0]"
+    assert len(verdicts) == 4 and all(line.endswith(": [0.0, 0.0, 0.0]") for line in verdicts)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("custom_*.py")), ids=lambda path: path.stem)

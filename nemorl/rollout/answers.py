@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from nemorl.checks import closest
+from nemorl.rollout.code_reward import code_tests
 from nemorl.rollout.processes import judged_in_processes
 
 NUMBER = re.compile(
@@ -222,6 +223,7 @@ REWARDS: dict[str, Any] = {
     "last_number": last_number,
     "math": math_equal,
     "think_format": think_format,
+    "code": code_tests,
 }
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 

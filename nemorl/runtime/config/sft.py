@@ -21,7 +21,7 @@ class SFTConfig(BaseConfig):
     """Weighting of the loss: every token counts the same, or every sequence."""
     reward: str | tuple[str, ...] = "exact_match"
     """Reward that judges greedy answers to validation rows with an answer: exact_match
-    (or a known data set's), contains_answer, last_number, math, choice, think_format, or
+    (or a known data set's), contains_answer, last_number, math, choice, think_format, code, or
     module:function of your own.
     """
     reward_weights: tuple[float, ...] = ()

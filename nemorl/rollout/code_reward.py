@@ -1,0 +1,156 @@
+"""The reward `code`: a program passes its tests, in sandboxes."""
+
+import ast
+import asyncio
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemorl.checks import short
+from nemorl.rollout.sandbox import Limits, ProgramResult, find_sandbox, run_program
+
+SIDES = Path(__file__).with_name("code_sides.py").read_text()
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def program_of(text: str) -> str:
+    """Return a text's last block of Python, else its last block, else the text.
+
+    >>> program_of("So:\\n```python\\nprint(1)\\n```\\n")
+    'print(1)\\n'
+    """
+    blocks = BLOCK.findall(text)
+    python = [code for kind, code in blocks if kind.lower() in ("python", "python3", "py")]
+    return [text, *(code for _, code in blocks), *python][-1]
+
+
+def read_tests(answer: Any) -> list[Any]:
+    """Return tests: texts of Python, or pairs of stdin and stdout. Raises: ValueError for others.
+
+    >>> read_tests([{"input": "1", "output": "2"}])
+    [('1', '2')]
+    """
+    try:
+        if isinstance(answer, str):
+            answer = json.loads(answer) if answer.lstrip().startswith("[") else [answer]
+        tests = [
+            each if isinstance(each, str) else (each["input"], each["output"]) for each in answer
+        ]
+        kinds = {
+            bool(ast.parse(each).body) if isinstance(each, str) else tuple(map(type, each))
+            for each in tests
+        }
+        if kinds not in ({True}, {(str, str)}):
+            raise ValueError("they are none, or mixed, or not of texts")
+    except (TypeError, KeyError, ValueError, SyntaxError) as error:
+        raise ValueError(
+            "code needs tests, Python or a list of it or of {'input': text, 'output': text}, but"
+            f" the answer is {short(answer)} ({error}): see docs/code.md"
+        ) from error
+    return tests
+
+
+def judge_program(
+    program: str,
+    tests: list[Any],
+    *,
+    head: str = "",
+    entry_point: str = "",
+    limits: Limits | None = None,
+) -> Iterator[bool]:
+    """Yield for each test of `read_tests` whether a program passes it; arguments as `code_tests`.
+
+    head: Python before the program, for tests, too.
+
+    >>> list(judge_program("def twice(x): return 2 * x", ["assert twice(2) == 4"]))
+    [True]
+    """
+    limits = limits or Limits()
+    if isinstance(tests[0], str):
+        asked = [test + f"\ncheck({entry_point})" * ("def check(" in test) for test in tests]
+        known = f"{head}\ndel {entry_point}" if head else ""
+        yield from _judged(f"{head}\n{program}" if head else program, (asked, known), limits)
+        return
+    for stdin, wanted in tests:
+        result = run_program(program, stdin=stdin, limits=limits)
+        yield result.outcome == "ok" and _lines(result.stdout) == _lines(wanted)
+
+
+async def code_tests(
+    prompt: str,
+    response: str,
+    answer: Any,
+    entry_point: str = "",
+    *,
+    share: bool = False,
+    limits: Mapping[str, Any] | None = None,
+) -> float:
+    """Return 1 if the response's program passes all tests in `answer` (`read_tests`), else 0.
+
+    entry_point: the function that a prompt begins and tests call by `check` (HumanEval). share:
+    return the share of tests that pass. limits: fields of `Limits`, for each test of stdin, or all
+    in Python.
+    """
+    tests, head = read_tests(answer), program_of(prompt)
+    try:
+        head = head if entry_point and f"def {entry_point}(" in head and ast.parse(head) else ""
+    except SyntaxError:  # it only mentions the function
+        head = ""
+
+    def judge() -> float:
+        passes = judge_program(
+            program_of(response),
+            tests,
+            head=head,
+            entry_point=entry_point,
+            limits=Limits(**limits or {}),
+        )
+        return sum(passes) / len(tests) if share else float(all(passes))
+
+    return await asyncio.get_running_loop().run_in_executor(_threads(), judge)
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    read_tests(row["answer"])
+    find_sandbox()
+
+
+vars(code_tests)["check_row"] = _check_row
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _judged(program: str, tests: tuple[list[str], str], limits: Limits) -> list[bool]:
+    """Return which tests the functions of a program pass."""
+    (calls, asks), (answers, replies) = os.pipe(), os.pipe()
+
+    def side(name: str, stdin: str, files: tuple[int, int], limits: Limits) -> ProgramResult:
+        arguments = [name, *map(str, files)]
+        try:
+            return run_program(
+                SIDES, stdin=stdin, arguments=arguments, descriptors=files, limits=limits
+            )
+        finally:
+            for file in files:
+                os.close(file)
+
+    with ThreadPoolExecutor(1) as other:
+        longer = replace(limits, wall=limits.wall + 5)
+        judged = other.submit(side, "tests", json.dumps(tests), (answers, asks), longer)
+        side("program", program, (calls, replies), limits)
+    result = judged.result()
+    good = result.outcome == "ok" and result.stdout
+    return json.loads(good) if good else [False] * len(tests[0])

@@ -1,0 +1,101 @@
+"""Both sides of a test: a sampled program, and the tests that call its functions.
+
+Each is this script in its own sandbox: a program neither sees its tests nor answers for them.
+Between them go pickles that hold plain data alone.
+"""
+
+import ast
+import builtins
+import importlib
+import json
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any, BinaryIO
+
+
+class Received(pickle.Unpickler):
+    """Reads plain data, and refuses what would run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+
+
+def plain(value: Any) -> Any:
+    """Return arrays and subclasses of containers as plain ones."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return kind(map(plain, value))
+    return value
+
+
+def answer_calls(source: str, calls: BinaryIO, answers: BinaryIO) -> None:
+    """Run a program, then call its functions as asked."""
+    program = sys.modules["program"] = types.ModuleType("program")
+    exec(compile(source, "program.py", "exec"), vars(program))
+    while True:
+        name, args, kwargs = Received(calls).load()
+        try:
+            answer = pickle.dumps(("", plain(vars(program)[name](*args, **kwargs))))
+        except Exception as error:
+            answer = pickle.dumps((type(error).__name__, str(error)))
+        answers.write(answer)
+        answers.flush()
+
+
+def passed(
+    tests: list[str], head: str, function: Callable[[str], Callable[..., Any]]
+) -> list[bool]:
+    """Return which tests pass. `head` is code that they know; `function` gives the program's
+    function of a name.
+    """
+    space: dict[str, Any] = {"__name__": "tests"}
+    exec(head, space)
+    found = []
+    for test in tests:
+        nodes = list(ast.walk(ast.parse(test)))
+        for node in nodes:
+            match node:
+                case ast.Attribute(value=ast.Name(id=name)) if name in sys.stdlib_module_names:
+                    space.setdefault(name, importlib.import_module(name))
+        for node in nodes:
+            if isinstance(node, ast.Name) and not hasattr(builtins, node.id):
+                space.setdefault(node.id, function(node.id))
+        try:
+            exec(test, space)
+            found.append(True)
+        except BaseException:
+            found.append(False)
+    return found
+
+
+def remote(calls: BinaryIO, answers: BinaryIO, name: str) -> Callable[..., Any]:
+    """Return a function that the program's answers."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.write(pickle.dumps((name, plain(args), plain(kwargs))))
+        calls.flush()
+        error, value = Received(answers).load()
+        if not error:
+            return value
+        kind: Any = getattr(builtins, error, None)
+        known = isinstance(kind, type) and issubclass(kind, Exception)
+        raise kind(value) if known else RuntimeError(f"{error}: {value}")
+
+    return call
+
+
+if __name__ == "__main__":
+    given = sys.stdin.read()
+    reads, writes = os.fdopen(int(sys.argv[2]), "rb"), os.fdopen(int(sys.argv[3]), "wb")
+    if sys.argv[1] == "program":
+        answer_calls(given, reads, writes)
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    tests, head = json.loads(given)
+    print(json.dumps(passed(tests, head, partial(remote, writes, reads))), file=stdout)

@@ -1,0 +1,263 @@
+"""The reward `code`: columns it reads, programs it accepts, and verdicts that can't be forged."""
+
+import json
+
+import pytest
+
+from nemorl.rollout.code_reward import judge_program, program_of, read_tests
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.sandbox import Limits
+
+LIMITS = Limits(cpu=2, wall=20)
+
+
+def reward(response: str, answer, prompt: str = "?", *, settings=None, **columns) -> float:
+    environment = make_environment("code", settings=settings or {})
+    rows = [{"answer": answer, **columns}]
+    environment.check(rows)
+    log = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    return environment.step([log], rows).rewards[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("    return 1\n", "    return 1\n"),
+        ("a\n```python\n1\n```\nb\n```py\n2\n```\nc", "2\n"),
+        ("```python\n1\n```\n```text\n2\n```", "1\n"),
+        ("```\n1\n```\n```\n2\n```", "2\n"),
+        ("```python\n1\n", "1\n"),
+        ("```python\nx = '```'\n```", "x = '```'\n"),
+    ],
+)
+def test_a_program_is_the_last_block(text: str, program: str):
+    assert program_of(text) == program
+
+
+MBPP = [
+    "assert remove_Occ('hello','l') == 'heo'",
+    "assert remove_Occ('lll','l') == 'l'",
+]
+SOLUTION = """
+def remove_Occ(s, ch):
+    first, last = s.find(ch), s.rfind(ch)
+    return ''.join(c for i, c in enumerate(s) if i not in (first, last))
+"""
+POLY = (
+    'import math\nfrom typing import List\n\n\ndef poly(xs: List[float], x: float):\n    """Value'
+    ' of a polynomial."""\n    return sum(c * math.pow(x, i) for i, c in enumerate(xs))\n\n\ndef'
+    ' find_zero(xs: List[float]):\n    """Find x such that poly(x) = 0."""\n'
+)
+CHECK = """
+METADATA = {}
+
+def check(candidate):
+    import random
+    import copy
+    rng = random.Random(42)
+    for _ in range(20):
+        coeffs = [rng.randint(-10, 10), rng.randint(1, 10)]
+        solution = candidate(copy.deepcopy(coeffs))
+        assert math.fabs(poly(coeffs, solution)) < 1e-4
+"""
+
+
+def test_asserts_as_of_mbpp():
+    assert reward(f"So:\n```python\n{SOLUTION}```", MBPP) == 1
+    assert reward(SOLUTION, json.dumps(MBPP)) == 1
+    wrong = "def remove_Occ(s, ch):\n    return s.replace(ch, '')"
+    assert reward(wrong, MBPP) == 0
+    assert reward(wrong, MBPP, settings={"share": True}) == 0.5
+    assert reward("no program", MBPP, settings={"share": True}) == 0
+    assert reward(SOLUTION, MBPP[0]) == 1
+
+
+def test_a_check_of_a_candidate_as_of_humaneval():
+    """As HumanEval/32, whose check uses what the prompt defines. The response goes on with the
+    prompt, or is whole.
+    """
+    body = "    return -xs[0] / xs[1]\n"
+    whole = f"```python\ndef find_zero(xs: List[float]):\n{body}```"
+    for response in (body, whole):
+        assert reward(response, CHECK, POLY, entry_point="find_zero") == 1
+        asked = f"Complete this:\n```python\n{POLY}```"
+        assert reward(response, CHECK, asked, entry_point="find_zero") == 1
+    assert reward("    return xs[0] / xs[1]\n", CHECK, POLY, entry_point="find_zero") == 0
+    cheats = "poly = lambda xs, x: 0\nmath.fabs = lambda x: 0\ndef find_zero(xs): return 5.0"
+    assert reward(cheats, CHECK, POLY, entry_point="find_zero") == 0
+    assert reward("    pass\n", CHECK, POLY, entry_point="find_zero") == 0
+    asked = "Please write def find_zero(xs): the root of a line."
+    assert (
+        reward(
+            "import math\n" + whole,
+            CHECK.replace("poly(coeffs, solution)", "0"),
+            asked,
+            entry_point="find_zero",
+        )
+        == 0
+    ), "List is not there"
+    assert (
+        reward(
+            whole.replace(": List[float]", ""),
+            CHECK.replace("poly(coeffs, solution)", "0"),
+            asked,
+            entry_point="find_zero",
+        )
+        == 1
+    )
+    assert reward("def f(x): return x", "def check(c):\n    assert c(1) == 1", entry_point="f") == 1
+
+
+def test_pairs_of_stdin_and_stdout():
+    pairs = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10 \n"}]
+    good = "print(sum(map(int, input().split())))"
+    assert reward(good, pairs) == reward(good, json.dumps(pairs)) == 1
+    assert reward("if __name__ == '__main__': " + good, pairs) == 1
+    assert reward("print(3)", pairs) == 0
+    assert reward("print(3)", pairs, settings={"share": True}) == 0.5
+    assert reward(f"{good}; raise SystemExit(1)", pairs) == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (
+            "def f(x): return {x: [x, (x, None)], 'a': {1.5, 2}}",
+            "f(1)=={1:[1,(1,None)],'a':{2,1.5}}",
+        ),
+        ("from collections import *\ndef f(x): return Counter(x)", "f('aab') == {'a': 2, 'b': 1}"),
+        (
+            "from collections import *\nP = namedtuple('P', 'x')\ndef f(x): return P(x)",
+            "f(1) == (1,)",
+        ),
+        ("import numpy\ndef f(x): return numpy.float64(x)", "isinstance(f(2), float)"),
+        ("import numpy\ndef f(x): return numpy.arange(x)", "f(2) == [0, 1]"),
+        ("def f(x): return float('inf')", "f(1) == float('inf') and math.isinf(f(1))"),
+        ("def f(x): return b'a' * x, 10 ** 5000", "f(1)[1] == 10 ** 5000"),
+        ("def f(*x, k): return x, k", "f(1, 2, k={3}) == ((1, 2), {3})"),
+        ("def f(x): print('noise'); return x", "list(map(f, [1, 2])) == [1, 2]"),
+        ("def f(x): return list(range(x))", "len(f(100_000)) == 100_000"),
+        ("def bisect(x): return x", "bisect(2) == 2"),
+        ("x = [0]\ndef f(y): x[0] += y; return x[0]", "[f(1), f(-1)] == [1, 0]"),
+        ("import sys\ndef f(x): return __name__ != '__main__' and x", "f(2) == 2"),
+        (
+            "from dataclasses import *\n@dataclass\nclass A: x: int\ndef f(x): return A(x).x",
+            "f(1) == 1",
+        ),
+    ],
+)
+def test_results_are_plain_data(program: str, test: str):
+    assert list(judge_program(program, [f"assert {test}", f"assert not ({test})"])) == [True, False]
+
+
+def test_errors_of_a_program_reach_its_test():
+    program = "class Own(Exception): pass\ndef f(x):\n    raise (ValueError if x else Own)('no')"
+    test = (
+        "try:\n    f(ARG)\n    assert False\nexcept KIND as error:\n    assert 'no' in str(error)"
+    )
+    kinds = [("1", "ValueError"), ("0", "RuntimeError"), ("1", "KeyError")]
+    tests = [test.replace("ARG", argument).replace("KIND", kind) for argument, kind in kinds]
+    assert list(judge_program(program, tests)) == [True, True, False]
+
+
+FORGERIES = {
+    "exits": "import os; os._exit(0)",
+    "exits politely": "import sys; sys.exit(0)",
+    "exits when called": "def f(x):\n    import os; os._exit(0)",
+    "raises SystemExit": "def f(x):\n    raise SystemExit(0)",
+    "equals everything": (
+        "class A(int):\n    __eq__ = __ne__ = lambda *_: True\n    __hash__ = int.__hash__\n"
+        "def f(x): return A(1)"
+    ),
+    "is an object that equals everything": (
+        "class A:\n    __eq__ = lambda *_: True\n    __reduce__ = lambda s: (exit, ())\n"
+        "def f(x): return A()"
+    ),
+    "answers for the tests": "def f(x):\n    print('[true, true]'); return 1",
+    "writes everywhere": (
+        "import os\nfor n in range(100):\n    for text in (b'[true, true]\\n', b'true'):\n"
+        "        try: os.write(n, text)\n        except OSError: pass\ndef f(x): return 1"
+    ),
+    "sends code": (
+        "import os, pickle, sys\n"
+        "run = \"import os; os.write(1, b'[true, true]'); os._exit(0)\"\n"
+        "class A: __reduce__ = lambda s: (exec, (run,))\n"
+        "def f(x):\n    os.write(int(sys.argv[3]), pickle.dumps(('', A()))); return 1"
+    ),
+    "sends an error that is none": (
+        "import os, pickle, sys\n"
+        "def f(x):\n    os.write(int(sys.argv[3]), pickle.dumps(('SystemExit', 0))); return 1"
+    ),
+    "names what would run code as its error": (
+        "import os, pickle, sys\nrun = \"import os; os.write(1, b'[true, true]'); os._exit(0)\"\n"
+        "def f(x):\n    os.write(int(sys.argv[3]), pickle.dumps(('exec', run))); return 1"
+    ),
+    "replaces builtins": (
+        "import builtins\nbuiltins.AssertionError = None\nbuiltins.print = lambda *a, **k: 0\n"
+        "import json; json.dumps = lambda x: '[true, true]'\ndef f(x): return 1"
+    ),
+    "looks for the tests": (
+        "import gc, sys\ndef f(x):\n    frame, seen = sys._getframe(), [str(sys.argv)]\n"
+        "    while frame:\n        seen += map(str, [frame.f_locals, frame.f_globals])\n"
+        "        frame = frame.f_back\n"
+        "    seen = ''.join([*seen, *map(str, gc.get_objects())])\n"
+        "    wanted = str(42) * 3\n    return int(wanted) if wanted in seen else 0"
+    ),
+    "hangs": "def f(x):\n    while True: pass",
+    "returns what never ends": "def f(x):\n    y = []; y.append(y); return y",
+    "returns what nests": "def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y",
+    "returns too much": "def f(x): return bytes(1 << 29)",
+    "prints too much": "def f(x):\n    while True: print('x' * 10**6)",
+    "closes its files": "import os; os.closerange(0, 100)\ndef f(x): return 424242",
+    "has no function": "x = 1",
+    "does not parse": "def f(x) return",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_verdict_is_not_forged(name: str):
+    program = FORGERIES[name]
+    tests = ["assert f(1) == 424242", "assert f(2) == 424242 and f(3) == 424242"]
+    assert list(judge_program(program, tests, limits=LIMITS)) == [False, False]
+    assert reward(program, [{"input": "", "output": "[true, true, true]"}]) == 0
+
+
+def test_tests_that_do_not_end_or_fail_are_not_passed():
+    tests = ["assert f(1) == 1", "while True: pass"]
+    assert list(judge_program("def f(x): return x", tests, limits=LIMITS)) == [False, False]
+    for code in (0, 3):
+        tests = [f"import os; os._exit({code})", "assert f(1) == 1"]
+        assert list(judge_program("def f(x): return x", tests, limits=LIMITS)) == [False, False]
+
+
+def test_a_batch_is_judged_at_once():
+    environment = make_environment("code")
+    log = [{"role": "user", "content": "?"}]
+    logs = [[*log, {"role": "assistant", "content": f"print({n})"}] for n in range(12)]
+    rows = [{"answer": [{"input": "", "output": str(n // 2 * 2)}]} for n in range(12)]
+    assert environment.step(logs, rows).rewards == [1.0, 0.0] * 6
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("", [], "[]", "[1", "assert (", "\0", 3, [3], ["assert f()", ""], [{"in": ""}]),
+        *(["assert f()", {"input": "", "output": ""}], [{"input": [1], "output": "1"}]),
+    ],
+)
+def test_rows_that_cannot_be_judged_are_refused_before_a_run(answer):
+    with pytest.raises(ValueError, match="code needs tests, Python or a list of it"):
+        make_environment("code").check([{"answer": answer}])
+
+
+def test_limits_come_from_the_settings():
+    settings = {"limits": {"cpu": 1, "wall": 1.5}}
+    assert reward("import time; time.sleep(1000)", ["assert f()"], settings=settings) == 0
+    with pytest.raises(ValueError, match="cpu must be at least 1"):
+        reward("", ["assert f()"], settings={"limits": {"cpu": 0}})
+
+
+def test_tests_are_read():
+    assert read_tests("assert f() == 1") == ["assert f() == 1"]
+    assert read_tests('[{"input": "1", "output": "2"}]') == [("1", "2")]

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
     from nemorl.parallel.proving import prove as prove
     from nemorl.rollout.config import GenerationConfig as GenerationConfig
+    from nemorl.rollout.conversation import ContextFull as ContextFull
     from nemorl.rollout.conversation import Conversation as Conversation
+    from nemorl.rollout.conversation import ConversationFailed as ConversationFailed
     from nemorl.rollout.conversation import Episode as Episode
     from nemorl.rollout.conversation import Failure as Failure
     from nemorl.rollout.conversation import Outcome as Outcome
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from nemorl.rollout.environment import EnvironmentInterface as EnvironmentInterface
     from nemorl.rollout.environment import EnvironmentReturn as EnvironmentReturn
     from nemorl.rollout.environment import FunctionalRewardWrapper as FunctionalRewardWrapper
+    from nemorl.rollout.environments.classes import TurnResult as TurnResult
+    from nemorl.rollout.environments.openenv import openenv as openenv
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
@@ -111,7 +115,9 @@ _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
     "nemorl.data.sources": ["DataModule"],
     "nemorl.rollout.conversation": [
+        "ContextFull",
         "Conversation",
+        "ConversationFailed",
         "Episode",
         "Failure",
         "Outcome",
@@ -123,6 +129,8 @@ _NAMES = {
         "EnvironmentReturn",
         "FunctionalRewardWrapper",
     ],
+    "nemorl.rollout.environments.classes": ["TurnResult"],
+    "nemorl.rollout.environments.openenv": ["openenv"],
     "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
     "nemorl.losses.types": ["Needs", "needs"],
     "nemorl.parallel.backend": ["TrainingBackend"],

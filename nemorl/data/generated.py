@@ -16,6 +16,9 @@ def task_of(name: str, **settings: Any) -> Any:
     """Return a task of reasoning-gym: `name`, or `name?setting=value&…`.
 
     Raises: ValueError for an unknown task or setting; ImportError without the package.
+
+    >>> task_of("basic_arithmetic?max_terms=2", size=3).config.max_terms
+    2
     """
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -37,6 +40,9 @@ def generated(name: str, split: str) -> list[dict[str, Any]]:
 
     There are 1,000, or the setting `size`. Those of the split "validation" are of other seeds; a
     task of few questions may still repeat some.
+
+    >>> len(generated("leg_counting?size=3", "train"))
+    3
     """
     known, remedy = split in ("train", "validation"), "there is no other"
     require(known, "the split of a task", 'must be "train" or "validation"', split, remedy)

@@ -21,7 +21,7 @@ class SFTConfig(BaseConfig):
     """Weighting of the loss: every token counts the same, or every sequence."""
     reward: str | tuple[str, ...] = "exact_match"
     """Reward that judges greedy answers to validation rows with an answer: exact_match,
-    contains_answer, last_number, math, think_format, or module:function of your own.
+    contains_answer, last_number, math, think_format, reasoning_gym, or module:function of your own.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

@@ -259,3 +259,26 @@ def test_rows_that_skyrl_refuses_fail():
     environment = make_environment("exact_match", environment=GSM8kEnv, chosen=False)
     with pytest.raises(AssertionError, match="reward_spec field is required"):
         played(environment, lambda prompt: "x", {})
+
+
+def test_columns_of_any_name_reach_an_environment():
+    """Also those that are called as our own parameters are."""
+    names = ["function", "method", "rounds", "what", "seconds", "args", "named", "environment"]
+    seen = []
+
+    class Takes(Scored):
+        def reset(self, **kwargs):
+            seen.append(kwargs)
+            super().reset(start=1)
+
+    environment = make_environment("exact_match", environment=Takes, chosen=False)
+    row = {name: name for name in names}
+    assert not played(environment, lambda prompt: "end", row).failed
+    assert all(each[name] == name for each in seen for name in names)
+
+
+def test_annotations_that_are_text():
+    space = {"IncrementEnv": IncrementEnv}
+    code = "from __future__ import annotations\ndef make() -> IncrementEnv:\n    raise OSError"
+    exec(code, space)
+    assert make_environment(reward_func, environment=space["make"]).kind is IncrementEnv

@@ -448,7 +448,7 @@ WORDS: dict[str, str | Absent] = {
     "early_stopping": "run.stop_when",
     "random_seed": "run.seed",
     **dict.fromkeys(("async", "asynchronous", "staleness"), ASYNC),
-    **dict.fromkeys(("max_turns", "turns", "multi_turn", "max_tool_calls"), "rollout.max_turns"),
+    **dict.fromkeys(("turns", "multi_turn", "max_tool_calls"), "rollout.max_turns"),
     **dict.fromkeys(("quantization", "fp8"), QUANTIZED),
     "qlora": "lora.quantize",
     **dict.fromkeys(("value_coef", "gae_lambda"), CRITIC),

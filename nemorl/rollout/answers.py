@@ -1,5 +1,6 @@
 """Rewards that need nothing but the response and the row's `answer`."""
 
+import functools
 import importlib.util
 import logging
 import re
@@ -8,6 +9,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from nemorl.checks import closest
+from nemorl.data.generated import task_of
 from nemorl.rollout.code_reward import code_tests
 from nemorl.rollout.processes import judged_in_processes
 
@@ -216,6 +218,25 @@ def think_format(prompt: str, response: str) -> float:
     )
 
 
+@judged_in_processes(seconds=20, imports=("reasoning_gym",))
+def reasoning_gym_score(
+    prompt: str, response: str, task: str, metadata: Any, answer: Any = None
+) -> float:
+    """Return the score, from 0 to 1, that a task of reasoning-gym gives to what the last
+    <answer>…</answer> of the response holds, else to all of it.
+    """
+    found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL) or [response]
+    entry = {"question": prompt, "answer": answer, "metadata": metadata}
+    judge = _task(task).score_answer
+    try:
+        return float(judge(answer=found[-1].strip(), entry=entry))
+    except Exception:  # a few tasks raise for what they can't read
+        return 0.0
+
+
+_task = functools.cache(task_of)
+
+
 REWARDS: dict[str, Any] = {
     "choice": choice,
     "exact_match": exact_match,
@@ -224,6 +245,7 @@ REWARDS: dict[str, Any] = {
     "math": math_equal,
     "think_format": think_format,
     "code": code_tests,
+    "reasoning_gym": reasoning_gym_score,
 }
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 

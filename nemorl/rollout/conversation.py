@@ -113,9 +113,15 @@ class Policy(Protocol):
     """Token ids of the row's prompt, as the run's chat template makes them."""
     messages: Sequence[Message]
     """The row's prompt as messages."""
+    group: int
+    """Number of the row's group, whose members are compared."""
+    member: int
+    group_size: int
+    """Members of the group that are led side by side: those that begin again are fewer."""
 
-    async def sample(self, prompt: Sequence[int], *, stop: Sequence[str] = ()) -> Completion:
-        """Return the model's answer to token ids; `stop`: strings that end it besides the run's.
+    async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
+        """Return the model's answer to token ids; `stop`: strings and tokens that end it besides
+        the run's.
 
         Raises: ContextFull where the longest sequence leaves no room for an answer.
         """

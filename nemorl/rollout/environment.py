@@ -179,7 +179,7 @@ class FunctionalRewardWrapper:
                 ("prompt", self.signature.prompt, PROMPT),
                 ("response", self.signature.response, RESPONSE),
             )
-            if name not in own
+            if name and name not in own
         ]
         for number, row in enumerate(rows):
             for what, name in by_place:

@@ -94,25 +94,34 @@ class Sampler:
         params: SamplingParams,
         member: int,
         *,
+        group: int = 0,
+        group_size: int = 1,
         attempt: int = 0,
         max_tokens: int | None = None,
     ) -> None:
         """params: of the group, with its seed."""
         self.prompt: Sequence[int] = tuple(context.prompt)
         self.messages: Sequence[Message] = [dict(message) for message in context.messages]
+        self.group, self.member, self.group_size = group, member, group_size
         self.turns = list[Turn]()
         self.full = False
         """Whether the longest sequence left no room for a response."""
         self._engine, self._context, self._params = engine, context, params
-        self._member, self._attempt, self._max_tokens = member, attempt, max_tokens
+        self._attempt, self._max_tokens = attempt, max_tokens
         self._asked = 0
 
-    async def sample(self, prompt: Sequence[int], *, stop: Sequence[str] = ()) -> Completion:
+    async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
         prompt = tuple(prompt)  # an episode may go on with its list
         params, number = self._params, self._asked
         self._asked += 1
         if stop:
-            params = replace(params, stop_strings=(*params.stop_strings, *stop))
+            strings = (each for each in stop if isinstance(each, str))
+            ids = (each for each in stop if not isinstance(each, str))
+            params = replace(
+                params,
+                stop_strings=(*params.stop_strings, *strings),
+                stop_token_ids=(*params.stop_token_ids, *ids),
+            )
         if self._max_tokens is not None:
             room = self._max_tokens - len(prompt)
             self.full = room < 1
@@ -123,11 +132,11 @@ class Sampler:
                 )
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         if number or self._attempt or prompt != self.prompt:
-            place = (self._member, number, *[self._attempt] * bool(self._attempt))
+            place = (self.member, number, *[self._attempt] * bool(self._attempt))
             params = replace(params, seed=derive_seed(params.seed or 0, *place), n=1)
             completion = (await self._engine.sample(prompt, params))[0]
         else:
-            completion = await self._engine.member(prompt, params, self._member)
+            completion = await self._engine.member(prompt, params, self.member)
         self.turns.append(Turn(prompt=prompt, completion=completion))
         return completion
 
@@ -182,6 +191,7 @@ def converse(
             sampling=sampling,
             seed=seed,
             attempt=attempt,
+            sizes=Counter(index for index, _ in missing),
         )
         work = [talk.conversation(*place) for place in missing]
         found |= zip(missing, rounds.run(work), strict=True)
@@ -223,6 +233,8 @@ class _Talk:
     sampling: SamplingParams
     seed: int
     attempt: int
+    sizes: Mapping[int, int]
+    """Conversations about each row."""
 
     async def conversation(self, index: int, member: int) -> Conversation:
         """Lead a conversation to its end."""
@@ -233,6 +245,8 @@ class _Talk:
             _context(prompts, index),
             replace(self.sampling, seed=derive_seed(self.seed, group)),
             member,
+            group=group,
+            group_size=self.sizes[index],
             attempt=self.attempt,
             max_tokens=prompts.limits.max_tokens,
         )

@@ -3,12 +3,14 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
+
+from nemorl.rollout.signature import name_of
 
 T = TypeVar("T")
 
@@ -236,23 +238,23 @@ def _result(answer: Any) -> Any:
     return answer
 
 
-async def called(
-    rounds: Rounds,
-    function: Callable[..., Any],
-    *args: Any,
-    seconds: float,
-    what: str,
-    **named: Any,
-) -> Any:
-    """Return what a function returns: an `async` one on the event loop, any other in a thread.
+def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable[Any]]:
+    """Return `async def call(function, *args, **named)`, which returns what a function returns: an
+    `async` one is called on the event loop, any other in a thread.
 
-    Raises: what it raises, and TimeoutError after `seconds`.
+    It raises what the function raises, and TimeoutError, which begins with `name`, after `seconds`.
     """
-    try:
-        async with asyncio.timeout(seconds):
-            if inspect.iscoroutinefunction(function):
-                return await function(*args, **named)
-            found = await rounds.in_thread(function, *args, **named)
-            return await found if inspect.isawaitable(found) else found
-    except TimeoutError as error:
-        raise TimeoutError(f"{what} must end within {seconds:g} s (rollout.timeout_s)") from error
+
+    async def call(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        given = partial(function, *args, **named)
+        try:
+            async with asyncio.timeout(seconds):
+                if inspect.iscoroutinefunction(function):
+                    return await given()
+                found = await rounds.in_thread(given)
+                return await found if inspect.isawaitable(found) else found
+        except TimeoutError as error:
+            what = f"{name}: {name_of(function)} must end within {seconds:g} s"
+            raise TimeoutError(f"{what} (rollout.timeout_s)") from error
+
+    return call

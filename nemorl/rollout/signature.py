@@ -24,7 +24,8 @@ class Signature:
     """It takes and returns lists, one entry per response."""
     prompt: str | None
     """The parameter that gets the prompt."""
-    response: str
+    response: str | None
+    """The parameter that gets the response; None: it judges an environment alone."""
     columns: Mapping[str, bool]
     """The columns that it names; False: the parameter has a default."""
     any_columns: bool
@@ -41,7 +42,8 @@ class Signature:
             for name, value in columns.items()
             if name in self.columns or (self.any_columns and name not in (*PROMPT, *RESPONSE))
         } | dict(self.settings)
-        values[self.response] = response
+        if self.response:
+            values[self.response] = response
         if self.prompt or self.any_columns:
             values[self.prompt or PROMPT[self.batch]] = prompt
         return values
@@ -60,7 +62,8 @@ def read_signature(
     Parameters called `prompt` and `response` (or `completion`, verl's `solution_str`) get those,
     others the setting or else the column of their name. If it names no response, its first
     parameter without a setting or column gets it; if no prompt either, and it has two, these get
-    both. Plural names or batch=True make it a function of a batch.
+    both; none does in a function of an `environment`. Plural names or batch=True make it a function
+    of a batch.
     Raises: ValueError for what is not a function or can't take a response.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
@@ -90,7 +93,7 @@ def read_signature(
     named = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
     prompt = next((n for n in PROMPT if n in named), None)
     response = next((n for n in RESPONSE if n in named), None)
-    if response is None:
+    if response is None and not {*ENVIRONMENT} & {*named}:
         free = [n for n in by_place if n != prompt and n not in {*there, *settings}]
         if prompt is None and (len(free) > 1 or len(free) == len(by_place)):
             prompt, *free = free or [PROMPT[0]]

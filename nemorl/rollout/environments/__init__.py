@@ -14,6 +14,7 @@ from nemorl.rollout.environment import (
     FunctionalRewardWrapper,
 )
 from nemorl.rollout.environments.classes import ClassEnvironment, kind_of
+from nemorl.rollout.environments.tinker import TinkerEnvironment
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import Environment as Environment
 from nemorl.rollout.episodes import LeadsConversations
@@ -80,9 +81,10 @@ def _led(environment: Any, judge: Callable[[], Any], *, chosen: bool) -> Environ
         leads, found = True, environment
     else:
         kind = kind_of(environment)
-        leads, own = hasattr(kind, "step"), hasattr(kind, "get_reward")
-        judged = not leads and (chosen or not own)
-        found = ClassEnvironment(environment, judge() if judged else None)
+        tinkers = any(hasattr(kind, name) for name in ("initial_observation", "make_envs"))
+        leads, own = tinkers or hasattr(kind, "step"), hasattr(kind, "get_reward")
+        judged = judge() if not leads and (chosen or not own) else None
+        found = TinkerEnvironment(environment) if tinkers else ClassEnvironment(environment, judged)
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"
     require(not (chosen and leads), "reward", must, name, remedy)

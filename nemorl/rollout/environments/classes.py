@@ -4,7 +4,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from nemorl.checks import as_number, require, short
@@ -21,7 +21,7 @@ from nemorl.rollout.conversation import (
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
 from nemorl.rollout.episodes import judging
-from nemorl.rollout.rounds import Rounds, called
+from nemorl.rollout.rounds import Rounds, caller
 from nemorl.rollout.signature import ENVIRONMENT, name_of
 
 
@@ -108,15 +108,15 @@ class ClassEnvironment:
 
     def episode(self, rounds: Rounds, limits: Limits) -> Episode:
         """Return the episode of one conversation."""
-        most = limits.max_turns or getattr(self.kind, "max_turns", None) or DEFAULT_TURNS
         judge = None if self.judge is None else judging(self.judge)
-
-        async def call(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-            what = f"environment {self.name!r}: {getattr(method, '__name__', method)}"
-            return await called(rounds, method, *args, seconds=limits.timeout_s, what=what, **named)
+        call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
             async with self._opened(row, policy, call) as (environment, messages):
+                own = getattr(environment, "max_turns", None) or DEFAULT_TURNS
+                if self.has("init"):  # some say 1 and have more
+                    own = max(own, DEFAULT_TURNS)
+                most = limits.max_turns or own
                 if self.has("step"):
                     lead = _skyrl_steps if self.has("init") else _steps
                     return await lead(environment, messages, policy, call, most)
@@ -147,7 +147,7 @@ class ClassEnvironment:
                 messages = list((await call(environment.init, messages))[0])
             elif self.has("reset"):
                 reset = environment.reset
-                said = await call(reset, **_named(reset, own_copy(dict(row))))
+                said = await call(reset, **columns_for(reset, own_copy(dict(row))))
                 messages = with_observation(messages, said)
             yield environment, messages
         finally:
@@ -159,8 +159,12 @@ def kind_of(make: Callable[..., Any]) -> Any:
     """Return a class; of a factory what it says it returns, else the class of what it makes."""
     if isinstance(make, type):
         return make
+    if isinstance(make, partial):
+        return kind_of(make.func)
     said = inspect.signature(make).return_annotation
-    return said if isinstance(said, type) else type(make())
+    if isinstance(said, str):  # `from __future__ import annotations`
+        said = inspect.get_annotations(make, eval_str=True)["return"]
+    return said if isinstance(said, type) and said is not inspect.Signature.empty else type(make())
 
 
 def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
@@ -169,7 +173,7 @@ def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
     return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
 
 
-def _named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+def columns_for(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that a function names, or all if it takes any."""
     parameters = inspect.signature(function).parameters
     if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
@@ -221,7 +225,6 @@ async def _skyrl_steps(
     most: int,
 ) -> Outcome:
     """Lead a conversation by SkyRL-Gym's `step(action)`, and measure `get_metrics()`."""
-    most = max(most, getattr(environment, "max_turns", 1))
     outcome = await _led(environment.step, messages, policy, call, most, _skyrl_result)
     found = await call(environment.get_metrics)
     numbers = {key: float(value) for key, value in found.items() if isinstance(value, int | float)}

@@ -239,9 +239,9 @@ class GRPOConfig(BaseConfig):
     gap: GapConfig = field(default_factory=GapConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: str | tuple[str, ...] = "exact_match"
-    """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code, or of
-    your own module:function or ./file.py:function, fn(prompt, response), with any data columns as
-    further parameters. exact_match gives way to the reward of a known data set.
+    """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
+    reasoning_gym, or of your own module:function or ./file.py:function, fn(prompt, response), with
+    any data columns as further parameters. exact_match gives way to the reward of a known data set.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

@@ -21,8 +21,8 @@ class SFTConfig(BaseConfig):
     """Weighting of the loss: every token counts the same, or every sequence."""
     reward: str | tuple[str, ...] = "exact_match"
     """Reward that judges greedy answers to validation rows with an answer: exact_match
-    (or a known data set's), contains_answer, last_number, math, choice, think_format, code, or
-    module:function of your own.
+    (or a known data set's), contains_answer, last_number, math, choice, think_format, code,
+    reasoning_gym, or module:function of your own.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

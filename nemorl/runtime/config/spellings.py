@@ -18,10 +18,9 @@ class Absent(NamedTuple):
     """Page and heading in docs/ that shows it."""
 
 
-TURNS = Absent(
-    "nemorl grpo ends a conversation after one response, without tools; write a loop of several"
-    " turns",
-    "extending.md#several-turns",
+TOOLS = Absent(
+    "tools are the methods of a class, rollout.environment (in Python: environment_factory)",
+    "environments.md#tools",
 )
 ASYNC = Absent(
     "sampling and training take turns, so no sample is older than the policy; a loop of your own"
@@ -122,7 +121,7 @@ NEMO_RL: dict[str, str | Absent] = {
     "logger.wandb.project": "run.project",
     "grpo.async_grpo.enabled": ASYNC,
     "async_rl": ASYNC,
-    "grpo.max_rollout_turns": TURNS,
+    "grpo.max_rollout_turns": "rollout.max_turns",
     "grpo.batch_multiplier": "max_sampling_rounds",
     "policy.dtensor_cfg.enabled": "trainer.backend dtensor",
     "policy.megatron_cfg.enabled": "trainer.backend megatron",
@@ -216,10 +215,10 @@ TRL: dict[str, str | Absent] = {
     "use_liger_loss": "trainer.logprob_chunk: never all logits are in memory",
     "full_determinism": "trainer.deterministic",
     "dtype": "parallel.param_dtype",
-    "tools": TURNS,
-    "max_tool_calling_iterations": TURNS,
-    "environment_factory": TURNS,
-    "rollout_func": TURNS,
+    "tools": TOOLS,
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "environment_factory": "rollout.environment (in Python: environment_factory)",
+    "rollout_func": "rollout.environment: an episode",
     "fp16": FLOAT16,
     "load_in_4bit": "lora.quantize",
     "load_in_8bit": QUANTIZED,
@@ -321,9 +320,9 @@ VERL: dict[str, str | Absent] = {
     "algorithm.use_kl_in_reward": "advantage.kl_coef, of advantage reinforce_plus_plus",
     "algorithm.kl_ctrl.kl_coef": "advantage.kl_coef, of advantage reinforce_plus_plus",
     "algorithm.filter_groups.max_num_gen_batches": "max_sampling_rounds",
-    "actor_rollout_ref.rollout.multi_turn.enable": TURNS,
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": TURNS,
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path": TURNS,
+    "actor_rollout_ref.rollout.multi_turn.enable": "rollout.environment",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "rollout.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": TOOLS,
     "actor_rollout_ref.rollout.mode": "generation.backend vllm: requests run side by side",
     "critic": CRITIC,
     "algorithm.lam": CRITIC,
@@ -449,7 +448,7 @@ WORDS: dict[str, str | Absent] = {
     "early_stopping": "run.stop_when",
     "random_seed": "run.seed",
     **dict.fromkeys(("async", "asynchronous", "staleness"), ASYNC),
-    **dict.fromkeys(("max_turns", "turns", "multi_turn", "max_tool_calls"), TURNS),
+    **dict.fromkeys(("turns", "multi_turn", "max_tool_calls"), "rollout.max_turns"),
     **dict.fromkeys(("quantization", "fp8"), QUANTIZED),
     "qlora": "lora.quantize",
     **dict.fromkeys(("value_coef", "gae_lambda"), CRITIC),
@@ -550,8 +549,8 @@ def meaning_of(
     """Return a sentence about what a name is in the tables, what to write and the page; nothing
     where they do not have it. The last part of a name is enough, unless it is a common word.
 
-    >>> meaning_of("max_turns", [], "grpo")[-39:]
-    'turns (docs/extending.md#several-turns)'
+    >>> meaning_of("tools", [], "grpo")[-28:]
+    '(docs/environments.md#tools)'
     """
     entry = _entry(name, known)
     return _sentence(*entry, known, command, write) if entry else ""

@@ -1,0 +1,53 @@
+"""Rows that are generated: tasks of reasoning-gym."""
+
+from typing import Any
+from urllib.parse import parse_qsl
+
+import yaml
+
+from nemorl.checks import closest, require
+
+PREFIX = "reasoning_gym:"
+APART = 10**9
+"""Row i is made of the seed + i; the rows of "validation" of seeds that are so much larger."""
+
+
+def task_of(name: str, **settings: Any) -> Any:
+    """Return a task of reasoning-gym: `name`, or `name?setting=value&…`.
+
+    Raises: ValueError for an unknown task or setting; ImportError without the package.
+
+    >>> task_of("basic_arithmetic?max_terms=2", size=3).config.max_terms
+    2
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        needs = f"{PREFIX}{name} needs reasoning-gym ({error})"
+        raise ImportError(f"{needs}: pip install reasoning-gym") from error
+    task, _, given = name.partition("?")
+    remedy = f"see reasoning_gym.factory.DATASETS{closest(task, DATASETS)}"
+    require(task in DATASETS, "task", "must be one of reasoning-gym's", task, remedy)
+    own = {key: yaml.safe_load(text) for key, text in parse_qsl(given, keep_blank_values=True)}
+    try:
+        return create_dataset(task, **{"size": 1000, "seed": 0} | own | settings)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"{PREFIX}{name}: {error}: change the setting") from error
+
+
+def generated(name: str, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a task: `prompt`, `answer`, `metadata`, and `task`, which judges them.
+
+    There are 1,000, or the setting `size`. Those of the split "validation" are of other seeds; a
+    task of few questions may still repeat some.
+
+    >>> len(generated("leg_counting?size=3", "train"))
+    3
+    """
+    known, remedy = split in ("train", "validation"), "there is no other"
+    require(known, "the split of a task", 'must be "train" or "validation"', split, remedy)
+    task = task_of(name)
+    if split == "validation":
+        task = task_of(name, seed=task.seed + APART)
+    rows = (task[number] for number in range(len(task)))
+    return [{"prompt": row.pop("question"), "task": name, **row} for row in rows]

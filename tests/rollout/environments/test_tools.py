@@ -1,0 +1,284 @@
+"""Environments of tools, as TRL documents its `environment_factory`, and classes of SkyRL-Gym."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from skyrl_gym.envs.aime.env import AIMEEnv
+from skyrl_gym.envs.gsm8k.env import GSM8kEnv
+from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
+from trl.experimental.harbor._env import HarborBashEnv
+
+from nemorl.rollout.collect import Rollouts, collect
+from nemorl.rollout.conversation import Limits
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments.classes import ClassEnvironment
+from nemorl.rollout.generation import Completion, SamplingParams
+from nemorl.rollout.prompts import Prompts
+from nemorl.rollout.wrapped import as_generation_backend
+from tests.rollout.test_context import tokenizer_of
+
+TOKENIZER = tokenizer_of("qwen2_5")
+SAMPLING = SamplingParams(n=2, max_new_tokens=200)
+
+
+class Scripted:
+    """An engine that answers text with text."""
+
+    policy_version = 1
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self.answer, self.asked = answer, list[str]()
+
+    async def sample(self, prompt, params):
+        self.asked.append(TOKENIZER.decode(list(prompt)))
+        text = self.answer(self.asked[-1])
+        ids = (*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id)
+        said = Completion(
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            finish_reason="stop",
+            text=text,
+            tokenizer=TOKENIZER,
+        )
+        return [said] * params.n
+
+    def setup(self, config):
+        pass
+
+    def update_weights(self, source):
+        pass
+
+    def shutdown(self):
+        pass
+
+
+def call(name: str, **arguments) -> str:
+    asked = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{asked}\n</tool_call>"
+
+
+def played(environment, answer: Callable[[str], str], *rows: dict, **limits) -> Rollouts:
+    rows = [{"prompt": [{"role": "user", "content": "Go."}], **row} for row in rows or ({},)]
+    ids = [
+        TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        for row in rows
+    ]
+    prompts = Prompts(rows, ids, tokenizer=TOKENIZER, limits=Limits(**limits))
+    generator = as_generation_backend(Scripted(answer))
+    return collect(generator, environment, prompts, SAMPLING, seed=1)
+
+
+class IncrementEnv:
+    """After the example in TRL's documentation."""
+
+    def reset(self, **kwargs) -> str | None:
+        self.start = self.counter = kwargs["start"]
+        return f" It begins at {self.counter}."
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        if step < 0:
+            raise ValueError("Game over.")
+        self.counter += step
+        return self.counter
+
+
+class Scored(IncrementEnv):
+    def get_reward(self) -> float:
+        return float(self.counter)
+
+
+def reward_func(environments, **kwargs) -> list[float]:
+    return [env.counter / 2 for env in environments]
+
+
+def rows(*starts: int) -> list[dict]:
+    return [{"start": start} for start in starts]
+
+
+def twice(prompt: str) -> str:
+    """Increment two times, the second time in vain."""
+    turn = prompt.count("<tool_response>")
+    return (call("increment", step=2), call("increment", step=-1), "done")[turn]
+
+
+def test_trls_environment_and_its_reward_function():
+    environment = make_environment(reward_func, environment=IncrementEnv)
+    found = played(environment, twice, *rows(1, 5))
+    assert not found.failed and found.num_turns.tolist() == [3] * 4
+    assert found.rewards.tolist() == [1.5] * 2 + [3.5] * 2
+    assert found.answers == ["done"] * 4
+    assert found.metrics == {"tool_calls": 2.0, "tool_errors": 0.5}
+    last = TOKENIZER.decode(list(found.conversations[2].turns[-1].prompt))
+    assert "Go. It begins at 5.<|im_end|>" in last
+    assert '"name": "increment"' in last and "Value to add to the counter." in last
+    assert "<tool_response>\n7\n</tool_response>" in last
+    assert "<tool_response>\nError: ValueError: Game over.\n</tool_response>" in last
+    assert last.count(call("increment", step=2)) == 1
+
+
+def test_get_reward_is_the_reward_or_adds_to_it():
+    alone = make_environment("exact_match", environment=Scored, chosen=False)
+    assert played(alone, twice, *rows(1)).rewards.tolist() == [3.0] * 2
+    both = make_environment(reward_func, environment=Scored)
+    found = played(both, twice, *rows(1))
+    assert found.rewards.tolist() == [4.5] * 2
+    assert found.components["get_reward"].tolist() == [3.0] * 2
+    functions = make_environment([reward_func, "exact_match"], (2, 1), environment=Scored)
+    found = played(functions, twice, {"start": 1, "answer": "done"})
+    assert found.rewards.tolist() == [3 + 2 * 1.5 + 1] * 2
+    with pytest.raises(
+        ValueError, match=r"must have get_reward\(\) where no reward function judges"
+    ):
+        ClassEnvironment(IncrementEnv)
+
+
+@pytest.mark.parametrize(
+    ("said", "result"),
+    [
+        ("<tool_call>\n{increment}\n</tool_call>", "Error: the call can't be read: it is not JSON"),
+        (call("decrement"), "Error: there is no tool 'decrement'; there are increment"),
+        (call("increment"), "Error: increment can't be called so: missing a required argument"),
+        (call("reset"), "Error: there is no tool 'reset'"),
+    ],
+)
+def test_a_call_that_fails_is_told_to_the_model(said, result):
+    environment = make_environment(reward_func, environment=IncrementEnv)
+    found = played(
+        environment, lambda prompt: "end" if "<tool_response>" in prompt else said, *rows(1)
+    )
+    last = TOKENIZER.decode(list(found.conversations[0].turns[-1].prompt))
+    assert result in last and found.metrics["tool_errors"] == 1.0 and not found.failed
+
+
+def test_calls_without_an_end_are_limited():
+    environment = make_environment(reward_func, environment=IncrementEnv)
+    again = played(environment, lambda prompt: call("increment", step=1), *rows(0))
+    assert again.num_turns.tolist() == [16] * 2 and again.truncated.all()
+    few = played(environment, lambda prompt: call("increment", step=1), *rows(0), max_turns=3)
+    assert few.num_turns.tolist() == [3] * 2 and few.rewards.tolist() == [1.5] * 2
+    assert few.answers == [None] * 2
+
+
+def test_two_calls_of_one_turn():
+    said = call("increment", step=1) + "\n" + call("increment", step=10)
+    environment = make_environment(reward_func, environment=IncrementEnv)
+    found = played(
+        environment, lambda prompt: "end" if "<tool_response>" in prompt else said, *rows(0)
+    )
+    assert found.rewards.tolist() == [5.5] * 2 and found.num_turns.tolist() == [2] * 2
+
+
+def test_methods_that_are_async_or_a_factory():
+    class Awaited(IncrementEnv):
+        async def increment(self, step: int) -> int:
+            """
+            Increment the counter.
+
+            Args:
+                step: Value to add.
+            """
+            return IncrementEnv.increment(self, step)
+
+    def make():
+        return Awaited()
+
+    for factory in (Awaited, make, partial(Awaited)):
+        environment = make_environment(reward_func, environment=factory)
+        assert played(environment, twice, *rows(1)).rewards.tolist() == [1.5] * 2
+
+
+def test_a_class_that_ships_with_trl():
+    """Its tools are read; to run it takes a container."""
+
+    def verified(environments, **kwargs):
+        return [each.reward for each in environments]
+
+    environment = make_environment(verified, environment=HarborBashEnv)
+    assert environment.has("bash") and environment.kind is HarborBashEnv
+    with pytest.raises(ModuleNotFoundError, match="harbor"):
+        played(environment, lambda prompt: "x", {"task_dir": "nowhere"})
+
+
+def test_what_is_no_tool():
+    class Bare:
+        def reset(self, **kwargs):
+            return None
+
+        def add(self, a, b):
+            return a + b
+
+    with pytest.raises(ValueError, match="tool 'add' must have annotated parameters, and a docst"):
+        make_environment(reward_func, environment=Bare)
+
+
+def test_skyrl_environments_of_one_turn():
+    """Their scores, of right and wrong answers."""
+    gsm8k = make_environment("exact_match", environment=GSM8kEnv, chosen=False)
+    row = {"reward_spec": {"method": "rule", "ground_truth": "72"}}
+    for said, reward in (("so #### 72", 1.0), ("so #### 71", 0.0), ("72", 0.0)):
+        found = played(gsm8k, lambda prompt, said=said: said, row)
+        assert found.rewards.tolist() == [reward] * 2 and not found.failed
+        assert found.num_turns.tolist() == [1] * 2
+    aime = make_environment("exact_match", environment=AIMEEnv, chosen=False)
+    row = {"reward_model": {"method": "rule", "ground_truth": "7"}}
+    for said, reward in (("Answer: 7", 1.0), ("Answer: 8", -1.0)):
+        found = played(aime, lambda prompt, said=said: said, row)
+        assert found.rewards.tolist() == [reward] * 2
+
+
+def test_a_skyrl_environment_of_several_turns():
+    environment = make_environment("exact_match", environment=GSM8kMultiTurnEnv, chosen=False)
+    row = {"reward_spec": {"ground_truth": "72"}, "max_turns": 3}
+
+    def late(prompt: str) -> str:
+        return "#### 72" if "Now provide only the final" in prompt else "#### 1"
+
+    found = played(environment, late, row)
+    assert found.num_turns.tolist() == [3] * 2 and not found.truncated.any()
+    for each in found.conversations:
+        assert each.outcome.turn_rewards == pytest.approx([0.2 / 3, 0.2 / 3, 1.0])
+    assert found.metrics == {"steps": 3.0}
+    long = played(environment, lambda prompt: "#### 1", {**row, "max_turns": 20})
+    assert long.num_turns.tolist() == [20] * 2
+    short = played(environment, lambda prompt: "#### 1", row, max_turns=2)
+    assert short.num_turns.tolist() == [2] * 2 and short.truncated.all()
+
+
+def test_rows_that_skyrl_refuses_fail():
+    environment = make_environment("exact_match", environment=GSM8kEnv, chosen=False)
+    with pytest.raises(AssertionError, match="reward_spec field is required"):
+        played(environment, lambda prompt: "x", {})
+
+
+def test_columns_of_any_name_reach_an_environment():
+    """Also those that are called as our own parameters are."""
+    names = ["function", "method", "rounds", "what", "seconds", "args", "named", "environment"]
+    seen = []
+
+    class Takes(Scored):
+        def reset(self, **kwargs):
+            seen.append(kwargs)
+            super().reset(start=1)
+
+    environment = make_environment("exact_match", environment=Takes, chosen=False)
+    row = {name: name for name in names}
+    assert not played(environment, lambda prompt: "end", row).failed
+    assert all(each[name] == name for each in seen for name in names)
+
+
+def test_annotations_that_are_text():
+    space = {"IncrementEnv": IncrementEnv}
+    code = "from __future__ import annotations\ndef make() -> IncrementEnv:\n    raise OSError"
+    exec(code, space)
+    assert make_environment(reward_func, environment=space["make"]).kind is IncrementEnv

@@ -4,10 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxtyping import Int
-from torch import Tensor
-from torch.nn.functional import pad
-
 from nemorl.data.example import Example
 from nemorl.data.templates import Message
 from nemorl.rollout.generation import Completion
@@ -206,8 +202,13 @@ def _example(turns: Sequence[Turn]) -> Example:
     )
 
 
-def with_last(
-    experts: Int[Tensor, "computed layers topk"] | None,
-) -> Int[Tensor, "tokens layers topk"] | None:
-    """Append −1 for the last token, for which the sampler chose no experts."""
-    return None if experts is None else pad(experts, (0, 0, 0, 0, 0, 1), value=-1)
+def with_last(experts: Any) -> Any:
+    """Append −1 for the last token, for which the sampler chose no experts.
+
+    experts: `[computed, layers, topk]`, or None.
+    """
+    if experts is None:
+        return None
+    from torch.nn.functional import pad
+
+    return pad(experts, (0, 0, 0, 0, 0, 1), value=-1)

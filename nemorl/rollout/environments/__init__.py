@@ -46,7 +46,7 @@ def make_environment(
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
-    ValueError: reward must be one of choice, contains_answer, ... did you mean exact_match?
+    ValueError: reward must be one of choice, code, contains_answer, ... did you mean exact_match?
     >>> list(make_environment(["exact_match", "think_format"], weights=(1, 0.2)).weights.items())
     [('exact_match', 1.0), ('think_format', 0.2)]
     """

@@ -434,7 +434,7 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
     Path("list.jsonl").write_text('{"prompt": "1+1="}\n[1]\n')
     for flags, message in {
-        "--reward nope": "reward must be one of choice, contains_answer",
+        "--reward nope": "reward must be one of choice, code, contains_answer",
         "--reward ./mine.py:wrong": "but mine.py has no 'wrong'",
         "--reward mine:wrong": "but mine.py has no 'wrong'",
         "--reward broken:right": "can read, but broken.py, line 2: invalid syntax",

@@ -15,9 +15,11 @@ from nemorl.data.prompts import parts_of, warn_of_strings
 from nemorl.data.rows import Row
 from nemorl.data.sources import set_names, sources_of
 from nemorl.data.templates import with_chat_template
+from nemorl.models.hub import max_positions
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.models.source import ModelSource
 from nemorl.rollout.collect import Rollouts, collect, join
+from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment, make_environment
 from nemorl.rollout.evaluation import summaries
@@ -36,6 +38,7 @@ from nemorl.runtime.cli.settings import (
 from nemorl.runtime.config.tree import layer, nested
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
+from nemorl.runtime.run.samples import said
 from nemorl.runtime.start.backends import proofs_of
 from nemorl.runtime.start.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.start.registry import check_generation, get_generation_backend
@@ -53,6 +56,7 @@ def evaluate(
     dataset: Rows,
     reward_fn: Reward | None = None,
     *,
+    environment_factory: Any = None,
     trust_code: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
@@ -67,22 +71,24 @@ def evaluate(
     {'accuracy': 0.93, 'reward': 0.93, ...}
     """
     reward = pop_reward(overrides, reward_fn)
-    rewarded = reward is not None or "reward" in overrides
+    rewarded = reward is not None or "reward" in overrides or environment_factory is not None
     known = all(map(known_set, sources_of(dataset)))
     config = _config(
         EvalConfig, "eval", model, trust_code, overrides, rewarded=rewarded, known=known
     )
-    return evaluate_config(config, dataset, reward)
+    return evaluate_config(config, dataset, reward, environment_factory)
 
 
 def evaluate_config(
-    config: EvalConfig, dataset: Rows = None, reward: Reward | None = None
+    config: EvalConfig, dataset: Rows = None, reward: Reward | None = None, environment: Any = None
 ) -> dict[str, Any]:
-    """Return the result of `evaluate`, for `data.validation` and `reward` unless they are given."""
-    sets = _sets(config, dataset, reward)
+    """Return the result of `evaluate`, for the settings' data, reward and environment unless they
+    are given.
+    """
+    sets = _sets(config, dataset, reward, environment or config.rollout.environment)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
-    answers: list[dict[str, Any]] = []
+    answers, num_failed = list[dict[str, Any]](), 0
     with _loaded(config, rows) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
         numbered, begin = replace(prompts, groups=range(len(prompts))), 0
@@ -93,7 +99,8 @@ def evaluate_config(
                 collect(generator, part.environment, some, sampling, seed=config.seed)
                 for some in _with_progress(mine, max(1, at_a_time))
             ]
-            answers += _records(join(found), part)
+            joined = join(found)
+            answers, num_failed = answers + _records(joined, part), num_failed + len(joined.failed)
     parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
     components = {
         f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
@@ -105,6 +112,7 @@ def evaluate_config(
         **components,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
         "num_rows": len(rows),
+        **({"num_failed": num_failed} if num_failed else {}),
         "summaries": summaries(answers),
         "answers": answers,
     }
@@ -120,7 +128,7 @@ class _Set:
     category: str | None
 
 
-def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None) -> list[_Set]:
+def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any) -> list[_Set]:
     """Return the data sets, read and checked, each with what judges it."""
     source = config.data.validation if dataset is None else dataset
     print_known(source)
@@ -128,7 +136,13 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None) -> list[_Set
     for number, (part, name) in enumerate(zip(sources_of(source), set_names(source), strict=True)):
         mine = [row for row in rows if row.source == number][: config.max_rows]
         judge = reward_for(config.reward, part) if reward is None else reward
-        environment = make_environment(judge, config.reward_weights, config.reward_kwargs)
+        environment = make_environment(
+            judge,
+            config.reward_weights,
+            config.reward_kwargs,
+            environment=led_by,
+            chosen=reward is not None or config.reward != EvalConfig.reward,
+        )
         check_rows(environment, mine)
         known = known_set(part)
         category = config.by or (known.category if known is not None else None)
@@ -144,6 +158,7 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
     records = []
     for i, completion in enumerate(rollouts.completions):
         row, read = rollouts.rows[i], rollouts.answers[i]
+        turns = rollouts.conversations[i].turns
         category = None if part.category is None else row.get(part.category)
         records.append(
             {
@@ -157,7 +172,8 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
                 "reward": float(rollouts.rewards[i]),
                 "correct": bool(rollouts.correct[i]),
                 **rollouts.rewards_of(i),
-                "num_tokens": len(completion.token_ids),
+                "num_tokens": int(rollouts.lengths[i]),
+                **({} if len(turns) == 1 else {"turns": said(rollouts.conversations[i])}),
             }
         )
     return records
@@ -310,7 +326,10 @@ def _loaded(
     try:
         with waiting_for_engines(config.generation):
             generator.setup(config.generation)
-        yield Prompts(rows, token_ids), generator
+        limits = getattr(config, "rollout", RolloutConfig()).limits(
+            of_model and max_positions(of_model)
+        )
+        yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits), generator
     finally:
         generator.shutdown()
 

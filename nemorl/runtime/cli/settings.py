@@ -12,10 +12,10 @@ from nemorl.checks import all_but, at_least, refuse_unused, require, valid_seed
 from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig
-from nemorl.runtime.config.tree import defaults, flat, leaves, located, to_dict, unused
+from nemorl.runtime.config.tree import defaults, flat, leaves, located, nested, to_dict, unused
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.start.registry import ALGORITHMS
@@ -26,6 +26,7 @@ OF_RUN = (
     *("data.chat", "reward", "reward_weights", "reward_kwargs"),
     *("generation.max_new_tokens", "generation.ignore_eos"),
     *("generation.stop_strings", "generation.stop_token_ids"),
+    *("rollout.environment", "rollout.max_turns", "rollout.timeout_s", "rollout.discount"),
 )
 """Settings that `eval` and `generate` take from the run that --model names."""
 
@@ -89,7 +90,8 @@ def settings_of_run(
 ) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
 
-    rewarded: there is another reward, so the run's with its weights and parameters is of no use.
+    rewarded: there is another reward, so the run's with its weights and parameters, and its
+        environment, is of no use.
     known: the rows are of known data sets, which have columns, prompts and rewards of their own.
     """
     directory = RunDirectory(Path(model))
@@ -101,12 +103,16 @@ def settings_of_run(
     found = {}
     for key in OF_RUN:
         own = known and key in OF_SET
-        if key in leaves(cls) and not own and not (rewarded and key.startswith("reward")):
+        if (
+            key in leaves(cls)
+            and not own
+            and not (rewarded and key.startswith(("reward", "rollout.env")))
+        ):
             value = theirs.get(key) or usual[key]
             found[key] = tuple(value) if isinstance(value, list) else value
     found = {key: value for key, value in found.items() if value != usual[key]}
     with located(directory.config, lines):
-        trust.require(found, config)
+        trust.require(nested(found), config)
     return found
 
 
@@ -153,6 +159,7 @@ class EvalConfig(AnswerConfig):
     """Weight of each of several rewards. Default: 1."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     max_rows: int | None = None
     """Number of rows of each data set that are answered, from the top. Default: all."""
     by: str | None = None

@@ -105,7 +105,7 @@ def test_a_run_trains_on_the_formulas_of_its_turns(tmp_path, monkeypatch, level,
     assert [line.get("failed_fraction", 0.0) for line in lines] == pytest.approx(shares)
     assert 0 < failed < total / 2
     sample = samples_at(tmp_path, 1)[0]
-    assert [turn["given"] for turn in sample["turns"]] == ["", "+1="]
+    assert [turn["given"] for turn in sample["turns"]] == [sample["prompt"], "+1="]
     assert len(sample["sampled"]) == len(sample["token_ids"]) == len(sample["trainer_logprobs"])
 
 

@@ -14,7 +14,7 @@ from nemorl.rollout.statistics import interval, mean_by_prompt, pass_at_k
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.store.directory import read_lines
 from tests.data.known_samples import hub
-from tests.runtime.runs import addition_rows
+from tests.runtime.runs import addition_rows, grpo_config
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 CPU = ["--device", "cpu", "--max-new-tokens", "4"]
@@ -213,3 +213,38 @@ def test_compare(model: str, sets: list[str], tmp_path: Path, capsys):
     assert lines == comparison(*(read_lines(Path(file)) for file in files))
     assert main(["compare", files[0], sets[0]]) == 2
     assert "sums.jsonl, line 1 must have data, group, prompt" in capsys.readouterr().err
+
+
+GAME = """
+class Game:
+    def reset(self, answer):
+        self.turn = 0
+    def step(self, response):
+        self.turn += 1
+        return "+1=", float(len(response)) / 4, self.turn == 2
+"""
+
+
+def test_a_run_of_turns_is_evaluated_by_its_environment(tmp_path: Path, monkeypatch, capsys):
+    """As the run's directory says, or by a class given in Python."""
+    (tmp_path / "game.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    rollout = nemorl.RolloutConfig(environment="./game.py:Game", discount=0.5)
+    config = grpo_config(tmp_path / "run", steps=1, rollout=rollout, run={"export": True})
+    given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
+    nemorl.run(config, train=addition_rows(), **given)
+    rows = addition_rows()[:3]
+    found = nemorl.evaluate(tmp_path / "run", rows, max_new_tokens=4)
+    assert "rollout.environment './game.py:Game'" in capsys.readouterr().err
+    for each in found["answers"]:
+        rewards = [turn["reward"] for turn in each["turns"]]
+        assert len(rewards) == 2 and each["reward"] == pytest.approx(rewards[0] + rewards[1] / 2)
+        assert each["num_tokens"] > 4
+
+    class Other:
+        def step(self, response):
+            return "", 3.0, True
+
+    options = {"max_new_tokens": 4, "environment_factory": Other}
+    found = nemorl.evaluate(tmp_path / "run", rows, **options)
+    assert [each["reward"] for each in found["answers"]] == [3.0] * 3

@@ -15,6 +15,7 @@ of its other ways vLLM needs a GPU, and transformers' continuous batching took a
 long on a CPU.
 """
 
+import asyncio
 import itertools
 import statistics
 import tempfile
@@ -170,19 +171,21 @@ def ending_at(lengths: Lengths) -> type[TorchGenerationBackend]:
     """Return the embedded engine with responses of these lengths."""
 
     class Skewed(TorchGenerationBackend):
-        step = 0
+        step, ends = 0, iter(())
 
-        def generate(self, prompts: Any, sampling_params: Any) -> list[Completion]:
-            if isinstance(sampling_params, SamplingParams):  # compared with the trainer, greedily
-                return super().generate(prompts, sampling_params)
-            ends = iter(lengths.of(self.step))
-            samples = [
-                (prompt, replace(params, n=1, seed=params.seed + j, max_new_tokens=next(ends)))
-                for prompt, params in zip(prompts, sampling_params, strict=True)
-                for j in range(params.n)
-            ]
-            self.step += 1
-            return super().generate(*zip(*samples, strict=True))
+        async def sample(self, prompt: Any, params: SamplingParams) -> list[Completion]:
+            found: list[Completion] = []
+            parts = []
+            for j in range(params.n):
+                if (end := next(self.ends, None)) is None:  # a step begins
+                    self.ends = iter(lengths.of(self.step))
+                    self.step += 1
+                    end = next(self.ends)
+                own = replace(params, n=1, seed=params.seed + j, max_new_tokens=end)
+                parts.append(super().sample(prompt, own))
+            for part in await asyncio.gather(*parts):
+                found += part
+            return found
 
     return Skewed
 

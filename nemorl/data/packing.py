@@ -112,6 +112,31 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     )
 
 
+def segments_apart(batch: TokenBatch) -> tuple[TokenBatch, Plan]:
+    """Return a batch with a row for each segment, and the plan by which `pack` undoes it.
+
+    >>> from nemorl.data.batch import collate
+    >>> ids = [5, 6, 7], [8], [9, 9]
+    >>> masks = [{"loss_mask": [False] * len(x), "response_mask": [False] * len(x)} for x in ids]
+    >>> batch = collate([{"input_ids": x, **mask} for x, mask in zip(ids, masks)])
+    >>> apart, plan = segments_apart(pack(batch, ((0, 1), (2,))))
+    >>> apart.input_ids.tolist(), plan
+    ([[5, 6, 7], [8, 0, 0], [9, 9, 0]], ((0, 1), (2,)))
+    """
+    counts, real = num_segments(batch.segment_ids), batch.segment_ids > 0
+    first = counts.cumsum(0) - counts
+    plan = tuple(
+        tuple(range(begin, begin + count))
+        for begin, count in zip(first.tolist(), counts.tolist(), strict=True)
+    )
+    columns = batch.position_ids[real]  # they begin again with each segment
+    shape = (int(counts.sum()), int(columns.max()) + 1 if len(columns) else 0)
+    target = (first[:, None] + batch.segment_ids - 1)[real] * shape[1] + columns
+    source = real.flatten().nonzero().flatten()
+    ones = replace(batch, segment_ids=real.long())
+    return each_array(ones, lambda x, free: _move(x, source, target, shape, free=free)), plan
+
+
 def num_segments(segment_ids: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch"]:
     """Return each row's number of segments: the greatest id in it.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from nemorl.checks import closest
+from nemorl.checks import closest, require
 from nemorl.data.generated import task_of
 from nemorl.rollout.code_reward import code_tests
 from nemorl.rollout.processes import judged_in_processes
@@ -21,7 +21,8 @@ minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a 
 """
 
 CHOICE = re.compile(
-    r"(?:(?i:answer|option|choice)(?:\s+(?i:is))?|\\boxed)[\s:*_$({\[\"]*(?:\\text\w*\{)?\(?([A-J])\b"
+    r"(?:(?i:answer|option|choice)(?:\s+(?i:is))?|\\boxed)"
+    r"[\s:*_$({\[\"]*(?:\\text\w*\{)?\(?([A-J])\b"
 )
 """A letter that is called the answer, or is in a box."""
 ALONE = re.compile(r"\W*([A-J])(?:\W*$|[).:]\s)")
@@ -251,16 +252,28 @@ REWARDS: dict[str, Any] = {
 
 
 GIVEN = "given in Python"
-"""Begins the name that a run's config keeps of a reward without one."""
+"""Begins the name that a run's config keeps of a reward or an environment without one."""
+
+
+def require_again(name: str, what: str, setting: str) -> None:
+    """Raise ValueError for what was given in Python and has no name, as a resumed run finds it."""
+    if name.startswith(GIVEN):
+        raise ValueError(
+            f"{what} must be given again, because the run's was {name}: pass it in Python, or name"
+            f" it as module:function or ./file.py:function (--{setting})"
+        )
+
+
+def require_environment(name: str) -> None:
+    """Raise ValueError for an environment that is not named as `module:Class`."""
+    require_again(name, "environment_factory", "rollout.environment")
+    must, remedy = "must name a class or an episode", "write module:Class or ./file.py:Class"
+    require(":" in name, "rollout.environment", must, name, remedy)
 
 
 def require_reward(name: str) -> None:
     """Raise ValueError for a reward that is neither in REWARDS nor a `module:function`."""
-    if name.startswith(GIVEN):
-        raise ValueError(
-            f"reward must be given again, because the run's was {name}: pass it in Python, or name"
-            " it as module:function or ./file.py:function (--reward)"
-        )
+    require_again(name, "reward", "reward")
     if name not in REWARDS and ":" not in name:
         raise ValueError(
             f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"

@@ -20,6 +20,7 @@ from nemorl.checks import as_number, closest, require, short
 from nemorl.data.rows import for_rows, origin_of
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.processes import LATE, LIMIT, Processes
+from nemorl.rollout.prompts import messages_of
 from nemorl.rollout.rounds import EventLoop
 from nemorl.rollout.signature import PROMPT, RESPONSE, columns_of, read_signature
 from nemorl.user_code import exit_is_error
@@ -133,7 +134,7 @@ class FunctionalRewardWrapper:
         given: Sequence[tuple[Any, Any]] = texts
         if self.signature.response == "completions":
             given = [
-                _as_messages(log) if _is_chat(row) else text
+                _parted(log, row) if _is_chat(row) else text
                 for log, text, row in zip(message_log_batch, texts, metadata, strict=True)
             ]
         failures: list[Exception | None] = [None] * size
@@ -388,8 +389,10 @@ def _is_chat(row: Metadata) -> bool:
     return prompt is not None and not isinstance(prompt, str)
 
 
-def _as_messages(log: MessageLog) -> tuple[list[Message], list[Message]]:
-    return [dict(message) for message in log[:-1]], [dict(log[-1])]
+def _parted(log: MessageLog, row: Metadata) -> tuple[list[Message], list[Message]]:
+    """Return the messages of the row's prompt, and those since."""
+    begin = min(len(messages_of(row)) or len(log), len(log) - 1)
+    return [dict(message) for message in log[:begin]], [dict(message) for message in log[begin:]]
 
 
 def _shown(prompt: str, response: str) -> str:

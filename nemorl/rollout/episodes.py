@@ -104,8 +104,8 @@ class Sampler:
         self.messages: Sequence[Message] = [dict(message) for message in context.messages]
         self.group, self.member, self.group_size = group, member, group_size
         self.turns = list[Turn]()
-        self.full = False
-        """Whether the longest sequence left no room for a response."""
+        self.full: ContextFull | None = None
+        """Raised where the longest sequence left no room for a response."""
         self._engine, self._context, self._params = engine, context, params
         self._attempt, self._max_tokens = attempt, max_tokens
         self._asked = 0
@@ -124,12 +124,12 @@ class Sampler:
             )
         if self._max_tokens is not None:
             room = self._max_tokens - len(prompt)
-            self.full = room < 1
-            if self.full:
-                raise ContextFull(
+            if room < 1:
+                self.full = ContextFull(
                     f"the conversation has {len(prompt)} tokens, and the longest sequence is"
                     f" {self._max_tokens} (data.max_total_sequence_length): raise it"
                 )
+                raise self.full
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
         if number or self._attempt or prompt != self.prompt:
             place = (self.member, number, *[self._attempt] * bool(self._attempt))
@@ -150,7 +150,7 @@ class Sampler:
 
 @runtime_checkable
 class LeadsConversations(Protocol):
-    """An environment that has more than one thread of execution, or rewards for all together."""
+    """An environment that makes its own episode: of objects for each conversation, or of groups."""
 
     def episode(self, rounds: Rounds, limits: Limits) -> Episode:
         """Return the episode of one conversation."""
@@ -259,6 +259,8 @@ class _Talk:
         try:
             with exit_is_error(self.name):
                 outcome = await self.episode(row, policy)
+            if policy.full and not policy.turns:
+                raise policy.full
             return checked(outcome, self.name, policy, self.prompts.limits)
         except ContextFull as error:
             return Outcome(truncated=True) if policy.turns else Failure(error=error)
@@ -280,7 +282,7 @@ def _cut_by(conversation: Conversation, policy: Sampler, limits: Limits) -> str 
         most = limits.max_turns or DEFAULT_TURNS
         return "rollout.max_turns" if len(turns) == most else "environment"
     length = len(turns[-1].prompt) + len(turns[-1].completion.token_ids)
-    full = policy.full or length == limits.max_tokens
+    full = policy.full is not None or length == limits.max_tokens
     return "data.max_total_sequence_length" if full else "generation.max_new_tokens"
 
 

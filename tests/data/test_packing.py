@@ -12,7 +12,14 @@ import torch
 from hypothesis import given
 
 from nemorl.data.batch import take
-from nemorl.data.packing import _with_multiple, num_segments, pack, pack_plan, unpack
+from nemorl.data.packing import (
+    _with_multiple,
+    num_segments,
+    pack,
+    pack_plan,
+    segments_apart,
+    unpack,
+)
 from tests.data.batches import SPECS, assert_equal, batch_of, built, each_array, tokens_of
 
 WEIGHTS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 60)), max_size=40)
@@ -222,3 +229,13 @@ def test_rows_without_a_token_come_back():
     packed = pack(empty, ((0, 1),))
     assert packed.input_ids.shape == (1, 0)
     assert_unpacked(packed, ((0, 1),), empty)
+
+
+@given(several_per_row())
+def test_segments_apart_pack_again(drawn):
+    spec, rows = drawn
+    batch = pack(built(spec), rows)
+    apart, plan = segments_apart(batch)
+    assert num_segments(apart.segment_ids).tolist() == [1] * len(apart)
+    assert apart.lengths.sum() == batch.lengths.sum()
+    assert_equal(pack(apart, plan), pack(batch, tuple((row,) for row in range(len(batch)))))

@@ -410,3 +410,21 @@ def test_a_function_says_what_it_read_as_the_answer():
     with pytest.raises(IndexError) as raised:
         FunctionalRewardWrapper(right).step([log], [{}])
     assert "This was reward 'right' for prompt '?'" in raised.value.__notes__[0]
+
+
+def test_completions_of_several_turns_are_all_that_came_after_the_prompt():
+    """As TRL gives them: with calls of tools and their results."""
+    seen = []
+
+    def reward(prompts, completions):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(completions)
+
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
+    after = [
+        {"role": "assistant", "content": "add(1, 1)"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    FunctionalRewardWrapper(reward).step([[*prompt, *after]], [{"prompt": prompt}])
+    assert seen == [(prompt, after)]

@@ -145,6 +145,15 @@ def test_an_episode_whose_context_is_full_is_truncated(generator):
         collect(generator, talks, replace(PROMPTS, limits=Limits(max_tokens=4)), SAMPLING, seed=1)
 
 
+def test_an_observation_that_overflows_the_context_is_named(generator):
+    class Wordy(Count):
+        def reset(self, answer: str) -> str:
+            return "1" * 80
+
+    with pytest.raises(ContextFull, match="tokens, and the longest sequence is 60 .*raise it"):
+        collect(generator, make_environment(Wordy), PROMPTS, SAMPLING, seed=1)
+
+
 def test_returns_of_turns_and_their_groups(generator):
     found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
     returns, groups = turn_returns(found, discount=0.5)

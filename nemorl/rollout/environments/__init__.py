@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from nemorl.checks import closest, require
-from nemorl.rollout.answers import REWARDS, require_reward
+from nemorl.rollout.answers import REWARDS, require_environment, require_reward
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
@@ -18,7 +18,6 @@ from nemorl.rollout.environments.tinker import TinkerEnvironment
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import Environment as Environment
 from nemorl.rollout.episodes import LeadsConversations
-from nemorl.rollout.named import environment_named
 from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import function_of
 
@@ -75,7 +74,8 @@ def make_environment(
 def _led(environment: Any, judge: Callable[[], Any], *, chosen: bool) -> Environment:
     """Return an environment that leads conversations; `judge()` gives the reward that it lacks."""
     if isinstance(environment, str):
-        environment = environment_named(environment)
+        require_environment(environment)
+        environment = function_of(environment, "rollout.environment")
     whole = isinstance(environment, EnvironmentInterface | LeadsConversations)
     if whole or is_async(environment):
         leads, found = True, environment

@@ -57,7 +57,8 @@ class ClassEnvironment:
     the columns of the row that it names, and may return what is added to the prompt.
     Without `step` its public methods are tools, as in TRL's `environment_factory`; `judge` gives
     the reward then, and `get_reward()`, if the class has it, is added to that.
-    With SkyRL-Gym's `init(prompt)` the object is made as `cls(extras=row)`.
+    With SkyRL-Gym's `init(prompt)` the object is made as `cls(extras=row)`; `get_metrics()` is
+    measured at the end.
 
     Methods may be `async`; others are called in threads. `close()`, if any, is called at the end in
     any case. What a method raises fails its conversation alone, as does a call of more than
@@ -113,13 +114,16 @@ class ClassEnvironment:
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
             async with self._opened(row, policy, call) as (environment, messages):
-                own = getattr(environment, "max_turns", None) or DEFAULT_TURNS
+                usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
                 if self.has("init"):  # some say 1 and have more
-                    own = max(own, DEFAULT_TURNS)
-                most = limits.max_turns or own
+                    usual = max(usual, DEFAULT_TURNS)
+                most = limits.max_turns or usual
                 if self.has("step"):
-                    lead = _skyrl_steps if self.has("init") else _steps
-                    return await lead(environment, messages, policy, call, most)
+                    read = _skyrl_result if self.has("init") else turn_result
+                    outcome = await _led(environment.step, messages, policy, call, most, read)
+                    if not self.has("get_metrics"):
+                        return outcome
+                    return replace(outcome, metrics=numbers_in(await call(environment.get_metrics)))
                 log, outcome = await use_tools(environment, messages, policy, call, most)
                 if judge is not None:
                     after = await rounds.together(judge, (log, beside(row, environment)))
@@ -206,29 +210,13 @@ def with_observation(messages: Sequence[Message], observation: Any) -> list[Mess
     return [*messages, {"role": "user", "content": observation}]
 
 
-async def _steps(
-    environment: Any,
-    messages: list[Message],
-    policy: Policy,
-    call: Callable[..., Awaitable[Any]],
-    most: int,
-) -> Outcome:
-    """Lead a conversation by `step(response)`."""
-    return await _led(environment.step, messages, policy, call, most, turn_result)
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the measurements that are numbers, as SkyRL-Gym averages them.
 
-
-async def _skyrl_steps(
-    environment: Any,
-    messages: list[Message],
-    policy: Policy,
-    call: Callable[..., Awaitable[Any]],
-    most: int,
-) -> Outcome:
-    """Lead a conversation by SkyRL-Gym's `step(action)`, and measure `get_metrics()`."""
-    outcome = await _led(environment.step, messages, policy, call, most, _skyrl_result)
-    found = await call(environment.get_metrics)
-    numbers = {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
-    return replace(outcome, metrics=numbers)
+    >>> numbers_in({"turns": 2, "pool": "a"})
+    {'turns': 2.0}
+    """
+    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
 
 
 def _skyrl_result(found: Mapping[str, Any]) -> TurnResult:

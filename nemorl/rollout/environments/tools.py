@@ -84,12 +84,10 @@ async def use_tools(
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
     used = failed = 0
-    for turn in range(most):
+    for _ in range(most):
         try:
             message = await policy.chat(messages, tools=schemas)
         except ContextFull:
-            if not turn:
-                raise
             break
         messages = [*messages, message]
         if not (calls := message.get("tool_calls")):

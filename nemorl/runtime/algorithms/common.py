@@ -6,8 +6,10 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemorl.data.batch import TokenBatch
+from nemorl.data.packing import pack, segments_apart
 from nemorl.data.sharding import merge, split, split_microbatches
 from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.random import derive_seed
@@ -23,9 +25,21 @@ def in_chunks(
     return merge([compute(part).values for part in split(batch, plan)], plan)
 
 
+def by_segment(compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch) -> Logprobs:
+    """Return a model's logprobs of a batch, computed with a row for each segment: no microbatch has
+    to hold all segments of a conversation.
+    """
+    apart, plan = segments_apart(batch)
+    found = compute(apart)
+    values = pack(replace(apart, prev_logprobs=found.values), plan).prev_logprobs
+    assert values is not None
+    width = batch.input_ids.shape[1] - values.shape[1]
+    return replace(found, values=pad(values, (0, width)))
+
+
 def with_prev_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
     """Return the batch with the trainer's logprobs before the update."""
-    logprobs = run.trainer.get_logprobs(batch)
+    logprobs = by_segment(run.trainer.get_logprobs, batch)
     return replace(batch, prev_logprobs=of_this_batch(logprobs, batch, "prev_logprobs"))
 
 

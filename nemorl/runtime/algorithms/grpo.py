@@ -6,10 +6,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take
+from nemorl.data.packing import segments_apart
 from nemorl.data.sources import set_names
 from nemorl.losses.rewards import informative_groups, overlong_filter
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.runtime.algorithms.common import (
+    by_segment,
     minibatches,
     of_this_batch,
     with_prev_logprobs,
@@ -51,7 +53,7 @@ def grpo(run: OpenRun) -> None:
                 if teaches(config, part):
                     weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
                     part = replace(part, loss_weights=weights)
-                    step.log(run.trainer.train_step(part, loss_fn))
+                    step.log(run.trainer.train_step(segments_apart(part)[0], loss_fn))
                     num_updates += 1
         found = compared(everything) | by_set(everything, set_names(config.data.train))
         kept = found["informative_groups"] if config.dynamic_sampling else 1.0
@@ -98,7 +100,7 @@ def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
     """Return the batch with the logprobs that the loss compares."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
-        reference = trainer.get_reference_logprobs(batch)
+        reference = by_segment(trainer.get_reference_logprobs, batch)
         values = of_this_batch(reference, batch, "reference_logprobs")
         batch = replace(batch, reference_logprobs=values)
     if config.updates_on(len(batch)) > 1 or config.needs_kl_reward:

@@ -107,15 +107,10 @@ def launched(
     RunDirectory.check_missing(config.run)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
-    given: dict[str, Any] = {"train": train, "validation": validation, "reward": reward}
-    config = as_given(devices.config, **given, environment=environment)
-    led, loggers = (
-        environment_of(config, reward, environment),
-        chosen_loggers(config.run.loggers),
-    )
-    rows, held_out = read_data(
-        config.data, train=train, validation=validation, seed=config.run.seed
-    )
+    rows_given: dict[str, Any] = {"train": train, "validation": validation}
+    config = as_given(devices.config, **rows_given, reward=reward, environment=environment)
+    led, loggers = environment_of(config, reward, environment), chosen_loggers(config.run.loggers)
+    rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
     require_rows(rows)
     data = digests_of(rows, held_out)
     if not held_out:

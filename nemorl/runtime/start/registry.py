@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nemorl.checks import checked_by, closest, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.traits import TrainingTraits
-from nemorl.rollout.answers import GIVEN, REWARDS, require_reward
+from nemorl.rollout.answers import GIVEN, REWARDS, require_environment, require_reward
 from nemorl.rollout.config import TRAITS, GenerationConfig
-from nemorl.rollout.named import ENVIRONMENTS, require_environment
 from nemorl.rollout.traits import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
@@ -264,8 +263,7 @@ def require_names(config: Any) -> None:
     environment = getattr(getattr(config, "rollout", None), "environment", None)
     if environment is not None and not environment.startswith(GIVEN):
         require_environment(environment)
-        if environment not in ENVIRONMENTS:
-            check_function(environment, "rollout.environment")
+        check_function(environment, "rollout.environment")
     for setting, section in vars(config).items():
         if getattr(section, "_unchecked", False):
             check_function(section.name, setting)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.grpo import GroupAdvantage
 from tests.runtime.runs import addition_rows, grpo_config, numbers, of_phase
@@ -129,25 +130,42 @@ class Forgetful:
         return nemorl.TurnResult(observation="1", reward=float(len(response)), done=self.turn == 2)
 
 
-def test_segments_of_a_conversation_are_one_row(tmp_path, monkeypatch):
+def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp_path, monkeypatch):
+    """No microbatch has to hold a conversation: only its longest segment. The numbers are those of
+    microbatches that hold all.
+    """
     batches, rollouts = watched(monkeypatch)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content if m.role != 'assistant' else '' }}{% endfor %}"
     )
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in addition_rows()]
-    nemorl.run(
-        grpo_config(tmp_path, steps=2, kl=nemorl.KLConfig(coef=0.1)),
-        model=tiny_model(scale=2.0),
-        tokenizer=tokenizer,
-        train=rows,
-        reward=Forgetful,
-    )
-    assert len(batches) == 2
-    for batch, found in zip(batches, rollouts, strict=True):
-        assert len(batch) == len(found)
-        assert batch.segment_ids.amax(-1).tolist() == [2] * len(found)
-        assert batch.loss_mask.sum(-1).tolist() == found.lengths.tolist()
+    found = []
+    for size in (16, 400):
+        config = grpo_config(
+            tmp_path / str(size),
+            steps=2,
+            kl=nemorl.KLConfig(coef=0.1),
+            num_updates_per_batch=2,
+            data=nemorl.DataConfig(max_total_sequence_length=12),
+            trainer=nemorl.TrainerConfig(device="cpu", micro_batch_tokens=size),
+        )
+        model = tiny_model(scale=2.0)
+        given = {"model": model, "tokenizer": tokenizer, "train": rows, "reward": Forgetful}
+        found.append(of_phase(nemorl.run(config, **given), "train"))
+    assert len(batches) == 8 and len(rollouts) == 4
+    for number, batch in enumerate(batches):
+        rolled = rollouts[number // 2]
+        assert len(batch) == 2 * len(rolled) and batch.segment_ids.max() == 1
+        assert batch.loss_mask.sum() == rolled.lengths.sum()
+        both = to_token_batch(rolled)
+        assert both.segment_ids.amax(-1).tolist() == [2] * len(rolled)
+        assert both.lengths.max() > 12
+        weights = batch.loss_weights.view(-1, 2, batch.loss_weights.shape[1]).sum((1, 2))
+        torch.testing.assert_close(weights, torch.full((len(rolled),), 1 / len(rolled)))
+    for one, other in zip(*found, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 class Adder:
@@ -275,6 +293,7 @@ def test_rewards_get_the_environments_of_tools(tmp_path):
     )
     assert len(seen) == 2 and all(len(each) == 12 for each in seen)
     for environment, answer, completion in seen[0]:
+        assert completion[0]["role"] == "assistant"
         assert isinstance(environment, Adder) and environment.answer == answer
         assert completion[-1]["role"] == "assistant"
     assert of_phase(result, "train")[0]["tool_calls"] == 0.0
@@ -314,5 +333,8 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no 'Gane'"):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
     wrong = replace(rollout, environment="no_such")
-    with pytest.raises(ValueError, match=r"rollout\.environment must be one of .*'no_such'"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.environment must name a class or an episode, but it is 'no_such'",
+    ):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)

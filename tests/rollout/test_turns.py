@@ -150,7 +150,7 @@ def test_an_observation_that_overflows_the_context_is_named(generator):
         def reset(self, answer: str) -> str:
             return "1" * 80
 
-    with pytest.raises(ContextFull, match="tokens, and the longest sequence is 60 .*raise it"):
+    with pytest.raises(ContextFull, match=r"tokens, and the longest sequence is 60 .*raise it"):
         collect(generator, make_environment(Wordy), PROMPTS, SAMPLING, seed=1)
 
 

@@ -24,7 +24,7 @@ from nemorl.rollout.conversation import (
 from nemorl.rollout.environment import EnvironmentInterface, reward_tensor
 from nemorl.rollout.episodes import MOST_FAILED, Environment, converse, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
-from nemorl.rollout.prompts import Prompts, text_of
+from nemorl.rollout.prompts import Prompts, prompt_text
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def collect(
     what = named(environment)
     conversations, failed = _parted(everything, what)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
-    texts = [text_of(each.row) for each in conversations]
+    texts = [prompt_text(each.row) for each in conversations]
     size = len(outcomes)
     changed: Mapping[str, Any] = {
         "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),

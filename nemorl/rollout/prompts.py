@@ -52,6 +52,6 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return as_messages(prompt_of(row), "prompt", "user")
 
 
-def text_of(row: Mapping[str, Any]) -> str:
+def prompt_text(row: Mapping[str, Any]) -> str:
     """Return the text of a row's prompt, a message a line."""
     return "\n".join(str(message["content"]) for message in messages_of(row))

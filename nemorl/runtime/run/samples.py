@@ -11,7 +11,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.rewards import informative_groups
 from nemorl.rollout.collect import Rollouts, select
 from nemorl.rollout.conversation import Conversation, Failure, examples_of
-from nemorl.rollout.prompts import text_of
+from nemorl.rollout.prompts import prompt_text
 
 Samples = list[dict[str, Any]]
 """Rows of the sample log."""
@@ -175,7 +175,7 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return {
         "group": conversation.group,
         **({"origin": origin} if origin else {}),
-        "prompt": text_of(row),
+        "prompt": prompt_text(row),
         "response": turns[-1].completion.text if turns else "",
         "finish_reason": turns[-1].completion.finish_reason if turns else None,
         **({"cut_by": conversation.cut_by} if conversation.cut_by else {}),

@@ -61,7 +61,10 @@ def targets(tmp_path: Path, monkeypatch) -> Iterator[Targets]:
         socket.create_server(("127.0.0.1", 0)) as server,
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as process,
     ):
-        yield Targets(file, tmp_path, server.getsockname()[1], psutil.Process(process.pid))
+        victim = psutil.Process(process.pid)
+        while victim.status() not in ("running", "sleeping"):  # its start reads from the disk
+            time.sleep(0.01)
+        yield Targets(file, tmp_path, server.getsockname()[1], victim)
         process.kill()
 
 

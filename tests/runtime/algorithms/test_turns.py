@@ -318,7 +318,7 @@ def test_settings_of_turns_that_do_not_fit():
 
 
 def test_an_environment_by_name(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "game_of_three.py").write_text(  # it stays imported: no other test has the name
         "class Game:\n"
         "    def reset(self): self.turn = 0\n"
         "    def step(self, response):\n"
@@ -326,10 +326,10 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
         "        return '1', float(len(response)), self.turn == 3\n"
     )
     monkeypatch.chdir(tmp_path)
-    rollout = RolloutConfig(environment="./mine.py:Game")
+    rollout = RolloutConfig(environment="./game_of_three.py:Game")
     result = run(grpo_config(tmp_path / "run", steps=1, rollout=rollout), reward=None)
     assert result.metrics["turns"] == 3
-    wrong = replace(rollout, environment="./mine.py:Gane")
+    wrong = replace(rollout, environment="./game_of_three.py:Gane")
     with pytest.raises(ValueError, match="has no 'Gane'"):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
     wrong = replace(rollout, environment="no_such")

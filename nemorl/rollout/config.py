@@ -36,9 +36,25 @@ class RolloutConfig:
     """Longest call of an environment, in seconds; its conversation fails after it."""
     discount: float = 1.0
     """Factor by which a reward counts less for each turn that it comes later."""
+    workers: int = 0
+    """Processes, placed by Ray, for an environment that blocks long, may hang or crash, or needs
+    other packages; each has one conversation at a time. 0: threads of the trainer.
+    """
+    worker: dict[str, Any] = field(default_factory=dict)
+    """Ray's options of each worker, by Ray's names, such as
+    '{"num_cpus": 1, "runtime_env": {"pip": ["chess"]}}'.
+    """
 
     def __post_init__(self) -> None:
         at_least(1, rollout__max_turns=self.max_turns)
+        at_least(0, rollout__workers=self.workers)
+        require(
+            bool(self.workers) or not self.worker,
+            "rollout.worker",
+            "is for rollout.workers",
+            self.worker,
+            "say how many",
+        )
         fits, remedy = self.timeout_s > 0, "60 is usual"
         require(fits, "rollout.timeout_s", "must be positive", self.timeout_s, remedy)
         fits, remedy = 0 <= self.discount <= 1, "1 turns it off"

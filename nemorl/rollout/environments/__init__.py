@@ -13,7 +13,7 @@ from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
 )
-from nemorl.rollout.environments.classes import ClassEnvironment, kind_of
+from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_of
 from nemorl.rollout.environments.tinker import TinkerEnvironment
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import Environment as Environment
@@ -32,6 +32,7 @@ def make_environment(
     *,
     environment: Any = None,
     chosen: bool = True,
+    workers: Callable[[], Workers] | None = None,
 ) -> Environment:
     """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
 
@@ -41,7 +42,7 @@ def make_environment(
 
     environment: a class whose objects lead conversations (see `ClassEnvironment`), or a name of
     one; may be given as the reward, too. chosen: whether the reward is more than a default, which
-    an environment with rewards of its own goes without.
+    an environment with rewards of its own goes without. workers: makes processes for its objects.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -53,7 +54,9 @@ def make_environment(
         environment, chosen = reward, False
     if environment is not None:
         judged = partial(make_environment, reward, weights, settings)
-        return _led(environment, judged, chosen=chosen)
+        return _led(environment, judged, chosen=chosen, workers=workers)
+    remedy = "give rollout.environment, too"
+    require(workers is None, "rollout.workers", "needs an environment", None, remedy)
     if isinstance(reward, Mapping):
         named = {str(name): part for name, part in reward.items()}
     else:
@@ -71,7 +74,13 @@ def make_environment(
     return next(iter(parts.values())) if alone else WeightedRewards(parts, weights)
 
 
-def _led(environment: Any, judge: Callable[[], Any], *, chosen: bool) -> Environment:
+def _led(
+    environment: Any,
+    judge: Callable[[], Any],
+    *,
+    chosen: bool,
+    workers: Callable[[], Workers] | None,
+) -> Environment:
     """Return an environment that leads conversations; `judge()` gives the reward that it lacks."""
     if isinstance(environment, str):
         require_environment(environment)
@@ -84,10 +93,16 @@ def _led(environment: Any, judge: Callable[[], Any], *, chosen: bool) -> Environ
         tinkers = any(hasattr(kind, name) for name in ("initial_observation", "make_envs"))
         leads, own = tinkers or hasattr(kind, "step"), hasattr(kind, "get_reward")
         judged = judge() if not leads and (chosen or not own) else None
-        found = TinkerEnvironment(environment) if tinkers else ClassEnvironment(environment, judged)
+        if tinkers:
+            found = TinkerEnvironment(environment)
+        else:
+            found = ClassEnvironment(environment, judged, workers and workers())
+            workers = None
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"
     require(not (chosen and leads), "reward", must, name, remedy)
+    must = "is for a class with an object for each conversation, step or tools"
+    require(workers is None, "rollout.workers", must, name, "remove it")
     return found
 
 

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import as_number, require, short
 from nemorl.data.rows import Row, own_copy
@@ -49,6 +49,16 @@ class TurnResult:
     """Whether a limit of the environment ended the conversation."""
 
 
+@runtime_checkable
+class Workers(Protocol):
+    """Processes in which objects of environments live."""
+
+    def room(
+        self, make: Callable[..., Any], kind: Any
+    ) -> AbstractAsyncContextManager[Callable[..., Any]]:
+        """Wait for a process; give what makes an object of the class `kind` there, as `make`."""
+
+
 @dataclass(frozen=True)
 class ClassEnvironment:
     """A class as an environment: an object of it for each conversation.
@@ -62,13 +72,14 @@ class ClassEnvironment:
 
     Methods may be `async`; others are called in threads. `close()`, if any, is called at the end in
     any case. What a method raises fails its conversation alone, as does a call of more than
-    `timeout_s`.
+    `timeout_s`. `workers`: processes in which the objects live.
 
     Raises: ValueError for a class with neither, and for tools without annotations or docstrings.
     """
 
     make: Callable[..., Any]
     judge: EnvironmentInterface | None = None
+    workers: Workers | None = None
 
     def __post_init__(self) -> None:
         leads = self.has("step")
@@ -113,7 +124,8 @@ class ClassEnvironment:
         call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
-            async with self._opened(row, policy, call) as (environment, messages):
+            async with self._room() as make, self._opened(make, row, policy, call) as opened:
+                environment, messages = opened
                 usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
                 if self.has("init"):  # some say 1 and have more
                     usual = max(usual, DEFAULT_TURNS)
@@ -136,16 +148,25 @@ class ClassEnvironment:
 
         return episode
 
+    def _room(self) -> AbstractAsyncContextManager[Callable[..., Any]]:
+        if self.workers is None:
+            return nullcontext(self.make)
+        return self.workers.room(self.make, self.kind)
+
     @asynccontextmanager
     async def _opened(
-        self, row: Mapping[str, Any], policy: Policy, call: Callable[..., Awaitable[Any]]
+        self,
+        make: Callable[..., Any],
+        row: Mapping[str, Any],
+        policy: Policy,
+        call: Callable[..., Awaitable[Any]],
     ) -> AsyncIterator[tuple[Any, list[Message]]]:
         """Make an object and set it up; close it in any case."""
         messages = list(policy.messages)
         if self.has("init"):
-            environment = await call(self.make, extras=own_copy(dict(row)))
+            environment = await call(make, extras=own_copy(dict(row)))
         else:
-            environment = await call(self.make)
+            environment = await call(make)
         try:
             if self.has("init"):
                 messages = list((await call(environment.init, messages))[0])

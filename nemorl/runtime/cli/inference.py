@@ -42,7 +42,7 @@ from nemorl.runtime.run.samples import said
 from nemorl.runtime.start.backends import proofs_of
 from nemorl.runtime.start.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.start.registry import check_generation, get_generation_backend
-from nemorl.runtime.start.settings import model_config_of
+from nemorl.runtime.start.settings import model_config_of, workers_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint
@@ -142,6 +142,7 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
             config.reward_kwargs,
             environment=led_by,
             chosen=reward is not None or config.reward != EvalConfig.reward,
+            workers=workers_of(config.rollout),
         )
         check_rows(environment, mine)
         known = known_set(part)

@@ -1,7 +1,8 @@
 """What a run's parts are set up with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +14,9 @@ from nemorl.models.adapters import base_of
 from nemorl.models.hub import CONFIG, max_positions, read_config
 from nemorl.openmp import SPINS
 from nemorl.rollout.answers import GIVEN
-from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import Environment, make_environment
+from nemorl.rollout.environments.classes import Workers
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
 from nemorl.runtime.config.trust import Trust
@@ -165,7 +167,21 @@ def environment_of(
         getattr(config, "reward_kwargs", {}),
         environment=environment,
         chosen=reward is not None or config.reward != _default_reward(config),
+        workers=workers_of(rollout) if rollout is not None else None,
     )
+
+
+def workers_of(rollout: RolloutConfig) -> Callable[[], Workers] | None:
+    """Return what makes the processes of an environment; None where it needs none."""
+    if not rollout.workers:
+        return None
+    try:
+        from nemorl.runtime.cluster.environments import RayWorkers
+    except ImportError as error:
+        raise ImportError(
+            f"rollout.workers needs Ray ({error}): pip install 'nemorl[ray]'"
+        ) from error
+    return partial(RayWorkers, rollout.workers, rollout.worker)
 
 
 def _default_reward(config: BaseConfig) -> Any:

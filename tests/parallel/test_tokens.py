@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nemorl.data import collate, pack, pack_plan
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.packing import rows_of
-from nemorl.data.sharding import shard_by_rank
+from nemorl.data.sharding import shard_by_rank, split, split_microbatches
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, TrainerConfig
@@ -56,8 +56,8 @@ sampled.
 def rewritten(segments: Any, *, seed: int = 0) -> TokenBatch:
     """A conversation whose segments keep any beginning of the one before, sampled tokens, too."""
     generator, ids, examples = torch.Generator().manual_seed(seed), list[int](), list[Example]()
-    for keep, given, sampled in segments:
-        fresh = torch.randint(2, len(ALPHABET) + 2, (given + sampled,), generator=generator)
+    for keep, asked, sampled in segments:
+        fresh = torch.randint(2, len(ALPHABET) + 2, (asked + sampled,), generator=generator)
         ids = ids[:keep] + fresh.tolist()
         mask = [place >= len(ids) - sampled for place in range(len(ids))]
         examples.append(Example(input_ids=ids, loss_mask=mask, response_mask=mask))
@@ -69,6 +69,7 @@ BATCHES = st.one_of(GROUPS.map(grouped), SEGMENTS.map(rewritten))
 
 
 @given(st.one_of(BATCHES, st.builds(grouped, GROUPS, letters=st.integers(2, 30))), st.booleans())
+@example(rewritten([(0, 5, 6), (1, 5, 6)]), False)
 def test_every_token_is_computed_and_none_twice(batch: TokenBatch, packed: bool):
     """Two tokens are one exactly where all is the same up to them. Few letters: prompts that are
     the beginning of others, or the same by chance.
@@ -218,14 +219,22 @@ def test_segments_of_a_conversation_stay_together(opened: bool):
     ]
     least = 3 * (32 + 4 * (5 * 18 + 4 * 12))
     assert computed([batch]) <= least < batch.num_tokens / 2
-    for tokens in ({"micro_batch_tokens": 1000}, {"packed_row_tokens": 1000}):
-        packing = "packed_row_tokens" in tokens
-        trainer = TrainerConfig(sequence_packing=packing, train_micro_batch_size=1 if packing else None, **tokens)
-        found = [
+    packed = {"sequence_packing": True, "packed_row_tokens": 1000, "train_micro_batch_size": 1}
+    for layout in ({"micro_batch_tokens": 1000}, packed):
+        trainer = TrainerConfig(**layout)
+        shared, apart = (
             computed(cut(batch, replace(trainer, share_prompts=share)).parts())
             for share in (True, False)
-        ]
-        assert found[0] < 1.25 * least < found[1]
+        )
+        assert shared < 1.25 * least < apart
+    # Within a unit, the order is kept: by length, rows would lie apart that share most.
+    lengths = batch.lengths.tolist()
+    by_length = tuple(tuple(sorted(unit, key=lambda row: -lengths[row])) for unit in units or ())
+    in_order, mixed = (
+        computed(split(batch, split_microbatches(batch, token_budget=640, units=each)))
+        for each in (units, by_length)
+    )
+    assert in_order < mixed
 
 
 @given(

@@ -1,5 +1,6 @@
 """An optimizer step on packed rows against the plainest PyTorch loop on the same tokens, packed
-rows against padded ones on skewed lengths, and shared prompts against each on its own.
+rows against padded ones on skewed lengths, and prompts and turns that rows share, computed once,
+against each row on its own.
 
     python benchmarks/train_step.py
 
@@ -69,19 +70,22 @@ def batch_of(lengths: list[int]) -> TokenBatch:
     return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
 
 
-def groups_of(count: int) -> TokenBatch:
+def groups_of(count: int, *, response: int = 14, turns: int = 1) -> TokenBatch:
+    """Groups of 8. Each turn but the first is a row that keeps 10 tokens of every earlier response
+    and 8 of what came after, as where a template removes thoughts.
+    """
     rng, examples = np.random.default_rng(0), []
-    for _ in range(count):
-        prompt = rng.integers(2, VOCABULARY, 45).tolist()
-        mask = [False] * 45 + [True] * 14
-        examples += [
-            Example(
-                input_ids=prompt + rng.integers(2, VOCABULARY, 14).tolist(),
-                loss_mask=mask,
-                response_mask=mask,
-            )
-            for _ in range(8)
-        ]
+
+    def tokens(length: int) -> list[int]:
+        return rng.integers(2, VOCABULARY, length).tolist()
+
+    for prompt in [tokens(45) for _ in range(count)]:
+        for given in [prompt] * 8:
+            for _ in range(turns):
+                mask = [False] * len(given) + [True] * response
+                ids = [*given, *tokens(response)]
+                examples.append(Example(input_ids=ids, loss_mask=mask, response_mask=mask))
+                given = [*given, *tokens(18)]
     batch = collate(examples)
     return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
 
@@ -180,19 +184,25 @@ def main(options: Options) -> None:
         f" {median_ratio(ours, padded_times):.2f} times as fast"
     )
 
-    batch = groups_of(options.num_sequences // 8)
-    shared, alone = interleaved(
-        [our_step(model(), batch, replace(packed, share_prompts=share)) for share in (True, False)],
-        options.rounds,
-    )
-    print(
-        f"groups of 8, prompts of 45 tokens, responses of 14: shared prompts"
-        f" {statistics.median(shared):.3f} s, each on its own {statistics.median(alone):.3f} s,"
-        f" shared are {median_ratio(shared, alone):.2f} times as fast"
-    )
+    cases = {
+        "prompts of 45 tokens, responses of 14": groups_of(options.num_sequences // 8),
+        "conversations of 5 turns, a row each, responses of 40": groups_of(
+            max(1, options.num_sequences // 32), response=40, turns=5
+        ),
+    }
+    for name, batch in cases.items():
+        sharing = [replace(packed, share_prompts=share) for share in (True, False)]
+        shared, alone = interleaved(
+            [our_step(model(), batch, trainer) for trainer in sharing], options.rounds
+        )
+        print(
+            f"groups of 8, {name}: beginnings computed once {statistics.median(shared):.3f} s, each"
+            f" row on its own {statistics.median(alone):.3f} s, {median_ratio(shared, alone):.2f}"
+            " times as fast"
+        )
 
 
 if __name__ == "__main__":
     command(
-        main, Options, num_sequences=16, length=32, row_tokens=128, micro_batch_tokens=128, rounds=1
+        main, Options, num_sequences=16, length=32, row_tokens=256, micro_batch_tokens=256, rounds=1
     )

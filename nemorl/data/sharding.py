@@ -140,12 +140,12 @@ def _by_padded_tokens(
     part: list[int] = []
     longest = 0
     for unit in sorted(units, key=lambda unit: -max(lengths[row] for row in unit)):
-        rows = sorted(unit, key=lambda row: -lengths[row])
-        size = len(rows) * lengths[rows[0]]
-        for row in rows:
+        widest = max(lengths[row] for row in unit)
+        whole = len(unit) * widest <= budget
+        for row in unit:
             # A unit begins a microbatch where it doesn't fit, and is cut where it is too large.
-            more = len(rows) if row == rows[0] and size <= budget else 1
-            if part and (len(part) + more) * max(longest, lengths[row]) > budget:
+            more, width = (len(unit), widest) if whole and row == unit[0] else (1, lengths[row])
+            if part and (len(part) + more) * max(longest, width) > budget:
                 yield tuple(sorted(part))
                 part, longest = [], 0
             part.append(row)

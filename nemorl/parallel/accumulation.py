@@ -44,7 +44,7 @@ class Accumulating(ABC):
         self._loss = torch.zeros(())
         """Loss whose gradient no step was taken along yet."""
         self._copied = 0
-        """Tokens of prompts that these microbatches computed once for several sequences."""
+        """Tokens that these microbatches did not compute again."""
         self.step = 0
 
     @property

@@ -58,8 +58,8 @@ class TrainerConfig:
     packed_row_tokens: int | None = None
     """Tokens of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
     share_prompts: bool = True
-    """Compute a prompt once per forward pass, however many of its sequences begin with it. Not with
-    context parallelism.
+    """Compute once per forward pass what several of its sequences begin with: prompts, and earlier
+    turns. Not with context parallelism.
     """
     logprob_chunk: int = 1024
     """Tokens whose logits are in memory at a time; the logits of a whole batch never are."""

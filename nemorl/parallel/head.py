@@ -99,7 +99,7 @@ def planned(
 ) -> Work:
     """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
 
-    share: compute equal prompts once, unless cp splits the rows.
+    share: compute common beginnings once, unless cp splits the rows.
     kernel: computes attention, unless cp gathers keys.
     """
     plan = world.plan

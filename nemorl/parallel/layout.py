@@ -1,7 +1,7 @@
 """How a batch is cut into packed rows, ranks and microbatches, and put together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Shaped
@@ -13,6 +13,7 @@ from nemorl.data.packing import Plan, pack, pack_plan, unpack
 from nemorl.data.sharding import shard_by_rank, split, split_microbatches
 from nemorl.data.transfer import to_device
 from nemorl.parallel.config import MICRO_BATCH_TOKENS, TrainerConfig
+from nemorl.parallel.tokens import once
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def cut(
 ) -> Layout:
     """Cut a batch into microbatches, but never a row of it: a preference pair stays together.
 
-    Rows are dealt to the ranks by what they cost. Those with the same prompt, which is computed
-    once (`trainer.share_prompts`), stay together where that is worth it. No number of a training
+    Rows are dealt to the ranks by what they cost. Those that begin alike, which is computed once
+    (`trainer.share_prompts`), stay together where that is worth it. No number of a training
     step depends on how the batch is cut (docs/numerics.md).
 
     config: packing, and the size of microbatches.
@@ -103,22 +104,29 @@ def cut(
 
 
 def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
-    """Return the rows of each prompt: of what stands before the first token of `response_mask`.
+    """Return the rows of each prompt and of those that go on with it, as a conversation's do, each
+    beside one with which it shares most. A prompt is what stands before the first token of
+    `response_mask`; its end may differ, where a template opens a thought that it removes later.
 
-    None where it is not worth a worse balance of rows: unless each prompt has equally many, and
-    copies of prompts are a quarter of all tokens.
+    None where it is not worth a worse balance of rows: unless copies are a quarter of all tokens,
+    and no prompt has more than twice as many rows as the mean.
     """
-    found: dict[bytes, list[int]] = {}
-    tokens, responses = batch.input_ids.cpu().numpy(), batch.response_mask.cpu().numpy()
-    copied = 0
-    for row, (ids, response) in enumerate(zip(tokens, responses, strict=True)):
-        prompt = int(response.argmax())
-        alike = found.setdefault(ids[:prompt].tobytes(), [])
-        copied += prompt * bool(alike)
-        alike.append(row)
-    if len(set(map(len, found.values()))) != 1 or 4 * copied < batch.num_tokens:
+    found = once(replace(batch, routed_experts=None))
+    if found is None or 4 * len(found[0]) > 3 * batch.num_tokens:
         return None
-    return tuple(map(tuple, found.values()))
+    tokens, responses = batch.input_ids.cpu().numpy(), batch.response_mask.cpu().numpy()
+    keys = list[tuple[bytes, int]]()
+    for ids, response, length in zip(tokens, responses, batch.lengths.tolist(), strict=True):
+        prompt = int(response.argmax()) if response.any() else length
+        keys.append((ids[: prompt - min(4, prompt // 16)].tobytes(), -length))
+    units = list[list[int]]()
+    for row in sorted(range(len(batch)), key=keys.__getitem__):
+        if not units or not keys[row][0].startswith(keys[units[-1][0]][0]):
+            units.append([])
+        units[-1].append(row)
+    if len(units) * max(map(len, units)) > 2 * len(batch):
+        return None
+    return tuple(map(tuple, units))
 
 
 def _microbatches(

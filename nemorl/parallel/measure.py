@@ -60,8 +60,8 @@ def flops_per_step(
     model_config: a Hugging Face configuration.
     segment_lengths: L of each sequence.
     frozen_weights: as in LoRA, where matrices need no gradients: 4 · N.
-    copied: tokens of prompts that are computed once for several sequences, but for one of these.
-    Each sequence's attention is computed whole.
+    copied: tokens that are not computed again, as other sequences begin with them, too
+    (`trainer.share_prompts`). Each sequence's attention is computed whole.
     weights: N, where it is known already.
     """
     weights = weights_per_token(model_config) if weights is None else weights
@@ -132,6 +132,7 @@ class StepMeter:
       process's main memory so far
     - trainer/tflops_per_device: 10^12 operations (`flops_per_step`) per second and device
     - trainer/mfu: the same as a share of the device's peak in bfloat16, where that is known
+    - trainer/shared_fraction: `copied` as a share of all tokens
     """
 
     def __init__(
@@ -165,10 +166,12 @@ class StepMeter:
         how: Any = {"frozen_weights": self.frozen_weights, "weights": self.weights}
         flops: Any = partial(flops_per_step, self.model_config, **how)
         work = flops(lengths) / self.num_ranks + flops((), copied=copied)
+        tokens = number(sum(lengths) / self.num_ranks)
         metrics: dict[str, Any] = {
             "trainer/seconds": Mean(seconds, number(1.0)),
             "trainer/memory_gb": Max(number(peak_memory(self.device) / GIGABYTE)),
             "trainer/tflops_per_device": Mean(number(work / 1e12), seconds),
+            "trainer/shared_fraction": Mean(number(copied), tokens),
         }
         if self.peak_flops is not None:
             metrics["trainer/mfu"] = Mean(number(work / self.peak_flops), seconds)

@@ -1,9 +1,11 @@
-"""Which tokens of a microbatch the model computes: a prompt that several sequences begin with once,
-and the head only where log-probabilities are asked for. Planned on the CPU: no GPU is waited for.
+"""Which tokens of a microbatch the model computes: what several sequences begin with once, and the
+head only where log-probabilities are asked for. Planned on the CPU: no GPU is waited for.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
@@ -30,7 +32,7 @@ class Work:
     """A microbatch as the decoder and the head get it."""
 
     input_ids: Int[Tensor, "_ _"]
-    """The microbatch's own rows; of shared prompts one row with each token once."""
+    """The microbatch's own rows; of shared tokens one row with each once."""
     position_ids: Int[Tensor, "_ _"]
     segments: Segments | None
     targets: Int[Tensor, "tokens"]
@@ -41,13 +43,13 @@ class Work:
     """Indices, into the flattened `input_ids`, of the hidden states that predict these tokens."""
     next_ids: Int[Tensor, "tokens"]
     copied: int = 0
-    """Tokens of repeated prompts, which are not computed again."""
+    """Repeated tokens, which are not computed again."""
     split: RowSplit | None = None
     """With context parallelism: how rows lie on ranks. `input_ids` and `position_ids` are this
     rank's.
     """
     shared: tuple[Tensor, Tensor] | None = None
-    """With shared prompts, what `once` returns; it stays in main memory."""
+    """With shared tokens, what `once` returns; it stays in main memory."""
 
     def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
         """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
@@ -91,7 +93,7 @@ def work_of(
 ) -> Work:
     """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch.
 
-    share: compute equal prompts once. multiple_of: of the width of the row that this makes.
+    share: compute common beginnings once. multiple_of: of the width of the row that this makes.
     kernel: computes attention.
     """
     ids, positions, segment_ids = (
@@ -158,12 +160,11 @@ def shift(values: Tensor) -> Tensor:
 
 
 def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]] | None:
-    """Return the tokens of a microbatch without repeated prompts, and where each token is in them;
-    None where no prompt is repeated.
+    """Return the tokens of a microbatch without repeated beginnings of sequences, and where each
+    token is in them; None where it does not pay: unless a sixteenth of the tokens is repeated.
 
-    A prompt is what stands before the first token of `response_mask`. A token depends on those
-    before it alone, so that copies of a prompt, computed by the same experts, have the same hidden
-    states.
+    A token depends on those before it alone, so that what sequences begin with alike, computed by
+    the same experts, has the same hidden states: prompts, and earlier turns.
 
     >>> from nemorl.data.batch import collate
     >>> last = [False, False, True]
@@ -172,25 +173,23 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     >>> kept.tolist(), place.tolist()
     ([0, 1, 2, 5], [0, 1, 2, 0, 1, 3])
     """
-    ids = batch.input_ids.cpu().flatten().numpy()
-    response = batch.response_mask.cpu().flatten().numpy()
-    routed = None if batch.routed_experts is None else batch.routed_experts.cpu().flatten(0, 1)
-    begins, lengths = begins_and_lengths(batch.segment_ids.cpu())
-    first: dict[bytes, int] = {}
-    kept: list[Tensor] = []
-    place, count = torch.zeros(len(ids), dtype=torch.int64), 0
-    for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
-        after = response[begin : begin + length]
-        prompt = int(after.argmax()) if after.any() else length
-        like = ids[begin : begin + prompt].tobytes()
-        if routed is not None:
-            like += routed[begin : begin + prompt].numpy().tobytes()
-        copied = first.setdefault(like, begin)
-        own = begin if copied == begin else begin + prompt
-        place[begin:own] = place[copied : copied + own - begin]
-        kept.append(torch.arange(own, begin + length))
-        place[own : begin + length] = torch.arange(count, count + len(kept[-1]))
-        count += len(kept[-1])
-    if count == int(lengths.sum()):
+    alike = batch.input_ids.cpu().flatten()[:, None].numpy().view(np.uint8)
+    if batch.routed_experts is not None:
+        routed = batch.routed_experts.cpu().flatten(0, 1).flatten(1).contiguous().numpy()
+        alike = np.concatenate((alike, routed.view(np.uint8)), axis=1)
+    owner, real = np.arange(len(alike)), (batch.segment_ids.cpu() > 0).flatten().numpy()
+    begins, lengths = (found.tolist() for found in begins_and_lengths(batch.segment_ids.cpu()))
+    spans = [slice(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
+    # In this order, no other has a longer beginning in common with a sequence than its neighbors.
+    spans.sort(key=lambda span: alike[span].tobytes())
+    for before, span in pairwise(spans):
+        shorter = min(span.stop - span.start, before.stop - before.start)
+        same = (alike[before][:shorter] == alike[span][:shorter]).all(1)
+        common = int(np.append(same, False).argmin())
+        owner[span][:common] = owner[before][:common]
+    first = real & (owner == np.arange(len(owner)))
+    kept, total = np.flatnonzero(first), real.sum()
+    if total - len(kept) < max(total / 16, 1):
         return None
-    return torch.cat(kept), place
+    place = np.where(real, (first.cumsum() - 1)[owner], 0)
+    return torch.from_numpy(kept), torch.from_numpy(place)

@@ -108,7 +108,7 @@ def test_a_step(monkeypatch):
     config, batch = tiny_model().config, batch_of([7, 3])
     monkeypatch.setattr(measure, "peak_flops", lambda device: 1e9)
     found = finalize(step(StepMeter(config, CPU, 4), batch))
-    names = {"seconds", "memory_gb", "tflops_per_device", "mfu"}
+    names = {"seconds", "memory_gb", "tflops_per_device", "mfu", "shared_fraction"}
     assert set(found) == {f"trainer/{name}" for name in names}
     assert found["trainer/seconds"] >= 0.02
     flops = flops_per_step(config, [7, 3]) / 4 / found["trainer/seconds"]
@@ -125,12 +125,14 @@ def test_a_prompt_that_is_computed_once_counts_once(size: int | None):
     backend = DTensorBackend(tiny_model())
     trainer = TrainerConfig(device="cpu", train_micro_batch_size=size)
     backend.setup(BackendConfig(trainer=trainer))
-    work = backend.train_step(batch, nll_loss)["trainer/tflops_per_device"].total * 1e12
+    found = backend.train_step(batch, nll_loss)
+    work = found["trainer/tflops_per_device"].total * 1e12
     lengths = segment_lengths(batch)
     config, copied = backend.model.config, 60 if size is None else 40
     whole, token = flops_per_step(config, lengths), flops_per_step(config, (), copied=-1)
     assert float(work) == pytest.approx(whole - copied * token)
     assert float(work) < 0.5 * whole or size
+    assert finalize(found)["trainer/shared_fraction"] == pytest.approx(copied / sum(lengths))
 
 
 @pytest.mark.parametrize(

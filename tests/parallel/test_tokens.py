@@ -1,17 +1,17 @@
-"""A prompt is computed once, the head where it is asked for, and no number changes."""
+"""What sequences begin with is computed once, the head where it is asked for; no number changes."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemorl.data import collate, pack, pack_plan
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.packing import rows_of
-from nemorl.data.sharding import shard_by_rank
+from nemorl.data.sharding import shard_by_rank, split, split_microbatches
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, TrainerConfig
@@ -45,25 +45,53 @@ def grouped(groups: Any, *, seed: int = 0, letters: int = len(ALPHABET)) -> Toke
     return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
 
 
-@given(GROUPS, st.booleans(), st.integers(2, 30))
-def test_every_token_is_computed_and_none_twice(groups: Any, packed: bool, letters: int):
-    """Few letters: prompts that are the beginning of others, or the same by chance."""
-    batch = grouped(groups, letters=letters)
+SEGMENTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6
+)
+"""For each segment how many tokens of the one before it it keeps, how many are given, how many are
+sampled.
+"""
+
+
+def rewritten(segments: Any, *, seed: int = 0) -> TokenBatch:
+    """A conversation whose segments keep any beginning of the one before, sampled tokens, too."""
+    generator, ids, examples = torch.Generator().manual_seed(seed), list[int](), list[Example]()
+    for keep, asked, sampled in segments:
+        fresh = torch.randint(2, len(ALPHABET) + 2, (asked + sampled,), generator=generator)
+        ids = ids[:keep] + fresh.tolist()
+        mask = [place >= len(ids) - sampled for place in range(len(ids))]
+        examples.append(Example(input_ids=ids, loss_mask=mask, response_mask=mask))
+    batch = collate(examples)
+    return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+
+
+BATCHES = st.one_of(GROUPS.map(grouped), SEGMENTS.map(rewritten))
+
+
+@given(st.one_of(BATCHES, st.builds(grouped, GROUPS, letters=st.integers(2, 30))), st.booleans())
+@example(rewritten([(0, 5, 6), (1, 5, 6)]), False)
+def test_every_token_is_computed_and_none_twice(batch: TokenBatch, packed: bool):
+    """Two tokens are one exactly where all is the same up to them. Few letters: prompts that are
+    the beginning of others, or the same by chance.
+    """
     if packed:
         lengths = batch.lengths.tolist()
         batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))
-    found = once(batch)
-    ids, real = batch.input_ids.flatten(), batch.segment_ids.flatten() > 0
+    found, prefixes = once(batch), dict[tuple[int, ...], list[int]]()
+    rows = zip(batch.input_ids.tolist(), batch.position_ids.tolist(), strict=True)
+    width = batch.input_ids.shape[1]
+    for row, (ids, positions) in enumerate(rows):
+        for place in (batch.segment_ids[row] > 0).nonzero()[:, 0].tolist():
+            prefix = tuple(ids[place - positions[place] : place + 1])
+            prefixes.setdefault(prefix, []).append(row * width + place)
+    copied = batch.num_tokens - len(prefixes)
+    assert (found is None) == (copied < max(batch.num_tokens / 16, 1))
     if found is None:
         return
     kept, place = found
-    assert len(kept) < int(real.sum()) and real[kept].all() and len(set(kept.tolist())) == len(kept)
-    assert torch.equal(ids[kept][place[real]], ids[real])
-    positions = batch.position_ids.flatten()
-    assert torch.equal(positions[kept][place[real]], positions[real])
-    prompt = real & ~batch.response_mask.flatten()
-    assert torch.equal(place[kept], torch.arange(len(kept)))
-    assert set(kept.tolist()) >= set((real & ~prompt).nonzero()[:, 0].tolist())
+    assert sorted(place[[own[0] for own in prefixes.values()]].tolist()) == [*range(len(kept))]
+    for own in prefixes.values():
+        assert len(set(place[own].tolist())) == 1 and int(kept[place[own[0]]]) in own
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -77,9 +105,10 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @settings(max_examples=8)
-@given(groups=GROUPS, kind=st.sampled_from(["llama", "qwen2"]))
-def test_no_number_depends_on_it(groups: Any, kind: str, layout: dict[str, Any]):
-    batch, found = grouped(groups), []
+@given(batch=BATCHES, kind=st.sampled_from(["llama", "qwen2"]))
+@example(batch=rewritten([(0, 4, 6), (7, 3, 5), (12, 2, 4), (3, 2, 4)]), kind="qwen2")
+def test_no_number_depends_on_it(batch: TokenBatch, kind: str, layout: dict[str, Any]):
+    found = list[Any]()
     for share in (True, False):
         backend = DTensorBackend(tiny_model(kind, scale=2.0))
         trainer = TrainerConfig(device="cpu", share_prompts=share, logprob_chunk=7, **layout)
@@ -103,31 +132,31 @@ def test_a_groups_prompt_goes_through_the_decoder_once():
         )
         backend.train_step(batch, nll_loss)
         heads.append(len(work_of(batch, batch.loss_mask, share=share).targets))
-    assert shapes == [45 + 8 * 14 + 30 + 14, 10 * 59]
+    kept, place = once(batch)
+    assert len(set(place[:45].tolist())) == 45 and len(kept) <= 45 + 8 * 14 + 30 + 14
+    assert shapes == [len(kept), 10 * 59]
     assert heads == [int(batch.loss_mask.sum())] * 2
 
 
 def test_prompts_that_other_experts_computed_are_not_the_same():
     batch = grouped([(3, [1, 2, 1])])
+    assert len(once(batch)[0]) == 3 + 4
     experts = torch.zeros(3, batch.input_ids.shape[1], 2, 2, dtype=torch.int16)
     experts[1, 2, 1] = torch.tensor([1, 0])
     found = once(replace(batch, routed_experts=experts))
-    assert found is not None and found[0].tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9, 13]
-    assert len(once(batch)[0]) == 3 + 4
+    assert found is not None and found[0].tolist() == [0, 1, 2, 3, 7, 8, 9, 13]
     # They come in the layout of the tokens that are computed; -1 is padding.
     work = work_of(
-        replace(batch, routed_experts=experts), batch.loss_mask, share=True, multiple_of=8
+        replace(batch, routed_experts=experts), batch.loss_mask, share=True, multiple_of=16
     )
     rows = work.computed(experts, free=-1)
-    assert rows.shape == (1, 16, 2, 2) and torch.equal(
-        rows[0, :10], experts.flatten(0, 1)[found[0]]
-    )
-    assert (rows[0, 10:] == -1).all()
+    assert rows.shape == (1, 16, 2, 2)
+    assert torch.equal(rows[0, :8], experts.flatten(0, 1)[found[0]]) and (rows[0, 8:] == -1).all()
 
 
 def test_those_of_a_prompt_stay_together():
     batch = grouped([(4, [6, 1, 1]), (4, [6, 6, 1])])
-    assert with_the_same_prompt(batch) == ((0, 1, 2), (3, 4, 5))
+    assert sorted(with_the_same_prompt(batch) or ()) == [(0, 1, 2), (3, 4, 5)]
     trainer = TrainerConfig(sequence_packing=True, packed_row_tokens=25, train_micro_batch_size=1)
     assert sorted(cut(batch, trainer).packing or ()) == [(0, 1, 2), (3, 4, 5)]
     alone = replace(trainer, share_prompts=False)
@@ -137,7 +166,7 @@ def test_those_of_a_prompt_stay_together():
         for share in (True, False)
     )
     assert sorted(shared) == [((0, 1, 2),), ((3, 4, 5),)] != sorted(apart)
-    for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1, 1]), (9, [1, 1, 1])]):
+    for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1]), (9, [1]), (9, [1] * 6)]):
         assert with_the_same_prompt(grouped(not_worth_it)) is None
     # By tokens, too: here and on each of two ranks.
     by_tokens = TrainerConfig(micro_batch_tokens=40)
@@ -152,6 +181,60 @@ def test_those_of_a_prompt_stay_together():
     assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
     assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3
     assert shard_by_rank(batch, 3, units=((0, 1, 2, 3, 4, 5),)) == shard_by_rank(batch, 3)
+
+
+def thinking(groups: int, members: int, *, turns: int, opened: bool = False) -> TokenBatch:
+    """Conversations whose template removes thoughts, which `opened` ones begin in the prompt."""
+    generator, examples = torch.Generator().manual_seed(0), list[Example]()
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(4, 10_000, (count,), generator=generator).tolist()
+
+    for _ in range(groups):
+        prompt = tokens(32)
+        for _ in range(members):
+            given = prompt
+            for _ in range(turns):
+                thought, answer = [2, 3, *tokens(10)], tokens(6)
+                ids = [*given, *thought, *answer]
+                begin = len(given) + 2 * opened
+                mask = [place >= begin for place in range(len(ids))]
+                examples.append(Example(input_ids=ids, loss_mask=mask, response_mask=mask))
+                given = [*given, *answer, *tokens(6)]
+    return collate(examples)
+
+
+def computed(parts: Any) -> int:
+    found = [(part, once(part)) for part in parts]
+    return sum(part.num_tokens if each is None else len(each[0]) for part, each in found)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_segments_of_a_conversation_stay_together(opened: bool):
+    """Also where a group fills several microbatches, which each compute what they begin with."""
+    batch = thinking(3, 4, turns=5, opened=opened)
+    units = with_the_same_prompt(batch)
+    assert sorted(tuple(sorted(unit)) for unit in units or ()) == [
+        tuple(range(i, i + 20)) for i in (0, 20, 40)
+    ]
+    least = 3 * (32 + 4 * (5 * 18 + 4 * 12))
+    assert computed([batch]) <= least < batch.num_tokens / 2
+    packed = {"sequence_packing": True, "packed_row_tokens": 1000, "train_micro_batch_size": 1}
+    for layout in ({"micro_batch_tokens": 1000}, packed):
+        trainer = TrainerConfig(**layout)
+        shared, apart = (
+            computed(cut(batch, replace(trainer, share_prompts=share)).parts())
+            for share in (True, False)
+        )
+        assert shared < 1.25 * least < apart
+    # Within a unit, the order is kept: by length, rows would lie apart that share most.
+    lengths = batch.lengths.tolist()
+    by_length = tuple(tuple(sorted(unit, key=lambda row: -lengths[row])) for unit in units or ())
+    in_order, mixed = (
+        computed(split(batch, split_microbatches(batch, token_budget=640, units=each)))
+        for each in (units, by_length)
+    )
+    assert in_order < mixed
 
 
 @given(

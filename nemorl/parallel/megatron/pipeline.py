@@ -34,7 +34,7 @@ class Pipeline:
         self.world, self.trainer, self.model = world, trainer, model
         self.kernel = kernel_of(model, world.device, DTYPES[world.plan.precision])
         self.copied = 0
-        """Tokens of prompts that the last call of `run` with a loss computed once for several."""
+        """Tokens that the last call of `run` with a loss did not compute again."""
 
     def run(
         self,

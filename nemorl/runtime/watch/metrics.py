@@ -107,6 +107,7 @@ SECTIONS = {
             "Training speed", "10^12 model operations per second and device"
         ),
         "trainer/seconds": Metric("Time of an optimizer step", "seconds"),
+        "trainer/shared_fraction": Metric("Tokens not computed again", "share of all tokens"),
         "trainer/": Metric(""),
         "cpu_percent": Metric("CPU", "percent; 100 is one core"),
         "memory_gb": Metric("Memory", "GB, resident"),

@@ -125,7 +125,7 @@ def own_experts() -> AbstractContextManager[Any]:
 
 
 def any_prompt() -> AbstractContextManager[Any]:
-    """All prompts of a length are taken for the same."""
+    """All sequences are taken for the same, as far as both go."""
     from nemorl.parallel import tokens
 
     once = tokens.once

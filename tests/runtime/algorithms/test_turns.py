@@ -132,7 +132,7 @@ class Forgetful:
 
 def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp_path, monkeypatch):
     """No microbatch has to hold a conversation: only its longest segment. The numbers are those of
-    microbatches that hold all.
+    microbatches that hold all, and compute what rows begin with once or not.
     """
     batches, rollouts = watched(monkeypatch)
     tokenizer = tiny_tokenizer()
@@ -141,19 +141,21 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
     )
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in addition_rows()]
     found = []
-    for size in (16, 400):
+    for size, share in ((16, True), (400, True), (400, False)):
         config = grpo_config(
-            tmp_path / str(size),
+            tmp_path / f"{size}-{share}",
             steps=2,
             kl=nemorl.KLConfig(coef=0.1),
             num_updates_per_batch=2,
             data=nemorl.DataConfig(max_total_sequence_length=12),
-            trainer=nemorl.TrainerConfig(device="cpu", micro_batch_tokens=size),
+            trainer=nemorl.TrainerConfig(
+                device="cpu", micro_batch_tokens=size, share_prompts=share
+            ),
         )
         model = tiny_model(scale=2.0)
         given = {"model": model, "tokenizer": tokenizer, "train": rows, "reward": Forgetful}
         found.append(of_phase(nemorl.run(config, **given), "train"))
-    assert len(batches) == 8 and len(rollouts) == 4
+    assert len(batches) == 12 and len(rollouts) == 6
     for number, batch in enumerate(batches):
         rolled = rollouts[number // 2]
         assert len(batch) == 2 * len(rolled) and batch.segment_ids.max() == 1
@@ -163,9 +165,12 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
         assert both.lengths.max() > 12
         weights = batch.loss_weights.view(-1, 2, batch.loss_weights.shape[1]).sum((1, 2))
         torch.testing.assert_close(weights, torch.full((len(rolled),), 1 / len(rolled)))
-    for one, other in zip(*found, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    for one, both, alone in zip(*found, strict=True):
+        for other in (both, alone):
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        # A segment and its prompt's others share four tokens of at most twelve.
+        assert both["trainer/shared_fraction"] > 0.3 > alone["trainer/shared_fraction"] == 0
 
 
 class Adder:

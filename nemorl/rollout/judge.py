@@ -146,6 +146,7 @@ async def _ask(server: Server, path: str, **body: Any) -> Any:
             api_key=os.environ.get(server.api_key_env) or "none",
             timeout=server.timeout_s,
             max_retries=server.attempts - 1,
+            http_client=openai.DefaultAsyncHttpxClient(),
         )
     try:
         body["model"] = server.model

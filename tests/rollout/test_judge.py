@@ -376,7 +376,7 @@ def served(folder: Path) -> Iterator[str]:
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        for _ in range(600):
+        for _ in range(1200):
             assert process.poll() is None, (folder / "log").read_text()[-3000:]
             try:
                 urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
@@ -400,7 +400,11 @@ def test_a_judge_of_vllm(tmp_path: Path):
     with served(tmp_path) as url:
         heard = []
         reward = nemorl.Judge(
-            url=url, model="tiny", options=options, read=lambda said: heard.append(said) or 5
+            url=url,
+            model="tiny",
+            template="{prompt}{response}not{answer}",
+            read=lambda said: heard.append(said) or 5,
+            options=options,
         )
         environment = make_environment(reward)
         environment.check(ROWS)
@@ -409,11 +413,13 @@ def test_a_judge_of_vllm(tmp_path: Path):
             for row in ROWS
         ]
         assert environment.step(logs, ROWS).rewards == [0.5] * 3
-        text = reward.template.replace("{prompt}", "2+2=").replace("{answer}", "4")
-        asked = [{"role": "user", "content": text.replace("{response}", "7")}]
-        ids = tokenizer.apply_chat_template(asked, return_tensors="pt")["input_ids"]
-        ids = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-        assert tokenizer.decode(ids, skip_special_tokens=True) in heard[1:]
+        expected = set()
+        for text in ("0+2=7not2", "1+2=7not3", "2+2=7not4", "0+2=2not2"):
+            asked = [{"role": "user", "content": text}]
+            ids = tokenizer.apply_chat_template(asked, return_tensors="pt")["input_ids"]
+            said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+            expected.add(tokenizer.decode(said, skip_special_tokens=True))
+        assert {*heard} == expected and len(expected) > 1
 
         nonsense = make_environment(nemorl.Judge(url=url, model="tiny", options=options))
         (failure, *_) = nonsense.step(logs, ROWS).failures
@@ -432,7 +438,7 @@ def test_a_reward_model_of_vllm(tmp_path: Path):
 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    config = tiny_model(hidden_size=128, head_dim=32).config
+    config = tiny_model(hidden_size=128, head_dim=32, max_position_embeddings=512).config
     config.num_labels = 1
     model = Qwen2ForSequenceClassification(config).eval()
     with torch.no_grad():
@@ -446,7 +452,7 @@ def test_a_reward_model_of_vllm(tmp_path: Path):
             {"role": "assistant", "content": response},
         ]
         for row in ROWS
-        for response in ("4", "a cat")
+        for response in ("4", "cat")
     ]
     rows = [{"prompt": log[:2]} for log in logs]
     with served(tmp_path) as url, torch.no_grad():
@@ -458,4 +464,4 @@ def test_a_reward_model_of_vllm(tmp_path: Path):
         ]
         found = environment.step(logs, rows).rewards
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-4)
-    assert min(expected) < 0 and len({*expected}) == 6, "no probabilities"
+    assert min(expected) > 1 and len({*expected}) == 6, "no probabilities"

@@ -26,7 +26,7 @@ Reference:
 Answer:
 {response}
 
-Compare them briefly. End with "Score: N", where N is from 0 (wrong) to 10 (right)."""
+Compare them briefly. End with "Score: N", N from 0 (wrong) to 10 (right)."""
 FIELD = re.compile(r"\{([a-zA-Z_]\w*)\}")
 CLIENTS: dict[asyncio.AbstractEventLoop, dict["Server", Any]] = {}
 """Connections belong to a loop."""
@@ -36,14 +36,14 @@ CLIENTS: dict[asyncio.AbstractEventLoop, dict["Server", Any]] = {}
 class Server:
     """A model behind a URL, as http://localhost:8000/v1.
 
-    Where it is down, slow or busy (408, 409, 429, 5xx) it is asked again, after 0.5 to 8 s; then
+    While down, slow or busy (408, 409, 429, 5xx) it is asked again, after 0.5 to 8 s; then
     the conversation fails, as for other errors. 401, 403 and 404 end the run.
     """
 
     url: str
     model: str
     api_key_env: str = "OPENAI_API_KEY"
-    """The variable with the key, if one is needed."""
+    """The variable of the key, if any."""
     attempts: int = 6
     timeout_s: float = 60.0
     """Of an attempt."""
@@ -75,13 +75,13 @@ class Judge(Server):
     template: str = TEMPLATE
     """The question, with {response}, {prompt} and columns."""
     read: str | Callable[[str], Any] = r"(?i)score[\s:*]*(\d+(?:\.\d+)?)"
-    """Of the score: a regular expression, whose last match counts, or a function of the answer."""
+    """A regular expression, whose last match is the score, or a function of the answer."""
     best: float = 10.0
     """The score that becomes 1."""
     options: Mapping[str, Any] = field(
         default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024}, hash=False
     )
-    """Further fields of the request."""
+    """More of the request."""
 
     check = _check
 

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
+    from nemorl.rollout.judge import Judge as Judge
+    from nemorl.rollout.judge import RewardServer as RewardServer
     from nemorl.rollout.processes import judged_in_processes as judged_in_processes
     from nemorl.runtime.algorithms.policy_loss import policy_loss as policy_loss
     from nemorl.runtime.cli.api import DPOTrainer as DPOTrainer
@@ -146,6 +148,7 @@ _NAMES = {
     "nemorl.parallel.plan": ["ParallelPlan"],
     "nemorl.parallel.proving": ["prove"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
+    "nemorl.rollout.judge": ["Judge", "RewardServer"],
     "nemorl.rollout.processes": ["judged_in_processes"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],

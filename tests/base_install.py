@@ -6,7 +6,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 EXTRAS = (
-    *("torchtitan", "spmd_types", "megatron", "ray", "vllm", "peft", "math_verify"),
+    *("torchtitan", "spmd_types", "megatron", "ray", "vllm", "peft", "math_verify", "openai"),
     *("tensorboard", "wandb"),
 )
 

@@ -132,7 +132,9 @@ class FunctionalRewardWrapper:
         self._check_columns(metadata)
         texts = [(text_of(log[:-1]), str(log[-1]["content"])) for log in message_log_batch]
         given: Sequence[tuple[Any, Any]] = texts
-        if self.signature.response == "completions":
+        if getattr(self.fn, "reads_messages", False):
+            given = [(log[:-1], log[-1:]) for log in message_log_batch]
+        elif self.signature.response == "completions":
             given = [
                 _parted(log, row) if _is_chat(row) else text
                 for log, text, row in zip(message_log_batch, texts, metadata, strict=True)
@@ -163,9 +165,10 @@ class FunctionalRewardWrapper:
 
     def check(self, rows: Sequence[Metadata]) -> None:
         """Raise a ValueError that names the first row that can't be judged: by its columns, or by
-        the function's attribute `check_row(row)`, if any.
+        the function's attributes `check(rows)` and `check_row(row)`, if any.
         """
         self._check_columns(rows)
+        check_rows(self.fn, rows)
         if check_row := getattr(self.fn, "check_row", None):
             for_rows(rows, check_row)
 

@@ -1,4 +1,4 @@
-"""Tools for models: a calculator, and Python in the sandbox."""
+"""Tools: a calculator, and Python in the sandbox."""
 
 import ast
 import math
@@ -33,30 +33,24 @@ class Calculator:
         if len(expression) > MAX_CHARACTERS:
             raise ValueError(f"an expression must have at most {MAX_CHARACTERS} characters")
         value = _value(ast.parse(expression.strip(), mode="eval").body)
-        return str(value if value.denominator == 1 else float(value))
+        exact = value.denominator == 1 and abs(value) < 2**MAX_BITS
+        return str(value if exact else float(value))
 
 
 def _value(node: ast.AST) -> Fraction:
     match node:
         case ast.Constant(value=number) if type(number) in (int, float):
-            value = Fraction(str(number))
+            return Fraction(str(number))
         case ast.UnaryOp() if type(node.op) in OPERATORS:
-            value = OPERATORS[type(node.op)](_value(node.operand))
+            return OPERATORS[type(node.op)](_value(node.operand))
         case ast.BinOp() if type(node.op) in OPERATORS:
-            value = Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-        case _:
-            raise ValueError(f"{short(ast.unparse(node))} is not + - * / // % ** of numbers")
-    if _bits(value) > MAX_BITS:
-        raise OverflowError(f"a number must have at most {MAX_BITS} bits")
-    return value
-
-
-def _bits(value: Fraction) -> int:
-    return max(abs(value.numerator), value.denominator).bit_length()
+            return Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"{short(ast.unparse(node))} is not + - * / // % ** of numbers")
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | float:
-    exact = exponent.denominator == 1 and (_bits(base) - 1) * abs(exponent) <= MAX_BITS
+    bits = max(abs(base.numerator), base.denominator).bit_length() - 1
+    exact = exponent.denominator == 1 and bits * abs(exponent) <= MAX_BITS
     return base**exponent if exact else math.pow(base, exponent)
 
 
@@ -102,9 +96,9 @@ class PythonTool:
             result = run_program(code, limits=self.limits)
         said, half = result.stdout, self.longest // 2
         if result.outcome != "ok":
-            errors = re.sub('File "/.*/program.py"', 'File "program.py"', result.stderr)
-            said += f"\n{errors}\nFailed: {result.outcome}"
-        said = said.strip() or "(nothing was printed)"
+            said += re.sub('"/.*/program', '"program', result.stderr)
+            said += f"\nFailed: {result.outcome}"
+        said = said.strip() or "(no output)"
         return said if len(said) <= self.longest else f"{said[:half]}\n…\n{said[-half:]}"
 
 

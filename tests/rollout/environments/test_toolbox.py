@@ -224,8 +224,6 @@ def test_a_conversation_of_each_format(template: str, write, broken: str):
     batch = to_token_batch(found)
     pairs = zip(batch.input_ids, batch.loss_mask, strict=True)
     trained = [token for ids, mask in pairs for token in ids[mask].tolist()]
-    assert (
-        trained
-        == tokenizer("".join(text + tokenizer.eos_token for text in script * 2))["input_ids"]
-    )
+    sampled = "".join(text + tokenizer.eos_token for text in script)
+    assert trained == tokenizer(sampled)["input_ids"] * 2
     assert all(schema["function"]["name"] in prompts[0] for schema in schemas_of(tools_of(Toolbox)))

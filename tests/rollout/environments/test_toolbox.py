@@ -110,6 +110,7 @@ def test_what_it_computes(expression: str, result: str):
         ("0**-1", "0"),
         ("(-8)**0.5", "math domain error"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_what_it_refuses(expression: str, error: str):
     """At once: what is not refused before it is computed would not end."""

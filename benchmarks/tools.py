@@ -26,9 +26,9 @@ class Options:
 
     seeds: int = 3
     """Runs."""
-    sft: int = 250
+    sft: int = 400
     """Steps of SFT."""
-    grpo: int = 40
+    grpo: int = 30
     """Steps of GRPO."""
 
 

@@ -40,7 +40,7 @@ def row(rng):
     return {"messages": messages, "answer": str(a * b), "tools": schemas_of(tools_of(Calculator))}
 
 
-def main(seed: int = 0, sft: int = 250, grpo: int = 40):
+def main(seed: int = 0, sft: int = 400, grpo: int = 30):
     set_seed(seed)
     rng, given = random.Random(seed), {**student(), "seed": seed}
     rows = [row(rng) for _ in range(4000)]

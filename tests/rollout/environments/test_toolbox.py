@@ -146,6 +146,12 @@ def test_python_reaches_no_server_of_this_machine():
     assert (said.endswith("Failed: error") and "OSError" in said) or "PermissionError" in said
 
 
+def test_the_limits_are_those_that_were_given():
+    tight = PythonTool(limits=Limits(output=100)).python
+    assert tight("print('a' * 99)") == "a" * 99
+    assert tight("print('a' * 200)").endswith("Failed: output")
+
+
 def test_long_results_lose_their_middle():
     short = PythonTool(limits=SMALL, longest=20).python
     assert short("print('a' * 10 + 'b' * 10)") == "a" * 10 + "b" * 10

@@ -19,8 +19,9 @@ BRIEFLY = {
     "custom_reward.py": ("2", "first_try/solved: "),
     "custom_training_backend.py": ("5", "from the start"),
     "several_devices.py": ("2", "the trained model, whole again: runs/several_devices/run/hf"),
+    "tools.py": ("--sft 4 --grpo 1", "held-out greedy accuracy: 0."),
 }
-"""The number of steps of a short run, and what its output has to hold."""
+"""The arguments of a short run, and what its output has to hold."""
 ELSEWHERE = {
     "code_reward.py": "test_code_is_judged",
     "demo.py": "tests/test_demo.py",
@@ -53,9 +54,9 @@ def test_each_example_is_run():
     [n if n != "several_devices.py" else pytest.param(n, marks=pytest.mark.slow) for n in BRIEFLY],
 )
 def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
-    steps, expected = BRIEFLY[script]
+    arguments, expected = BRIEFLY[script]
     monkeypatch.chdir(tmp_path)
-    assert run_example(script, steps) == 0
+    assert run_example(script, *arguments.split()) == 0
     assert expected in capsys.readouterr().out
 
 
@@ -64,6 +65,14 @@ def test_code_is_judged(capsys):
     _, *verdicts = capsys.readouterr().out.splitlines()
     assert verdicts.pop(0) == "right: [1.0, 1.0, 1.0]"
     assert len(verdicts) == 4 and all(line.endswith(": [0.0, 0.0, 0.0]") for line in verdicts)
+
+
+@pytest.mark.slow
+def test_a_small_model_learns_to_use_the_calculator(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_example("tools.py") == 0
+    before, _, after = capsys.readouterr().out.splitlines()[-1].rpartition(": ")[2].split()
+    assert float(before) < 0.6 and float(after) > 0.85
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("custom_*.py")), ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 from skyrl_gym.envs.aime.env import AIMEEnv
@@ -28,19 +29,18 @@ class Scripted:
 
     policy_version = 1
 
-    def __init__(self, answer: Callable[[str], str]) -> None:
-        self.answer, self.asked = answer, list[str]()
+    def __init__(self, answer: Callable[[str], str], tokenizer: Any = TOKENIZER) -> None:
+        self.answer, self.tokenizer = answer, tokenizer
 
     async def sample(self, prompt, params):
-        self.asked.append(TOKENIZER.decode(list(prompt)))
-        text = self.answer(self.asked[-1])
-        ids = (*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id)
+        text = self.answer(self.tokenizer.decode(list(prompt)))
+        ids = (*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id)
         said = Completion(
             token_ids=ids,
             logprobs=(-1.0,) * len(ids),
             finish_reason="stop",
             text=text,
-            tokenizer=TOKENIZER,
+            tokenizer=self.tokenizer,
         )
         return [said] * params.n
 
@@ -59,14 +59,16 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{asked}\n</tool_call>"
 
 
-def played(environment, answer: Callable[[str], str], *rows: dict, **limits) -> Rollouts:
+def played(
+    environment, answer: Callable[[str], str], *rows: dict, tokenizer: Any = TOKENIZER, **limits
+) -> Rollouts:
     rows = [{"prompt": [{"role": "user", "content": "Go."}], **row} for row in rows or ({},)]
     ids = [
-        TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
         for row in rows
     ]
-    prompts = Prompts(rows, ids, tokenizer=TOKENIZER, limits=Limits(**limits))
-    generator = as_generation_backend(Scripted(answer))
+    prompts = Prompts(rows, ids, tokenizer=tokenizer, limits=Limits(**limits))
+    generator = as_generation_backend(Scripted(answer, tokenizer))
     return collect(generator, environment, prompts, SAMPLING, seed=1)
 
 

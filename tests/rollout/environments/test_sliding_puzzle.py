@@ -8,14 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.data.datasets import load_rows
-from nemorl.data.sliding_puzzle import Board, boards, distances, moves, optimal_moves, shown
+from nemorl.data.sliding_puzzle import (
+    Board,
+    boards,
+    distances,
+    moves,
+    optimal_moves,
+    read_board,
+    shown,
+)
 from nemorl.rollout.answers import ENVIRONMENTS
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.sliding_puzzle import SlidingPuzzle
 from nemorl.runtime.cli.api import make_config
+from nemorl.runtime.cli.inference import evaluate
 from nemorl.runtime.start.registry import require_names
 from nemorl.user_code import function_of
-from tests.rollout.environments.test_tools import played
+from tests.examples import load_example, run_example
+from tests.rollout.environments.test_tools import TOKENIZER, played
 
 OPPOSITE = {"U": "D", "D": "U", "L": "R", "R": "L"}
 ALL = {size: list(distances(size)) for size in (2, 3)}
@@ -160,8 +170,6 @@ def test_what_is_not_possible_or_no_move_is_said_and_counted():
     found = played(make_environment(SlidingPuzzle), answers, ROW, max_turns=9)
     assert found.rewards.tolist() == [1.0] * 2 and found.answers == ["LRLU"] * 2
     assert found.metrics == {"solved": 1.0, "illegal_moves": 4.0, "moves_over_optimal": 2.0}
-    from tests.rollout.environments.test_tools import TOKENIZER
-
     last = TOKENIZER.decode(list(found.conversations[0].turns[-1].prompt))
     assert "Not possible: R. Possible: U, L\n0 1\n3 2" in last
     assert last.count("Not possible: no move. Possible: U, L\n0 1\n3 2") == 3
@@ -205,3 +213,36 @@ def test_environments_have_names():
     for name, hint in (("sliding_puzle", "; did you mean sliding_puzzle[?]"), ("chess", "$")):
         with pytest.raises(ValueError, match=f"environment must be .*sliding_puzzle.*Class{hint}"):
             require_names(make_config("grpo", rollout={"environment": name}))
+
+
+def test_an_evaluation_gives_the_share_solved(tmp_path):
+    load_example("puzzle").save_model(tmp_path / "model", seed=0)
+    found = evaluate(
+        tmp_path / "model",
+        "sliding_puzzle:2x2",
+        environment_factory="sliding_puzzle",
+        prompt_template="{board}",
+        validation_split="train",
+        **{"max_new_tokens": 1, "n": 8, "temperature": 1.0, "by": "optimal"},
+    )
+    answers = found["answers"]
+    assert len(answers) == 64 and 0 < found["reward"] == found["accuracy"] < 0.5
+    for answer in answers:
+        board = read_board(answer["prompt"])
+        for move in answer.get("extracted_answer", ""):
+            board = moves(board)[move]
+        assert answer["reward"] == answer["correct"] == (distances(2)[board] == 0)
+    assert {line["category"] for line in found["summaries"]} == {None, "1", "2", "3", "4", "5"}
+
+
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_example("puzzle.py", "--size", "3", "--steps", "1") == 0
+    assert "3x3, boards held out: solved 0." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_learns_from_nothing(tmp_path):
+    before, after = load_example("puzzle").main(steps=25, dir=str(tmp_path / "run"))[1::2]
+    assert before < 0.2
+    assert after > before + 0.4

@@ -53,11 +53,11 @@ def is_generated(source: Any) -> bool:
 
 
 def generated(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a task or puzzle: 1,000, or the setting `size`; of a puzzle up to so many.
+    """Return the rows of a task or puzzle: 1,000, or the setting `size`, if there are as many.
 
     Those of a task have `prompt`, `answer`, `metadata`, and `task`, which judges them. Those of the
-    split "validation" are of other seeds; a task of few questions may still repeat some.
-    Those of a puzzle have `prompt`, `board`, and `optimal`, its number of moves.
+    split "validation" are of other seeds; a task of few questions may still repeat some. Those of
+    a puzzle: docs/puzzle.md.
 
     >>> len(generated("reasoning_gym:leg_counting?size=3", "train"))
     3

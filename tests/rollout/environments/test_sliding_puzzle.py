@@ -238,7 +238,7 @@ def test_an_evaluation_gives_the_share_solved(tmp_path):
 def test_the_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_example("puzzle.py", "--size", "3", "--steps", "1") == 0
-    assert "3x3, boards held out: solved 0." in capsys.readouterr().out
+    assert "3x3, of boards held out and others: solved [0." in capsys.readouterr().out
 
 
 @pytest.mark.slow

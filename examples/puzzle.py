@@ -1,6 +1,4 @@
-"""A model that knows nothing learns sliding puzzles by GRPO over turns (docs/puzzle.md):
-python examples/puzzle.py [--size 3] [--seed 1], which is 2x2, or 3x3 of at most 4 moves.
-"""
+"""A model that knows nothing learns sliding puzzles: 2x2, or with --size 3 some of 3x3."""
 
 import shutil
 from pathlib import Path
@@ -27,8 +25,8 @@ def save_model(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": len(tokens)}
-    config = Qwen2Config(**sizes, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    sizes |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, pad_token_id=0)).save_pretrained(folder)
 
 
 def solved(model: Path, source: str) -> list[float]:
@@ -43,13 +41,14 @@ def main(size: int = 2, seed: int = 0, steps: int = 50, dir: str = "runs/puzzle"
     """Return the shares solved before and after training."""
     shutil.rmtree(dir, ignore_errors=True)
     save_model(model := Path(dir, "model"), seed)
-    source = f"sliding_puzzle:{size}x{size}?most={(most := {2: 6, 3: 4}[size])}"
+    most, turns, entropy = {2: (6, None, 0.02), 3: (4, 4, 0.05)}[size]
+    source = f"sliding_puzzle:{size}x{size}?most={most}"
     before = solved(model, source)
     result = nemorl.train(
         model, source, environment_factory=Strict, prompt_template="{board}", max_new_tokens=1,
         num_prompts_per_step=8, num_generations_per_prompt=8, max_num_steps=steps, lr=2e-3,
-        num_updates_per_batch=4, entropy_coef=0.05, reduction="token_mean", discount=0.9,
-        max_turns=most, advantage={"level": "turn"}, run={"dir": f"{dir}/run", "seed": seed},
+        num_updates_per_batch=4, entropy_coef=entropy, reduction="token_mean", discount=0.9,
+        max_turns=turns, advantage={"level": "turn"}, run={"dir": f"{dir}/run", "seed": seed},
     )  # fmt: skip
     after = solved(result.paths.hf, source)
     print(f"{size}x{size}, of boards held out and others: solved {before} -> {after}")

@@ -30,7 +30,7 @@ class SlidingPuzzle:
         self.max_turns = 2 * self.optimal + 2
         self.made, self.illegal = "", 0
 
-    def step(self, response: str) -> TurnResult:
+    async def step(self, response: str) -> TurnResult:  # in no thread, which would take longer
         require(bool(optimal_moves(self.board)), "board", "must be unsolved", self.board, "reset")
         found, names = moves(self.board), MOVE.findall(response)
         move, said = names[-1][0].upper() if names else "", ""

@@ -1,5 +1,6 @@
 """Sliding puzzles: their laws, rows of them, and episodes of a scripted model."""
 
+import asyncio
 from collections import deque
 from functools import cache
 
@@ -189,9 +190,9 @@ def test_a_penalty_for_each_impossible_move():
 def test_calls_after_the_end():
     puzzle = SlidingPuzzle()
     puzzle.reset([1, 2, 0, 3])
-    assert puzzle.step("L").done
+    assert asyncio.run(puzzle.step("L")).done
     with pytest.raises(ValueError, match=r"board must be unsolved, .*: reset"):
-        puzzle.step("R")
+        asyncio.run(puzzle.step("R"))
 
 
 @pytest.mark.parametrize(

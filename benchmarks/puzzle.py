@@ -32,7 +32,7 @@ def main(options: Options) -> None:
     quiet()
     train = runpy.run_path(str(EXAMPLE))["main"]
     steps = {} if options.steps is None else {"steps": options.steps}
-    print("| puzzle | seed | held out, before | after | others, before | after | CPU seconds |")
+    print("| puzzle | seed | held out, before | after | trained on, before | after | CPU seconds |")
     print("|---|---|---|---|---|---|---|")
     for size in options.sizes:
         for seed in range(options.seeds):

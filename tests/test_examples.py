@@ -26,6 +26,7 @@ ELSEWHERE = {
     "code_reward.py": "test_code_is_judged",
     "demo.py": "tests/test_demo.py",
     "judge.py": "tests/rollout/test_judge.py",
+    "puzzle.py": "tests/rollout/environments/test_sliding_puzzle.py",
     "quickstart.py": "tests/test_documentation.py",
     "custom_loss.py": "tests/test_scripts.py",
     "grpo_loop.py": "tests/test_scripts.py",

@@ -1,4 +1,4 @@
-"""Rows that are generated: tasks of reasoning-gym."""
+"""Rows that are generated: tasks of reasoning-gym, and sliding puzzles."""
 
 from typing import Any
 from urllib.parse import parse_qsl
@@ -6,10 +6,19 @@ from urllib.parse import parse_qsl
 import yaml
 
 from nemorl.checks import closest, require
+from nemorl.data.sliding_puzzle import boards, optimal_moves, shown
 
-PREFIX = "reasoning_gym:"
+PREFIX, PUZZLES = "reasoning_gym:", "sliding_puzzle:"
 APART = 10**9
 """Row i is made of the seed + i; the rows of "validation" of seeds that are so much larger."""
+
+
+PROMPT = """\
+Slide the tiles into order, with the gap (0) last. In each turn name where a tile beside the gap \
+goes: U (up), D (down), L (left) or R (right).
+
+"""
+"""Of a puzzle."""
 
 
 def task_of(name: str, **settings: Any) -> Any:
@@ -28,26 +37,48 @@ def task_of(name: str, **settings: Any) -> Any:
     task, _, given = name.partition("?")
     remedy = f"see reasoning_gym.factory.DATASETS{closest(task, DATASETS)}"
     require(task in DATASETS, "task", "must be one of reasoning-gym's", task, remedy)
-    own = {key: yaml.safe_load(text) for key, text in parse_qsl(given, keep_blank_values=True)}
     try:
-        return create_dataset(task, **{"size": 1000, "seed": 0} | own | settings)
+        return create_dataset(task, **{"size": 1000, "seed": 0} | _settings(given) | settings)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"{PREFIX}{name}: {error}: change the setting") from error
 
 
-def generated(name: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a task: `prompt`, `answer`, `metadata`, and `task`, which judges them.
+def is_generated(source: Any) -> bool:
+    """Return whether `generated` makes the rows of a source.
 
-    There are 1,000, or the setting `size`. Those of the split "validation" are of other seeds; a
-    task of few questions may still repeat some.
+    >>> is_generated("sliding_puzzle:2x2"), is_generated("sums.jsonl")
+    (True, False)
+    """
+    return isinstance(source, str) and source.startswith((PREFIX, PUZZLES))
 
-    >>> len(generated("leg_counting?size=3", "train"))
+
+def generated(source: str, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a task or puzzle: 1,000, or the setting `size`, if there are as many.
+
+    Those of a task have `prompt`, `answer`, `metadata`, and `task`, which judges them. Those of the
+    split "validation" are of other seeds; a task of few questions may still repeat some. Those of
+    a puzzle: docs/puzzle.md.
+
+    >>> len(generated("reasoning_gym:leg_counting?size=3", "train"))
     3
     """
     known, remedy = split in ("train", "validation"), "there is no other"
     require(known, "the split of a task", 'must be "train" or "validation"', split, remedy)
-    task = task_of(name)
+    if source.startswith(PUZZLES):
+        shape, _, given = source.removeprefix(PUZZLES).partition("?")
+        try:
+            found = boards(shape, split=split, **_settings(given))
+        except TypeError as error:
+            raise ValueError(f"{source}: {error}: change the setting") from error
+        board, optimal = map(shown, found), map(len, map(optimal_moves, found))
+        made = zip(board, optimal, strict=True)
+        return [{"prompt": PROMPT + b, "board": b, "optimal": n} for b, n in made]
+    task = task_of(name := source.removeprefix(PREFIX))
     if split == "validation":
         task = task_of(name, seed=task.seed + APART)
     rows = (task[number] for number in range(len(task)))
     return [{"prompt": row.pop("question"), "task": name, **row} for row in rows]
+
+
+def _settings(given: str) -> dict[str, Any]:
+    return {key: yaml.safe_load(text) for key, text in parse_qsl(given, keep_blank_values=True)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import short
-from nemorl.data.generated import PREFIX, generated
+from nemorl.data.generated import generated, is_generated
 from nemorl.data.known import known_set
 from nemorl.data.rows import Row
 
@@ -129,8 +129,8 @@ def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
             "data_files chooses files on the hub or in a folder, but the source is"
             f" {name_of(source)}: remove it"
         )
-    if isinstance(source, str) and source.startswith(PREFIX):
-        return _numbered(generated(source.removeprefix(PREFIX), split), f"{source}, ")
+    if is_generated(source):
+        return _numbered(generated(source, split), f"{source}, ")
     if isinstance(source, str | Path):
         path = Path(source)
         if path.suffix not in READERS:

@@ -251,6 +251,12 @@ REWARDS: dict[str, Any] = {
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 
 
+ENVIRONMENTS = {
+    "sliding_puzzle": "nemorl.rollout.environments.sliding_puzzle:SlidingPuzzle",
+}
+"""Environments by name."""
+
+
 GIVEN = "given in Python"
 """Begins the name that a run's config keeps of a reward or an environment without one."""
 
@@ -265,10 +271,11 @@ def require_again(name: str, what: str, setting: str) -> None:
 
 
 def require_environment(name: str) -> None:
-    """Raise ValueError for an environment that is not named as `module:Class`."""
+    """Raise ValueError for an environment that is neither in ENVIRONMENTS nor a `module:Class`."""
     require_again(name, "environment_factory", "rollout.environment")
-    must, remedy = "must name a class or an episode", "write module:Class or ./file.py:Class"
-    require(":" in name, "rollout.environment", must, name, remedy)
+    must = f"must be {', '.join(sorted(ENVIRONMENTS))}, or name a class or an episode"
+    remedy = f"write module:Class or ./file.py:Class{closest(name, ENVIRONMENTS)}"
+    require(name in ENVIRONMENTS or ":" in name, "rollout.environment", must, name, remedy)
 
 
 def require_reward(name: str) -> None:

@@ -27,8 +27,8 @@ class RolloutConfig:
     """How conversations with an environment are led."""
 
     environment: str | None = None
-    """Class with turns or tools, module:Class or ./file.py:Class (docs/environments.md). Default:
-    one response to each prompt, judged by `reward`.
+    """sliding_puzzle, or a class with turns or tools, module:Class or ./file.py:Class
+    (docs/environments.md). Default: one response to each prompt, judged by `reward`.
     """
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from nemorl.checks import closest, require
-from nemorl.rollout.answers import REWARDS, require_environment, require_reward
+from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_environment, require_reward
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
@@ -84,7 +84,8 @@ def _led(
     """Return an environment that leads conversations; `judge()` gives the reward that it lacks."""
     if isinstance(environment, str):
         require_environment(environment)
-        environment = function_of(environment, "rollout.environment")
+        named = ENVIRONMENTS.get(environment, environment)
+        environment = function_of(named, "rollout.environment")
     whole = isinstance(environment, EnvironmentInterface | LeadsConversations)
     if whole or is_async(environment):
         leads, found = True, environment

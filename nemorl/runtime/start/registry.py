@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nemorl.checks import checked_by, closest, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.traits import TrainingTraits
-from nemorl.rollout.answers import GIVEN, REWARDS, require_environment, require_reward
+from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environment, require_reward
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.traits import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
@@ -263,7 +263,8 @@ def require_names(config: Any) -> None:
     environment = getattr(getattr(config, "rollout", None), "environment", None)
     if environment is not None and not environment.startswith(GIVEN):
         require_environment(environment)
-        check_function(environment, "rollout.environment")
+        if environment not in ENVIRONMENTS:
+            check_function(environment, "rollout.environment")
     for setting, section in vars(config).items():
         if getattr(section, "_unchecked", False):
             check_function(section.name, setting)

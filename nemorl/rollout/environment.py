@@ -123,7 +123,7 @@ class FunctionalRewardWrapper:
         require(plain, f"reward {self.name!r}", what, kind, remedy)
         if self.signature.awaited:
             self._loop = EventLoop()  # the same for all calls: it may keep connections
-            weakref.finalize(self, self._loop.close)
+            weakref.finalize(self, self._loop.free)
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]

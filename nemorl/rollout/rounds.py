@@ -53,6 +53,11 @@ class EventLoop:
                     loop.call_soon_threadsafe(task.cancel)
                     raise
 
+    def free(self) -> None:
+        """Close the loop as garbage collection must: without thread or lock, which may be held."""
+        if self._inside is not None:
+            self._inside.close()
+
     def close(self) -> None:
         """Cancel what the loop has left. May be repeated."""
         with ThreadPoolExecutor(1) as pool:

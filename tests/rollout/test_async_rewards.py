@@ -1,6 +1,7 @@
 """Rewards that are `async def`: of one response, of a batch, in scripts and in notebooks."""
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -74,6 +75,25 @@ def test_all_calls_have_one_event_loop():
     for _ in range(3):
         environment.step(LOGS, [{}] * len(LOGS))
     assert len(loops) == 1 and not loops.pop().is_closed()
+
+
+def test_an_environment_is_collected_without_threads(monkeypatch):
+    """Garbage is also collected where this thread holds the lock of all thread pools, and a loop
+    runs.
+    """
+    environment = FunctionalRewardWrapper(right)
+    environment.step(LOGS[:1], [{"answer": "1"}])
+    loop = environment._loop._inside
+    monkeypatch.setattr("nemorl.rollout.rounds.ThreadPoolExecutor", None)
+
+    async def collected(left):
+        left.clear()
+        gc.collect()
+        return loop.is_closed()
+
+    left = [environment]
+    del environment
+    assert asyncio.run(collected(left))
 
 
 def test_an_error_names_prompt_and_response():

@@ -30,7 +30,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.examples import run_example
-from tests.runtime.runs import addition_rows
+from tests.runtime.runs import addition_rows, of_phase
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(3)]
@@ -67,6 +67,7 @@ class Fake:
             def log_message(self, *args: object) -> None:
                 pass
 
+        ThreadingHTTPServer.request_queue_size = 64
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -311,8 +312,11 @@ def test_a_judge_of_a_file_is_a_reward_of_a_run(fake, tmp_path: Path, monkeypatc
     Path("my_url_judge.py").write_text(
         f"import nemorl\njudge = nemorl.Judge(url={fake.url!r}, model='big')\n"
     )
-    train("./my_url_judge.py:judge")
-    assert len(fake.asked) == 1 + 8, "once before training"
+    (step,) = of_phase(train("./my_url_judge.py:judge"), "train")
+    assert step["reward"] == pytest.approx(0.7) and "failed/ConversationFailed" not in step
+    texts = [body["messages"][0]["content"] for body in fake.asked]
+    answers = [text.split("Answer:\n")[1].split("\n")[0] for text in texts]
+    assert len(texts) >= 1 + 8 and answers[0] == "0", "the first row's answer before training"
 
 
 def test_connections_are_kept_and_clients_of_closed_loops_are_not(fake, caplog):

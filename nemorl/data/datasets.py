@@ -1,7 +1,7 @@
 """Rows under the names that the library knows, and the prompts and examples made of them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,8 @@ from nemorl.data.known import as_known, known_set
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from nemorl.data.prompts import with_prompt
 from nemorl.data.rows import COLUMNS, Row, for_rows
-from nemorl.data.sources import read_rows, sources_of
+from nemorl.data.sources import read_rows, shards_of, sources_of
+from nemorl.data.stream import Places, StreamedRows, shuffled
 from nemorl.data.templates import Message
 
 
@@ -53,11 +54,6 @@ def load_rows(
     >>> load_rows([{"question": "1+1", "answer": "2"}], prompt_column="question")
     [{'question': '1+1', 'answer': '2', 'prompt': '1+1'}]
     """
-    names = (
-        *(prompt_column, response_column, answer_column, messages_column),
-        *(chosen_column, rejected_column, label_column),
-    )
-    columns = {name: column for name, column in zip(COLUMNS, names, strict=True) if column != name}
     sources = sources_of(source)
     splits = [split] * len(sources) if isinstance(split, str) else list(split)
     if len(splits) != len(sources):
@@ -65,24 +61,65 @@ def load_rows(
             f"split must be one for all sources or one for each of them, {len(sources)}, got"
             f" {splits}"
         )
+    complete = completer(
+        sources,
+        prompt_template=prompt_template,
+        system_prompt=system_prompt,
+        chat=chat,
+        prompt_column=prompt_column,
+        response_column=response_column,
+        answer_column=answer_column,
+        messages_column=messages_column,
+        chosen_column=chosen_column,
+        rejected_column=rejected_column,
+        label_column=label_column,
+    )
     rows: list[Row] = []
     for number, (part, own) in enumerate(zip(sources, splits, strict=True)):
-        known, template = known_set(part), prompt_template
-        if known is not None:
-            own, template = known.train if own == "train" else own, template or known.template
         found = read_rows(part, split=own, data_files=data_files, number=number)
-        found = _placed(found, sources)
-        if known is not None:
-            given = [name for name, column in columns.items() if column in found[0]]
-            found = [as_known(row, known, given=given) for row in found]
-        found = [
-            with_standard_names(_mapped(row, columns, several=len(sources) > 1)) for row in found
-        ]
-        if template is not None or system_prompt is not None or chat:
-            options: Any = {"template": template, "system": system_prompt, "chat": chat}
-            found = for_rows(found, partial(with_prompt, **options))
-        rows += found
+        rows += map(complete, found)
     return rows
+
+
+def stream_rows(
+    source: Any, *, split: str = "train", seed: int = 0, shuffle_buffer: int = 0, **reading: Any
+) -> StreamedRows:
+    """Return the rows that `load_rows` returns, to be read as they are needed.
+
+    shuffle_buffer: of how many rows the next one is drawn; 0: they stay in order.
+    """
+    shards = shards_of(source, split)
+    read = partial(shuffled, shards, seed=seed, shuffle_buffer=shuffle_buffer)
+    return StreamedRows(Places(read), completer(sources_of(source), **reading))
+
+
+def completer(
+    sources: Sequence[Any],
+    *,
+    prompt_template: str | None = None,
+    system_prompt: str | None = None,
+    chat: bool = False,
+    **names: str,
+) -> Callable[[Row], Row]:
+    """Return what gives a row of the sources our columns and its prompt: see `load_rows`."""
+    columns = {
+        name: column for name in COLUMNS if (column := names.get(f"{name}_column", name)) != name
+    }
+    known, several = [*map(known_set, sources)], len(sources) > 1
+
+    def complete(row: Row) -> Row:
+        part, template = known[row.source], prompt_template
+        if several and not isinstance(sources[row.source], str | Path):
+            origin = f"{row.origin} of data set {row.source + 1}"
+            row = Row(row, origin=origin, source=row.source)
+        if part is not None:
+            template = template or part.template
+            row = as_known(row, part, given=[n for n, column in columns.items() if column in row])
+        row = with_standard_names(_mapped(row, columns, several=several))
+        prompted = partial(with_prompt, template=template, system=system_prompt, chat=chat)
+        return for_rows([row], prompted)[0]
+
+    return complete
 
 
 def with_standard_names(row: Row) -> Row:
@@ -131,7 +168,7 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:
 
 def to_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any
-) -> list[list[int]]:
+) -> Sequence[list[int]]:
     """Return the token ids of each row's prompt; a row's `tools` go to the chat template.
 
     `template` takes `tokenize_prompt`'s arguments. Raises: ValueError that names the row.
@@ -155,7 +192,7 @@ def to_prompts(
 
 def to_examples(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
-) -> list[Example]:
+) -> Sequence[Example]:
     """Return each row as an example: all assistant turns of its `messages`, or its `response`.
 
     If prompt or response are messages, both go through the chat template with the row's `tools`;
@@ -255,13 +292,6 @@ def _mappings(value: Any) -> bool:
         and not isinstance(value, str)
         and all(isinstance(part, Mapping) for part in value)
     )
-
-
-def _placed(rows: list[Row], sources: list[Any]) -> list[Row]:
-    if len(sources) > 1 and not isinstance(sources[rows[0].source], str | Path):
-        for row in rows:
-            row.origin = f"{row.origin} of data set {row.source + 1}"
-    return rows
 
 
 def _mapped(row: Row, columns: Mapping[str, str], *, several: bool) -> Row:

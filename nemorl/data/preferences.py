@@ -60,7 +60,7 @@ def labelled_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 def to_pairs(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
-) -> list[Pair]:
+) -> Sequence[Pair]:
     """Return the pairs of `pair_rows(rows)` as tokens. Arguments, Raises: as `to_examples`.
 
     >>> from transformers import ByT5Tokenizer
@@ -77,7 +77,7 @@ def to_pairs(
 
 def to_labelled(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
-) -> list[tuple[Example, bool]]:
+) -> Sequence[tuple[Example, bool]]:
     """Return the answers of `labelled_rows(rows)` as tokens, each with whether it is desirable.
 
     >>> from transformers import ByT5Tokenizer

@@ -1,8 +1,10 @@
 """Rows of a data set that know their place, so that errors can name it."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from nemorl.data.stream import StreamedRows
 
 Built = TypeVar("Built")
 RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
@@ -62,17 +64,21 @@ def origin_of(row: Mapping[str, Any], index: int) -> str:
     return getattr(row, "origin", "") or f"row {index + 1}"
 
 
-def for_rows(rows: Iterable[RowLike], build: Callable[[RowLike], Built]) -> list[Built]:
-    """Return `build(row)` for each row; a ValueError that it raises names the row.
+def for_rows(rows: Iterable[RowLike], build: Callable[[RowLike], Built]) -> Sequence[Built]:
+    """Return `build(row)` for each row, of a stream when it is asked for; a ValueError that it
+    raises names the row.
 
     >>> for_rows([{"n": "x"}], lambda row: int(row["n"]))
     Traceback (most recent call last):
     ValueError: row 1: invalid literal for int() with base 10: 'x'
     """
-    built = []
-    for index, row in enumerate(rows):
+
+    def named(row: RowLike, index: int = 0) -> Built:
         try:
-            built.append(build(row))
+            return build(row)
         except ValueError as error:
             raise ValueError(f"{origin_of(row, index)}: {error}") from error
-    return built
+
+    if isinstance(rows, StreamedRows):
+        return rows.mapped(named)
+    return [named(row, index) for index, row in enumerate(rows)]

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -57,13 +58,46 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
     >>> [row.origin for row in read_rows([{"prompt": "a"}, {"prompt": "b"}], split="train")]
     ['row 1', 'row 2']
     """
-    rows = []
-    for place, row in _read(source, split, data_files):
-        _require_row(place, row)
-        rows.append(Row(row, origin=getattr(row, "origin", "") or place, source=number))
+    rows = list(Shard(source, split, number, data_files=data_files)())
     if not rows:
         raise ValueError(f"{name_of(source)} holds no rows (split {split!r})")
     return rows
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of a source, read when it is called."""
+
+    source: Any
+    split: str = "train"
+    number: int = 0
+    before: str = ""
+    """Begins its rows' places."""
+    data_files: Any = None
+
+    def __call__(self) -> Iterator[Row]:
+        for place, row in _read(self.source, self.split, self.data_files):
+            place = self.before + place
+            _require_row(place, row)
+            yield Row(row, origin=getattr(row, "origin", "") or place, source=self.number)
+
+    def __getstate__(self) -> None:
+        """Have `datasets` hash nothing, for a cache that is not used."""
+
+
+def shards_of(source: Any, split: str) -> list[Shard]:
+    """Return the shards of one or several sources; a file is one."""
+    found = []
+    for number, part in enumerate(sources_of(source)):
+        data, before, own = part, "", split
+        if isinstance(part, str | Path) and has_splits(part) and PREFIX not in str(part):
+            data = _named(_load_dataset(part, split, streaming=True), split, part)
+            before, own = f"{part}, ", "train"
+        for n in range(size := getattr(data, "num_shards", 1)):
+            shard = data.shard(size, n) if size > 1 else data
+            name = before + f"shard {n + 1}, " * (size > 1)
+            found.append(Shard(shard, own, number, name))
+    return found
 
 
 def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
@@ -173,7 +207,9 @@ def _named(data: Any, split: str, source: Any) -> Any:
     return data
 
 
-def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
+def _load_dataset(
+    source: str | Path, split: str, data_files: Any = None, *, streaming: bool = False
+) -> Any:
     import datasets
 
     path = Path(source)
@@ -186,9 +222,13 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
     name, _, configuration = (str(source), "", "") if path.exists() else str(source).partition(":")
     if (known := known_set(source)) is not None:
         configuration = configuration or known.configuration
+        split = known.train if split == "train" else split
     try:
         return datasets.load_dataset(
-            *filter(None, (name, configuration)), data_files=data_files, split=split
+            *filter(None, (name, configuration)),
+            data_files=data_files,
+            split=split,
+            streaming=streaming,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         hint = f" (as {name}:NAME)" if "config" in str(error).lower() and not configuration else ""
@@ -282,7 +322,9 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
-        return _numbered(pyarrow.parquet.read_table(path).to_pylist(), f"{path}, ")
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from _numbered(rows, f"{path}, ")
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file that can be read ({error})") from error
 

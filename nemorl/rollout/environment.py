@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemorl.checks import as_number, closest, require, short
 from nemorl.data.rows import for_rows, origin_of
+from nemorl.data.stream import StreamedRows, first_of
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.processes import LATE, LIMIT, Processes
 from nemorl.rollout.prompts import messages_of
@@ -322,11 +323,14 @@ class FunctionalRewardWrapper:
         return reward
 
 
-def check_rows(environment: Any, rows: Sequence[Metadata]) -> None:
-    """Call an environment's `check(rows)`, if any."""
+def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
+    """Return rows after an environment's `check(rows)`; a stream's are checked as they come."""
     check = getattr(environment, "check", None)
     if check is not None:
-        check(rows)
+        check(first_of(rows))
+        if isinstance(rows, StreamedRows):
+            return rows.mapped(lambda row: (check([row]), row)[1])
+    return rows
 
 
 def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:

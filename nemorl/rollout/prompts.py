@@ -33,10 +33,11 @@ class Prompts:
         return len(self.rows)
 
     def take(self, indices: Sequence[int]) -> "Prompts":
+        found = [(self.rows[i], self.token_ids[i]) for i in indices]  # a stream is at one place
         return replace(
             self,
-            rows=[self.rows[i] for i in indices],
-            token_ids=[self.token_ids[i] for i in indices],
+            rows=[row for row, _ in found],
+            token_ids=[ids for _, ids in found],
             groups=[self.groups[i] for i in indices] if self.groups else (),
         )
 

@@ -79,7 +79,8 @@ def test_a_name_goes_to_the_hub(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_rows("owner/sums", split="test[:2]", data_files="main.parquet") == ROWS
-    assert asked == [(("owner/sums",), {"data_files": "main.parquet", "split": "test[:2]"})]
+    options = {"data_files": "main.parquet", "split": "test[:2]", "streaming": False}
+    assert asked == [(("owner/sums",), options)]
 
 
 def test_an_unreachable_hub_is_an_error_that_names_the_set(monkeypatch):

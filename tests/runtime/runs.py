@@ -169,6 +169,8 @@ def main(settings: dict[str, Any]) -> None:
     options = settings.get("options", {})
     if "kl" in options:
         options["kl"] = nemorl.KLConfig(**options["kl"])
+    if "data" in options:
+        options["data"] = nemorl.DataConfig(max_total_sequence_length=32, **options["data"])
     if "lora" in options:
         options["lora"] = nemorl.LoRAConfig(**options["lora"])
     validation = addition_rows(8)

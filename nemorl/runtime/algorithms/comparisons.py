@@ -38,7 +38,7 @@ class Comparisons:
 
 def comparisons(
     config: DPOConfig, rows: Sequence[Any], tokenizer: Any, *, in_pairs: bool = False
-) -> tuple[Comparisons, list[Any], Lengths]:
+) -> tuple[Comparisons, Sequence[Any], Lengths]:
     """Return preferences as tokens, the row of each, and their lengths.
 
     KTO takes pairs apart; with `in_pairs` the two responses stay next to each other.

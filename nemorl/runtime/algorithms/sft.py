@@ -31,7 +31,7 @@ def sft(run: OpenRun) -> None:
 
 def demonstrations(
     run: OpenRun, name: str, rows: Sequence[Any]
-) -> tuple[list[Example], Sequence[Any]]:
+) -> tuple[Sequence[Example], Sequence[Any]]:
     """Return demonstrations as tokens within the longest sequence, and the row of each."""
     items = to_examples(rows, run.tokenizer)
     found, kept, run.lengths[name] = within_limit("examples", run.config, rows, items)

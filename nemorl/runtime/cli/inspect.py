@@ -6,13 +6,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemorl.checks import require
-from nemorl.data.datasets import load_rows, to_examples, to_prompts
+from nemorl.data.datasets import load_rows, stream_rows, to_examples, to_prompts
 from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.prompts import warn_of_strings
 from nemorl.data.rows import Row
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
+from nemorl.data.stream import first_of
 from nemorl.data.templates import with_chat_template
 from nemorl.runtime.cli.settings import InspectConfig
 from nemorl.runtime.start.lengths import print_lengths
@@ -50,7 +51,8 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     given = train is not None or bool(data.train)
     require(given, "data.train", "must be given", data.train, "add --data.train FILE")
     source = data.train if train is None else train
-    rows = load_rows(source, split=data.split, **data.reading())
+    read: Any = stream_rows if data.streaming else load_rows
+    rows = first_of(read(source, split=data.split, **data.reading()))
     if tokenizer is None:
         require(
             bool(model.path or model.tokenizer),

@@ -68,6 +68,13 @@ class BaseConfig:
             self.optimizer.min_lr_ratio,
             "add --optimizer.schedule cosine, or remove it",
         )
+        require(
+            not self.data.streaming or getattr(self, "max_num_steps", 1) is not None,
+            "max_num_steps",
+            "must be given with data.streaming, which counts no rows",
+            None,
+            "add --max-num-steps",
+        )
 
     def planned_steps(self, num_rows: int) -> int | None:
         """Return the number of steps of a run on `num_rows` rows; None where no setting says it."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.data.prompts import parts_of
 from nemorl.data.rows import COLUMNS
 from nemorl.data.sources import READERS, sources_of
@@ -56,10 +56,19 @@ class DataConfig:
     """Longer rows are an error, dropped, or cut at the end (prompts at the beginning)."""
     shuffle: bool = True
     """Shuffle the rows again in every epoch, by run.seed."""
+    streaming: bool = False
+    """Read training rows as they are needed, for data sets too large to list."""
+    shuffle_buffer: int = 10_000
+    """Rows of a stream among which the next one is drawn."""
 
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
         at_least(0, data__held_out=self.held_out)
+        at_least(1, data__shuffle_buffer=self.shuffle_buffer)
+        shuffled = self.streaming and self.shuffle
+        unused = ["weights", "held_out"] * self.streaming + ["shuffle_buffer"] * (not shuffled)
+        what = f"is not used with data.streaming {self.streaming} and data.shuffle {self.shuffle}"
+        refuse_unused("data", self, what, "remove it", names=unused)
         if self.prompt_template is not None:
             parts_of(self.prompt_template)
 

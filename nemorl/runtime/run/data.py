@@ -2,17 +2,19 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, islice
 from typing import Any
 
 from nemorl.checks import require
-from nemorl.data.datasets import load_rows, to_prompts
+from nemorl.data.datasets import load_rows, stream_rows, to_prompts
 from nemorl.data.known import known_set
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.rows import Row, origin_of
 from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
+from nemorl.data.stream import Places, StreamedRows, first_of
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.prompts import Prompts
@@ -29,7 +31,7 @@ DEFAULT_REWARD = "exact_match"
 
 def read_data(
     data: DataConfig, *, train: Rows = None, validation: Rows = None, seed: int = 0
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """Return the rows to train and to validate on, of `data` or of `train` and `validation`.
 
     A `DataModule` brings its own validation rows; `data.held_out` takes training rows for it.
@@ -45,7 +47,7 @@ def read_data(
     given = validation is not None or data.validation is not None
     if not given and isinstance(train, DataModule) and len(train.validation_rows()):
         validation = train
-    rows = read_rows(data, "train", train) or []
+    rows = read_rows(data, "train", train, seed=seed) or []
     held_out = read_rows(data, "validation", validation) or []
     if data.held_out and rows:
         require(
@@ -59,8 +61,13 @@ def read_data(
     return rows, held_out
 
 
-def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | None:
-    """Return the rows of `given`, else the rows of `data.train` or `data.validation`, else None."""
+def read_rows(
+    data: DataConfig, which: str, given: Rows = None, *, seed: int = 0
+) -> Sequence[Row] | None:
+    """Return the rows of `given`, else the rows of `data.train` or `data.validation`, else None.
+
+    seed: of a stream's order.
+    """
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None
@@ -73,6 +80,9 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
             data.validation_split or (known.validation if known else split)
             for known, split in zip(map(known_set, parts), usual, strict=True)
         ]
+    if data.streaming and which == "train":
+        buffer, reading = data.shuffle_buffer if data.shuffle else 0, data.reading()
+        return stream_rows(source, split=data.split, seed=seed, shuffle_buffer=buffer, **reading)
     return load_rows(source, split=splits, **data.reading())
 
 
@@ -120,7 +130,7 @@ def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple
         f"that is {longest}; leave room for the prompt, also of questions that SFT validates on",
     )
     prompts = to_prompts(rows, tokenizer)
-    warn_of_unknown(rows, prompts, tokenizer)
+    warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())
     return Prompts(kept, tokens, tokenizer=tokenizer, limits=rollout.limits(longest)), lengths
@@ -144,12 +154,23 @@ def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], token
 
 
 def within_limit(
-    what: str, config: Any, rows: Sequence[Any], items: Sequence[Any], *, room: int = 0
-) -> tuple[list[Any], list[Any], Lengths]:
+    what: str, config: Any, rows: Sequence[Any], items: Any, *, room: int = 0
+) -> tuple[Sequence[Any], Sequence[Any], Lengths]:
     """Return the items that leave `room` tokens of the longest sequence, their rows and lengths;
     `data.too_long` says what happens to the others.
     """
     limit = max(1, config.data.max_total_sequence_length - room)
+    if isinstance(rows, StreamedRows):
+        first, policy = (first_of(rows), first_of(items)), config.data.too_long
+
+        def fitting(row: Any) -> list[Any]:
+            item, of = [items.build(row)], [rows.build(row)]
+            return limit_length(item, max_length=limit, policy=policy, rows=of)[0]
+
+        *_, lengths = within_limit(f"first {what}", config, *first, room=room)
+        keep = None if policy == "error" else fitting
+        kept = replace(rows, places=Places(rows.places.read, keep))
+        return replace(kept, build=lambda row: fitting(row)[0]), kept, lengths
     found, report = limit_length(items, max_length=limit, policy=config.data.too_long, rows=rows)
     if report.num_dropped and not report.kept:
         raise ValueError(
@@ -168,8 +189,10 @@ def within_limit(
     return found, [rows[i] for i in report.kept], lengths
 
 
-def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
+def row_order(config: Any, rows: Sequence[Any]) -> RowOrder | StreamedRows:
     """Return the order in which training visits the rows."""
+    if isinstance(rows, StreamedRows):
+        return rows
     return RowOrder.of(
         rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
     )

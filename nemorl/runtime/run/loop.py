@@ -15,6 +15,7 @@ from nemorl.data.order import RowOrder
 from nemorl.data.rows import Row
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
+from nemorl.data.stream import StreamedRows
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Rollouts, collect
@@ -222,8 +223,7 @@ class OpenRun:
         for rows that the environment can't judge.
         """
         rows = self.rows if rows is None else rows
-        if self.environment is not None:
-            check_rows(self.environment, rows)
+        rows = check_rows(self.environment, rows)
         prompts, self.lengths[name] = tokenised_prompts(self.config, rows, self.tokenizer)
         return PromptStream(prompts, self.order(prompts.rows, name=name))
 
@@ -366,7 +366,7 @@ def _answered(
 class RowStream:
     """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
 
-    def __init__(self, run: OpenRun, order: RowOrder, name: str) -> None:
+    def __init__(self, run: OpenRun, order: RowOrder | StreamedRows, name: str) -> None:
         self.run, self.order, self.name = run, order, name
 
     @property
@@ -412,7 +412,7 @@ class PromptStream:
         fits = f"must have the rows of the groups that are open, up to number {last + 1}"
         remedy = "resume with the data of that run"
         what = f"the prompts of {rows.name!r}"
-        require(last < len(self.prompts), what, fits, len(self.prompts), remedy)
+        require(last < rows.num_rows, what, fits, rows.num_rows, remedy)
         found = self.prompts.take([group.row for group in groups])
         return replace(found, groups=[group.ordinal for group in groups])
 

@@ -14,6 +14,7 @@ from nemorl.data.digest import Digest, difference, digests_of
 from nemorl.data.prompts import warn_of_strings
 from nemorl.data.rows import Row
 from nemorl.data.sources import name_of, sources_of
+from nemorl.data.stream import first_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environments import Environment
@@ -112,7 +113,8 @@ def launched(
     led, loggers = environment_of(config, reward, environment), chosen_loggers(config.run.loggers)
     rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
     require_rows(rows)
-    data = digests_of(rows, held_out)
+    known = first_of(rows)
+    data = digests_of(known, held_out)
     if not held_out:
         config.run.require_training_metrics()
     folder = config.run.dir or str(RunDirectory.create_free(name).path)
@@ -122,7 +124,7 @@ def launched(
         config = replace(config, run=replace(config.run, resume=directory.has_checkpoint()))
         saved = checkpoint.data_of(folder) if config.run.resume else []
         if saved and saved != data:
-            _require_same_rows(config, directory, train, saved, rows, held_out)
+            _require_same_rows(config, directory, train, saved, known, held_out)
         with recorded(directory, algorithm=algorithm) as log:
             warn_of_spinning()
             checkpoint.sweep(directory.path)
@@ -136,7 +138,7 @@ def launched(
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )
-            warn_of_strings(chain(rows, held_out), tokenizer)
+            warn_of_strings(chain(known, held_out), tokenizer)
             yield Launch(
                 config=config,
                 devices=devices,
@@ -155,7 +157,11 @@ def launched(
 
 
 def _require_same_rows(
-    config: BaseConfig, directory: RunDirectory, train: Rows, saved: list[Digest], *rows: list[Row]
+    config: BaseConfig,
+    directory: RunDirectory,
+    train: Rows,
+    saved: list[Digest],
+    *rows: Sequence[Row],
 ) -> None:
     """Raise ValueError for rows that differ from the earlier ones, or warn where that is accepted;
     name changed settings that the rows depend on.

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemorl.data.digest import Digest
 from nemorl.data.order import RowOrder
+from nemorl.data.stream import StreamedRows
 from nemorl.rollout.generation import GenerationBackend
 
 POLICY = "policy"
@@ -59,14 +60,16 @@ class LoopState:
         groups = tuple(OpenGroup(**{**group, **again}) for group in saved["open_groups"])
         return cls(**{**saved, "open_groups": groups})
 
-    def take(self, name: str, order: RowOrder, count: int) -> tuple["LoopState", list[int]]:
+    def take(
+        self, name: str, order: RowOrder | StreamedRows, count: int
+    ) -> tuple["LoopState", list[int]]:
         """Return the state after the next `count` rows of an order, and their indices."""
         cursor = self.cursors.get(name, 0)
         cursors = {**self.cursors, name: cursor + count}
         return replace(self, cursors=cursors), order.take(cursor, count)
 
     def take_groups(
-        self, name: str, order: RowOrder, count: int, *, step: int
+        self, name: str, order: RowOrder | StreamedRows, count: int, *, step: int
     ) -> tuple["LoopState", list[OpenGroup]]:
         """Return the state after the next `count` prompts of an order, and their groups, open until
         `step` ends. Those that a resumed run has yet to take again come first.

@@ -37,6 +37,14 @@ ALGORITHMS = {
         "algorithm": "sft",
         "options": {"lora": {"rank": 2, "dropout": 0.3}},
     },
+    "sft of a stream": {
+        "algorithm": "sft",
+        "options": {"data": {"streaming": True, "shuffle_buffer": 7}},
+    },
+    "grpo of a stream": {
+        "algorithm": "grpo",
+        "options": {"data": {"streaming": True, "shuffle_buffer": 7}, "dynamic_sampling": True},
+    },
     "grpo with adapters and a reference": {
         "algorithm": "grpo",
         "options": {"lora": {"rank": 2}, "kl": {"coef": 0.1}},
@@ -49,6 +57,7 @@ QUICK = {
     *FRESH,
     "dpo with a reference computed before, at once again after the kill",
     "sft with adapters and dropout in them",
+    "grpo of a stream",
 }
 
 

@@ -90,7 +90,7 @@ def shards_of(source: Any, split: str) -> list[Shard]:
     found = []
     for number, part in enumerate(sources_of(source)):
         data, before, own = part, "", split
-        if isinstance(part, str | Path) and has_splits(part) and PREFIX not in str(part):
+        if isinstance(part, str | Path) and has_splits(part) and not is_generated(part):
             data = _named(_load_dataset(part, split, streaming=True), split, part)
             before, own = f"{part}, ", "train"
         for n in range(size := getattr(data, "num_shards", 1)):

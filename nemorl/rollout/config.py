@@ -27,8 +27,9 @@ class RolloutConfig:
     """How conversations with an environment are led."""
 
     environment: str | None = None
-    """sliding_puzzle, or a class with turns or tools, module:Class or ./file.py:Class
-    (docs/environments.md). Default: one response to each prompt, judged by `reward`.
+    """calculator, python, toolbox, sliding_puzzle, or a class with turns or tools, as module:Class
+    or ./file.py:Class (docs/environments.md). Default: one response to each prompt, judged by
+    `reward`.
     """
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import sys
 import weakref
@@ -17,10 +18,10 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-import nemorl
 from nemorl.checks import require
 from nemorl.runtime.cluster.connection import connect, release
 
+PACKAGE = Path(__file__).parents[2]
 DEFAULTS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Ray's options of a worker; rollout.worker adds to them."""
 
@@ -51,7 +52,7 @@ class RayWorkers:
         """
         if not self._connected:
             connect()
-            weakref.finalize(self, release)
+            atexit.register(release)  # no garbage collection may wait for Ray
             self._connected = True
         loop = asyncio.get_running_loop()
         async with self._rooms.setdefault(loop, asyncio.Semaphore(self._count)):
@@ -137,7 +138,7 @@ def _sent(make: Callable[..., Any], kind: type) -> bytes:
 
 def _is_own(module: ModuleType) -> bool:
     file = Path(getattr(module, "__file__", None) or "/site-packages/")
-    return "site-packages" not in file.parts and Path(nemorl.__file__).parent not in file.parents
+    return "site-packages" not in file.parts and PACKAGE not in file.parents
 
 
 def _host() -> type:

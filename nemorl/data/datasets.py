@@ -61,7 +61,7 @@ def load_rows(
             f"split must be one for all sources or one for each of them, {len(sources)}, got"
             f" {splits}"
         )
-    complete = completer(
+    complete = _completer(
         sources,
         prompt_template=prompt_template,
         system_prompt=system_prompt,
@@ -87,13 +87,17 @@ def stream_rows(
     """Return the rows that `load_rows` returns, to be read as they are needed.
 
     shuffle_buffer: of how many rows the next one is drawn; 0: they stay in order.
+
+    >>> rows = stream_rows([{"question": "1+1="}], prompt_column="question")
+    >>> rows[0]["prompt"], rows[1]["prompt"]  # of the next epoch
+    ('1+1=', '1+1=')
     """
     shards = shards_of(source, split)
     read = partial(shuffled, shards, seed=seed, shuffle_buffer=shuffle_buffer)
-    return StreamedRows(Places(read), completer(sources_of(source), **reading))
+    return StreamedRows(Places(read), _completer(sources_of(source), **reading))
 
 
-def completer(
+def _completer(
     sources: Sequence[Any],
     *,
     prompt_template: str | None = None,

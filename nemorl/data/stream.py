@@ -66,12 +66,20 @@ class StreamedRows(Sequence[Any]):
 
 
 def first_of(rows: Any) -> Any:
-    """Return rows; of a stream the first 1,000."""
+    """Return rows; of a stream the first 1,000.
+
+    >>> first_of(StreamedRows(Places(lambda epoch: [1, 2]), str)), first_of([1])
+    (['1', '2'], [1])
+    """
     return [*map(rows.build, rows.places.first)] if isinstance(rows, StreamedRows) else rows
 
 
 def shuffled(shards: Sequence[Any], epoch: int, *, seed: int, shuffle_buffer: int) -> Iterator[Any]:
-    """Yield an epoch's rows; `datasets` shuffles shards and, in a buffer (0: neither), rows."""
+    """Yield an epoch's rows; `datasets` shuffles shards and, in a buffer (0: neither), rows.
+
+    >>> list(shuffled([lambda: [1, 2], lambda: [3]], 0, seed=0, shuffle_buffer=0))
+    [1, 2, 3]
+    """
     from datasets import IterableDataset
 
     data = IterableDataset.from_generator(

@@ -42,8 +42,8 @@ class RolloutConfig:
     other packages; each has one conversation at a time. 0: threads of the trainer.
     """
     worker: dict[str, Any] = field(default_factory=dict)
-    """Ray's options of each worker, by Ray's names, such as
-    '{"num_cpus": 1, "runtime_env": {"pip": ["chess"]}}'.
+    """Ray's options of each worker, by Ray's names, such as '{"num_cpus": 1}'; "runtime_env" has
+    packages and interpreters.
     """
 
     def __post_init__(self) -> None:

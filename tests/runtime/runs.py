@@ -31,6 +31,7 @@ TIMES = (
     "gpu_memory_gb",
     "gpu_percent",
     "trainer/seconds",
+    "trainer/shared_fraction",  # of microbatches
     "trainer/memory_gb",
     "trainer/tflops_per_device",
     "trainer/mfu",

@@ -180,6 +180,10 @@ def on(device: str) -> Any:
 
 
 FLOAT32 = ParallelPlan(param_dtype="float32")
+EPS = 1e-4
+"""Of Adam. With less, it divides a gradient near 0 by itself, and so makes steps of its rounding,
+which is another on each type of CPU.
+"""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "microbatches": {"train_micro_batch_size": 1},
@@ -222,7 +226,9 @@ def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]
         parallel=plan,
         lora=options.pop("lora", LoRAConfig()),
         trainer=TrainerConfig(device=device, **options),
-        optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.5, implementation=implementation),
+        optimizer=OptimizerConfig(
+            lr=1e-2, eps=EPS, max_grad_norm=0.5, implementation=implementation
+        ),
         keep_reference=True,
     )
     with on(device), kernel as calls:
@@ -528,7 +534,7 @@ def on_rank(name: str, device: str, folder: Path) -> Any:
                 trainer=TrainerConfig(
                     device=device, backend=backend_name, train_micro_batch_size=2
                 ),
-                optimizer=OptimizerConfig(lr=1e-2),
+                optimizer=OptimizerConfig(lr=1e-2, eps=EPS),
                 parallel=ParallelPlan(**{"param_dtype": "float32", **degrees}),
             )
         )

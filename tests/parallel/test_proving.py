@@ -400,7 +400,8 @@ def test_linear_attention_trains_row_by_row(tmp_path: Path):
         with pytest.warns(UserWarning, match="with qwen3_next "):
             result = nemorl.train(folder, rows, **options, **more)
         losses.append(result.metrics["loss"])
-    assert losses[0] == losses[1]
+    # Products of other shapes are rounded in another way, by some CPUs.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,10 @@ def checked_by(backend: str) -> Iterator[None]:
 def at_least(minimum: float, **values: float | None) -> None:
     """Require that no value is below `minimum`; optimizer__lr is the field optimizer.lr."""
     for name, value in values.items():
-        require(
-            value is None or value >= minimum,
-            name.replace("__", "."),
-            f"must be at least {minimum}",
-            value,
-            f"use {minimum} or more",
-        )
+        if value is None or value >= minimum:
+            continue
+        fits, remedy = f"must be at least {minimum}", f"use {minimum} or more"
+        require(False, name.replace("__", "."), fits, value, remedy)
 
 
 def valid_seed(**values: int | None) -> None:

@@ -128,6 +128,7 @@ KNOWN: dict[str, KnownSet] = {
         category="category",
     ),
     "allenai/ai2_arc": _choices(_arc, configuration="ARC-Challenge"),
+    "google/IFEval": KnownSet(reward="ifeval", validation="train"),
     "openai/openai_humaneval": KnownSet(template=CODE, reward="code"),
     "google-research-datasets/mbpp": KnownSet(
         columns={"response": "code"}, build=_mbpp, template=CODE, reward="code"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from nemorl.checks import closest, require
 from nemorl.data.generated import task_of
 from nemorl.rollout.code_reward import code_tests
+from nemorl.rollout.instructions import instructions_followed
 from nemorl.rollout.processes import judged_in_processes
 
 NUMBER = re.compile(
@@ -246,6 +247,7 @@ REWARDS: dict[str, Any] = {
     "math": math_equal,
     "think_format": think_format,
     "code": code_tests,
+    "ifeval": instructions_followed,
     "reasoning_gym": reasoning_gym_score,
 }
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""

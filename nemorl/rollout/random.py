@@ -1,19 +1,23 @@
 """Random numbers by counting: a request's depend on its seed and position, never on the batch."""
 
-import torch
+from typing import TypeVar
+
 from jaxtyping import Float64, Int64
 from torch import Tensor
+
+Bits = TypeVar("Bits", int, Int64[Tensor, "batch"])
+"""64 bits. Of an int, which may have more, they are the lowest."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Bits, bits: int) -> Bits:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: int64 shifts keep the sign
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Bits) -> Bits:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -26,6 +30,7 @@ def uniform(
 
     SplitMix64's mixing function (Steele et al. 2014) on 64-bit integers.
 
+    >>> import torch
     >>> one, two = torch.tensor([1]), torch.tensor([5, 1])
     >>> bool(uniform(one, one, one) == uniform(two, two, two)[1])
     True
@@ -42,7 +47,7 @@ def derive_seed(seed: int, *path: int) -> int:
     >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2), derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
     (True, False)
     """
-    state = _mix(torch.tensor([seed], dtype=torch.int64) + _GOLDEN)
+    state = _mix(seed + _GOLDEN)
     for part in path:
         state = _mix(state ^ ((part + 1) * _GOLDEN & 0x7FFFFFFFFFFFFFFF)) + _GOLDEN
-    return int(_shift_right(_mix(state), 2))
+    return _shift_right(_mix(state), 2)

@@ -143,6 +143,20 @@ def mmlu(n: int) -> dict[str, Any]:
     }
 
 
+def ifeval(n: int) -> dict[str, Any]:
+    named = [
+        ("punctuation:no_comma", {"relation": None, "keyword": None, "frequency": None}),
+        ("keywords:frequency", {"relation": "at least", "keyword": "egg", "frequency": n}),
+    ]
+    kept = named[: 1 + n % 2]
+    return {
+        "key": 1000 + n,
+        "prompt": f"Write about {n} eggs.",
+        "instruction_id_list": [name for name, _ in kept],
+        "kwargs": [given for _, given in kept],
+    }
+
+
 def answered(n: int) -> dict[str, Any]:
     return {**maths(n), "answer": str(sums(n)["sum"])}
 
@@ -174,6 +188,7 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
     ("cais/mmlu", "all"): (mmlu, ("test", "validation", "dev", "auxiliary_train")),
     ("TIGER-Lab/MMLU-Pro", None): (mmlu_pro, ("test", "validation")),
     ("allenai/ai2_arc", "ARC-Challenge"): (arc, ("train", "test", "validation")),
+    ("google/IFEval", None): (ifeval, ("train",)),
     ("openai/openai_humaneval", None): (humaneval, ("test",)),
     ("google-research-datasets/mbpp", None): (mbpp, ("train", "test", "validation", "prompt")),
     ("google-research-datasets/mbpp", "sanitized"): (sanitized_mbpp, ("train", "test")),

@@ -186,6 +186,7 @@ MADE = {
     "cais/mmlu": {"prompt": "`question`, `choices`", "answer": "`answer`, an index"},
     "TIGER-Lab/MMLU-Pro": {"prompt": "`question`, `options`", "answer": "`answer_index`"},
     "allenai/ai2_arc": {"prompt": "`question`, `choices`", "answer": "`answerKey`"},
+    "google/IFEval": {"prompt": "`prompt`, `instruction_id_list`, `kwargs`"},
     "openai/openai_humaneval": {"prompt": "`prompt`"},
     "google-research-datasets/mbpp": {"prompt": "`text` (sanitized: `prompt`), `test_list`"},
     "BytedTsinghua-SIA/DAPO-Math-17k": {

@@ -14,7 +14,7 @@ from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrappe
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
-from nemorl.rollout.random import derive_seed, uniform
+from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -270,6 +270,15 @@ def test_derived_seeds_do_not_meet():
     }
     assert len(seeds) == 3000
     assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 7, 2**63 - 1])
+def test_derived_seeds_are_of_64_bits(seed):
+    """An int has no overflow; the lowest bits are those of SplitMix64 on int64."""
+    state = _mix(torch.tensor([seed]) + _GOLDEN)
+    for part in (3, 2**61):
+        state = _mix(state ^ ((part + 1) * _GOLDEN & 0x7FFFFFFFFFFFFFFF)) + _GOLDEN
+    assert derive_seed(seed, 3, 2**61) == int(_shift_right(_mix(state), 2))
 
 
 class OfTensors:

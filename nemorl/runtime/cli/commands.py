@@ -79,8 +79,10 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
         ]
         if len(kept[0]) > len(PLACES):
             _print_lines(kept, "")
-    others = [name for name in result if name.startswith("reward/")] + ["response_length"]
-    console.print(*(f"{name.replace('_', ' ')} {result[name]:.4f}" for name in others), sep=", ")
+    others = {name: value for name, value in result.items() if name.startswith("reward/")}
+    others |= {**result["metrics"], "response_length": result["response_length"]}
+    parts = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in others.items())
+    console.print(*parts, sep=", ")
 
 
 def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:

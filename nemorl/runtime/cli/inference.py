@@ -60,8 +60,8 @@ def evaluate(
     trust_code: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Return accuracy, mean rewards and length of a model's answers to data, the tables of
-    `summaries`, and the answers.
+    """Return accuracy, mean rewards and length of a model's answers to data, the `metrics` of
+    environments, the tables of `summaries`, and the answers.
 
     The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
     model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
@@ -88,7 +88,7 @@ def evaluate_config(
     sets = _sets(config, dataset, reward, environment or config.rollout.environment)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
-    answers, num_failed = list[dict[str, Any]](), 0
+    answers, num_failed, metrics = list[dict[str, Any]](), 0, dict[str, float]()
     with _loaded(config, rows) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
         numbered, begin = replace(prompts, groups=range(len(prompts))), 0
@@ -101,6 +101,7 @@ def evaluate_config(
             ]
             joined = join(found)
             answers, num_failed = answers + _records(joined, part), num_failed + len(joined.failed)
+            metrics |= _metrics(joined, f"{part.name}/" if len(sets) > 1 else "")
     parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
     components = {
         f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
@@ -110,6 +111,7 @@ def evaluate_config(
         "reward": fmean(answer["reward"] for answer in answers),
         "accuracy": fmean(answer["correct"] for answer in answers),
         **components,
+        "metrics": metrics,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
         "num_rows": len(rows),
         **({"num_failed": num_failed} if num_failed else {}),
@@ -152,6 +154,13 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
     fits = f"must be a column of the rows ({', '.join(columns)})"
     require(config.by in (None, *columns), "by", fits, config.by, "name one")
     return sets
+
+
+def _metrics(rollouts: Rollouts, prefix: str) -> dict[str, float]:
+    """Return what an environment measures, and the mean number of turns where it is not 1."""
+    turns = float(rollouts.num_turns.float().mean())
+    found = rollouts.metrics if turns == 1 else {**rollouts.metrics, "turns": turns}
+    return {prefix + name: value for name, value in found.items()}
 
 
 def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:

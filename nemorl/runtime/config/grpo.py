@@ -240,8 +240,9 @@ class GRPOConfig(BaseConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: str | tuple[str, ...] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
-    reasoning_gym, or of your own module:function or ./file.py:function, fn(prompt, response), with
-    any data columns as further parameters. exact_match gives way to the reward of a known data set.
+    ifeval, reasoning_gym, or of your own module:function or ./file.py:function,
+    fn(prompt, response), with any data columns as further parameters. exact_match gives way to the
+    reward of a known data set.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

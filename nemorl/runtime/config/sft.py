@@ -22,7 +22,7 @@ class SFTConfig(BaseConfig):
     reward: str | tuple[str, ...] = "exact_match"
     """Reward that judges greedy answers to validation rows with an answer: exact_match
     (or a known data set's), contains_answer, last_number, math, choice, think_format, code,
-    reasoning_gym, or module:function of your own.
+    ifeval, reasoning_gym, or module:function of your own.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

@@ -56,7 +56,7 @@ class EngineActor:
         id = next(self._ids)
         self._waiting[id] = self._loop.create_future()
         try:
-            await self.call("add", id, prompt, params)
+            self._thread.submit(self._add, id, prompt, params)
             samples = await self._waiting[id]
         except BaseException:
             self._thread.submit(self._do, "abort", id)
@@ -72,6 +72,12 @@ class EngineActor:
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine, before its next step, and return the result."""
         return await self._loop.run_in_executor(self._thread, self._do, method, *args)
+
+    def _add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        try:
+            self._do("add", id, prompt, params)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._answer, {id: error})
 
     def _do(self, method: str, *args: Any) -> Any:
         self._progress += 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import nemorl
+from nemorl import TurnResult
 from nemorl.rollout.evaluation import comparison, summaries
 from nemorl.rollout.statistics import interval, mean_by_prompt, pass_at_k
 from nemorl.runtime.cli.main import main, parse
@@ -84,6 +85,38 @@ def test_the_answers_to_a_set_alone_are_those_beside_others(model: str, sets: li
     assert first == [each["response"] for each in alone["answers"]]
     few = nemorl.evaluate(model, sets, max_rows=2, **options)
     assert Counter(each["data"] for each in few["answers"]) == {"sums": 4, "more": 4}
+
+
+class Guess:
+    """Gives a reward in its second turn, and measures what it saw."""
+
+    def reset(self, answer: str) -> str:
+        self.answer, self.turn = answer, 0
+        return "1+1="
+
+    def step(self, response: str) -> TurnResult:
+        self.turn += 1
+        done, seen = self.turn == 2, {"guesses": float(self.turn)}
+        return TurnResult(observation="2+2=", reward=float(done), done=done, metrics=seen)
+
+
+def test_what_an_environment_measures_is_shown(model: str, sets: list[str], tmp_path, capsys):
+    options: Any = {"device": "cpu", "max_new_tokens": 4, "max_rows": 2}
+    found = nemorl.evaluate(model, sets[0], environment_factory=Guess, **options)
+    assert found["metrics"] == {"guesses": 2.0, "turns": 2.0}
+    found = nemorl.evaluate(model, sets, environment_factory=Guess, **options)
+    several = {
+        f"{name}/{metric}": 2.0 for name in ("sums", "more") for metric in ("guesses", "turns")
+    }
+    assert found["metrics"] == several
+
+    lines = Path(__file__).read_text()
+    code = "from nemorl import TurnResult\n\n\n" + lines[lines.index("class Guess") :]
+    (tmp_path / "guess.py").write_text(code[: code.index("def test_what")])
+    environment = ["--rollout.environment", f"{tmp_path / 'guess.py'}:Guess", "--max-rows", "2"]
+    command = ["eval", "--model", model, "--validation", sets[0], *environment, *CPU]
+    assert main(command) == 0
+    assert "guesses 2.0000, turns 2.0000, response length 8" in capsys.readouterr().out
 
 
 def test_summaries_by_hand():

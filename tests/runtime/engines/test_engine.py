@@ -307,6 +307,14 @@ def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     assert engine.sample(LONG) == expected
 
 
+def test_a_request_that_vllm_refuses_fails_alone():
+    engine = SharedEngine(small_model(scale=3.0))
+    expected = engine.sample(LONG)
+    assert "vocabulary" in str(raised(engine.begin([10**6])))
+    assert engine.do(lambda engines: len(engines.engine._requests)) == 0
+    assert engine.sample(LONG) == expected
+
+
 def test_a_response_that_ended_otherwise_is_an_error():
     with pytest.raises(RuntimeError, match="the engine ended a response with 'abort'"):
         _sample(_Tokens(finish_reason="abort"))

@@ -18,7 +18,8 @@ NEEDS_SENTENCES = "length_constraints:number_sentences", "change_case:capital_wo
 def instructions_followed(
     prompt: str, response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any]
 ) -> float:
-    """Return the share of a prompt's instructions that a response follows, without its reasoning.
+    """Return the share, from 0 to 1, of a prompt's instructions that a response follows; its
+    reasoning is left out.
 
     `instruction_id_list` names them, as `punctuation:no_comma`, and `kwargs` has the parameters of
     each. Needs if-verifiable. Source: IFEval (Zhou et al. 2023, arXiv 2311.07911); its strict

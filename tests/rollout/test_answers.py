@@ -21,9 +21,8 @@ from nemorl.rollout.environments import make_environment
 
 def test_every_reward_is_of_the_usual_kind():
     for name, fn in REWARDS.items():
-        begin, part = (
-            ("Return 1 if ", "else 0") if name != "reasoning_gym" else ("Return", "0 to 1")
-        )
+        shares = name in ("reasoning_gym", "ifeval")
+        begin, part = ("Return", "0 to 1") if shares else ("Return 1 if ", "else 0")
         assert fn.__doc__ and fn.__doc__.startswith(begin) and part in fn.__doc__, name
 
 

@@ -40,10 +40,13 @@ def checked_by(backend: str) -> Iterator[None]:
 def at_least(minimum: float, **values: float | None) -> None:
     """Require that no value is below `minimum`; optimizer__lr is the field optimizer.lr."""
     for name, value in values.items():
-        if value is None or value >= minimum:
-            continue
-        fits, remedy = f"must be at least {minimum}", f"use {minimum} or more"
-        require(False, name.replace("__", "."), fits, value, remedy)
+        require(
+            value is None or value >= minimum,
+            name.replace("__", "."),
+            f"must be at least {minimum}",
+            value,
+            f"use {minimum} or more",
+        )
 
 
 def valid_seed(**values: int | None) -> None:

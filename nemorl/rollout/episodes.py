@@ -113,14 +113,15 @@ class Sampler:
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
         prompt = tuple(prompt)  # an episode may go on with its list
         params, number = self._params, self._asked
-        own = bool(number or self._attempt or prompt != self.prompt)
-        changes: dict[str, Any] = {}
         self._asked += 1
         if stop:
             strings = (each for each in stop if isinstance(each, str))
             ids = (each for each in stop if not isinstance(each, str))
-            changes["stop_strings"] = *params.stop_strings, *strings
-            changes["stop_token_ids"] = *params.stop_token_ids, *ids
+            params = replace(
+                params,
+                stop_strings=(*params.stop_strings, *strings),
+                stop_token_ids=(*params.stop_token_ids, *ids),
+            )
         if self._max_tokens is not None:
             room = self._max_tokens - len(prompt)
             if room < 1:
@@ -129,12 +130,10 @@ class Sampler:
                     f" {self._max_tokens} (data.max_total_sequence_length): raise it"
                 )
                 raise self.full
-            changes["max_new_tokens"] = min(params.max_new_tokens, room)
-        if own:
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        if number or self._attempt or prompt != self.prompt:
             place = (self.member, number, *[self._attempt] * bool(self._attempt))
-            changes |= {"seed": derive_seed(params.seed or 0, *place), "n": 1}
-        params = replace(params, **changes)
-        if own:
+            params = replace(params, seed=derive_seed(params.seed or 0, *place), n=1)
             completion = (await self._engine.sample(prompt, params))[0]
         else:
             completion = await self._engine.member(prompt, params, self.member)

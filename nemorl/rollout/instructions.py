@@ -29,7 +29,7 @@ def instructions_followed(
     from langdetect import DetectorFactory
 
     DetectorFactory.seed = 0  # else one text has one language now and another then
-    names, given = list(instruction_id_list), list(kwargs)
+    names, given = list(instruction_id_list), [settings or {} for settings in kwargs]
     _, scores = evaluate_instructions(response, names, given, prompt, _checkers())
     return float(scores.partial_strict)
 

@@ -8,10 +8,11 @@ import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.data.rows import Row
+from nemorl.rollout.environments import make_environment
 from nemorl.rollout.instructions import _require_sentences, instructions_followed
 from tests.data.known_samples import hub
 
-NO_COMMA = ("punctuation:no_comma", {})
+NO_COMMA: tuple[str, Any] = ("punctuation:no_comma", {})
 AT_LEAST = ("length_constraints:number_words", {"relation": "at least", "num_words": 3})
 JSON = ("detectable_format:json_format", {})
 FRENCH = ("language:response_language", {"language": "fr"})
@@ -35,6 +36,7 @@ def reward(response: str, *instructions: tuple[str, dict[str, Any]]) -> float:
     [
         ("Five eggs are here", [NO_COMMA], 1.0),
         ("Five, or six", [NO_COMMA], 0.0),
+        ("Five eggs are here", [("punctuation:no_comma", None)], 1.0),
         ("Five eggs, and more", [NO_COMMA, AT_LEAST], 0.5),
         ("two words", [NO_COMMA, AT_LEAST], 0.5),
         ("three whole words", [NO_COMMA, AT_LEAST], 1.0),
@@ -57,11 +59,14 @@ def test_a_known_set_is_judged(tmp_path: Path, monkeypatch):
         instructions_followed.check_row(each)
     given = [(each["instruction_id_list"], each["kwargs"]) for each in rows]
     assert [instructions_followed("", "egg egg", *each) for each in given] == [1, 1, 1, 0.5]
+    logs = [[{"role": "assistant", "content": "egg egg"}]] * 4
+    assert list(make_environment("ifeval").step(logs, rows).rewards) == [1, 1, 1, 0.5]
 
 
 def test_one_text_has_one_language():
     """langdetect draws at random unless it has a seed."""
-    assert len({reward("Hola, ok bonjour", FRENCH) for _ in range(20)}) == 1
+    dutch = ("language:response_language", {"language": "nl"})
+    assert len({reward("hotel bar menu", dutch) for _ in range(40)}) == 1
 
 
 def punkt(folder: Path) -> None:

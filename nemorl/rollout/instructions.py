@@ -57,9 +57,14 @@ def _check_row(row: Mapping[str, Any]) -> None:
     for name, settings in zip(names, given, strict=True):
         what, one = "instruction_id_list", f"name one of IFEval's{closest(name, known)}"
         require(name in known, what, "must have known instructions", name, one)
-        there = {key for key, value in (settings or {}).items() if value is not None}
-        lacks = sorted({*known[name](name).get_instruction_args_keys()} - there)
+        there = {key: value for key, value in (settings or {}).items() if value is not None}
+        checker = known[name](name)
+        lacks = sorted({*checker.get_instruction_args_keys()} - {*there})
         require(not lacks, "kwargs", f"must have {', '.join(lacks)} for {name}", settings, "add it")
+        try:
+            checker.build_description(**there)
+        except Exception as error:
+            raise ValueError(f"kwargs must fit {name}, but {settings} gives {error!r}") from error
         if name in NEEDS_SENTENCES:
             _require_sentences(name)
 

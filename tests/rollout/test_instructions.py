@@ -65,8 +65,8 @@ def test_a_known_set_is_judged(tmp_path: Path, monkeypatch):
 
 def test_one_text_has_one_language():
     """langdetect draws at random unless it has a seed."""
-    dutch = ("language:response_language", {"language": "nl"})
-    assert len({reward("hotel bar menu", dutch) for _ in range(40)}) == 1
+    english = ("language:response_language", {"language": "en"})
+    assert len({reward("Je suis ok hello my friend", english) for _ in range(40)}) == 1
 
 
 def punkt(folder: Path) -> None:
@@ -96,6 +96,7 @@ def test_sentences_need_data(tmp_path: Path, monkeypatch):
         ([], "instruction_id_list must name instructions"),
         ([("punctuation:no_coma", {})], r"known instructions.*did you mean punctuation:no_comma"),
         ([("keywords:existence", {"keywords": None})], "kwargs must have keywords for"),
+        ([("language:response_language", {"language": "nl"})], "kwargs must fit language:"),
         ([("length_constraints:number_words", None)], "kwargs must have num_words, relation"),
     ],
 )

@@ -659,6 +659,7 @@ def test_eval(launched, tmp_path: Path, capsys):
         "accuracy": 0.3,
         "reward": 0.3,
         "summaries": [line, {**line, "category": "[red]hard", "accuracy_ci": None}],
+        "metrics": {"turns": 1.5},
         "response_length": 2.5,
         "num_rows": 10,
         "answers": answers,
@@ -696,6 +697,7 @@ def test_eval(launched, tmp_path: Path, capsys):
         and "greedy" in text
         and "[0+1]=" in text
         and "1[/b]" in text
+        and "turns 1.5000" in text
         and str(output) in text
     )
     assert read_lines(output) == answers

@@ -13,6 +13,8 @@ from nemorl.rollout.generation import Completion
 from nemorl.rollout.tool_calls import read_message
 
 Tools = Sequence[Mapping[str, Any]]
+Asked = tuple[list[Message], Tools]
+"""What a prompt was made of."""
 
 
 @dataclass
@@ -33,18 +35,23 @@ class Context:
     plain: bool = False
     """The prompt is text without a chat template: what follows is appended as it is."""
     tools: Tools = ()
-    _asked: tuple[list[Message], Tools] = ([], ())
-    """What the last prompt was made of."""
+    _asked: Asked = ([], ())
+    """What the prompt of the last answer was made of."""
     _said: list[tuple[Message, str]] = field(default_factory=list)
     """Answers as they were returned, and their text as it was sampled."""
     _last: tuple[tuple[int, ...], str, str] | None = None
     """Tokens up to the end of the last answer, its text, and that of the token that ended it."""
 
-    def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
-        """Return the token ids that the model is given for messages."""
+    def prompt_of(
+        self, messages: Sequence[Message], tools: Tools = ()
+    ) -> tuple[tuple[int, ...], Asked]:
+        """Return the token ids that the model is given for messages, and what `add` needs."""
         tools = list(tools or self.tools)
         known = self._as_sampled([dict(message) for message in messages])
-        asked, self._asked = self._asked, (known, tools)
+        return self._prompt(known, tools), (known, tools)
+
+    def _prompt(self, known: list[Message], tools: Tools) -> tuple[int, ...]:
+        asked = self._asked
         if known == list(self.messages) and tools == list(self.tools):
             return tuple(self.prompt)
         remedy = "give Prompts the tokenizer, or use sample"
@@ -79,14 +86,14 @@ class Context:
                 " that renders it (--model.chat-template), or another role"
             )
 
-    def add(self, prompt: tuple[int, ...], completion: Completion) -> Message:
-        """Keep an answer to the last prompt, and return it as a message."""
+    def add(self, prompt: tuple[int, ...], asked: Asked, completion: Completion) -> Message:
+        """Keep an answer to a prompt, and return it as a message."""
         self.tokenizer = self.tokenizer or completion.tokenizer
         if self.tokenizer is None:
             return {"role": "assistant", "content": completion.text}
         said, end = self._spoken(prompt, completion)
-        self._last = ((*prompt, *completion.token_ids), said, end)
-        tools = self._asked[1]
+        self._asked, self._last = asked, ((*prompt, *completion.token_ids), said, end)
+        tools = asked[1]
         source = self._template(tools).source() if tools else ""
         message = read_message(said, completion.text, tools, source)
         self._said.append((message, said))
@@ -109,12 +116,13 @@ class Context:
         """Return messages with each answer's text as it was sampled: no template writes a call of a
         tool exactly as the model did.
         """
-        said, found = iter([*self._said, (None, "")]), []
-        expected, text = next(said)
+        left, found = list(self._said), []
         for message in messages:
-            if expected is not None and message == expected:
+            place = next((i for i, (each, _) in enumerate(left) if each == message), None)
+            if place is not None:
+                text = left[place][1]
                 message = {"role": "assistant", "content": text.strip() if text.strip() else text}
-                expected, text = next(said)
+                del left[: place + 1]
             found.append(message)
         return found
 

@@ -338,10 +338,15 @@ def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
     lists: dict[str, Any] = {
         "rewards": result.rewards,
         "terminateds": result.terminateds,
+        "observations": result.observations,
+        "metadata": result.metadata,
+        "next_stop_strings": result.next_stop_strings,
         **result.components,
     }
     if result.answers:
         lists["answers"] = result.answers
+    if result.failures:
+        lists["failures"] = result.failures
     for field_name, values in lists.items():
         _require_count(values, count, f"environment {name!r}", field_name)
 

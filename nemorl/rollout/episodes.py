@@ -143,9 +143,9 @@ class Sampler:
     async def chat(
         self, messages: Sequence[Message], *, tools: Tools = (), stop: Sequence[str] = ()
     ) -> Message:
-        prompt = self._context.prompt_of(messages, tools)
+        prompt, asked = self._context.prompt_of(messages, tools)
         completion = await self.sample(prompt, stop=stop)
-        return self._context.add(prompt, completion)
+        return self._context.add(prompt, asked, completion)
 
 
 @runtime_checkable
@@ -315,6 +315,9 @@ def checked(outcome: Any, name: str, policy: Sampler, limits: Limits) -> Outcome
             raise ValueError(
                 f"{name} must return finite rewards, but it returned {short(reward)}: {REMEDY}"
             )
+    for key, value in outcome.metrics.items():
+        finite = not math.isnan(as_number(value))
+        require(finite, f"{name}: metric {key!r}", "must be a finite number", value, "leave it out")
     if not len(turns):
         return outcome
     turns = [as_number(reward) for reward in turns]

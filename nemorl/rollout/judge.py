@@ -53,13 +53,16 @@ class Server:
 
 
 def _check(server: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless the first row's answer is judged."""
-    for row in rows[:1]:
+    """Raise a ValueError unless the first row's answer is judged. Of a stream, which is checked row
+    by row, only the first row is judged.
+    """
+    for row in rows[: "checked" not in vars(server)]:
         answer = str(row.get("answer", ""))
         try:
             blocking(server(**read_signature(server).arguments(prompt_text(row), answer, row)))
         except ConversationFailed as error:
             raise ValueError(f"there must be rewards, but {error}") from error
+        object.__setattr__(server, "checked", True)
 
 
 @dataclass(frozen=True, kw_only=True)

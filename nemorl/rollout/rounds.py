@@ -5,7 +5,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -98,7 +98,7 @@ class Rounds:
       may block or run a loop itself.
     - `at_once`: a function of a batch is called in a thread with what it has been asked since its
       last call.
-    - `in_thread`: a function is called in a thread.
+    - `in_thread`: a function is called in a thread, `async with free`.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Rounds:
         self._soon: Asked = {}
         self._open = self._waiting = 0
         self._error: BaseException | None = None
-        self._free = asyncio.Semaphore(THREADS)
+        self.free = asyncio.Semaphore(THREADS)
         self.over = False
         """Whether the coroutines that are left are being cancelled."""
 
@@ -151,10 +151,9 @@ class Rounds:
             with suppress(RuntimeError):  # the loop may be over
                 loop.call_soon_threadsafe(_if_open, future, give, answer)
 
-        async with self._free:
-            # A daemon's: one that never returns must not keep the program from ending.
-            threading.Thread(target=work, name="nemorl-environment", daemon=True).start()
-            return await future
+        # A daemon's: one that never returns must not keep the program from ending.
+        threading.Thread(target=work, name="nemorl-environment", daemon=True).start()
+        return await future
 
     def fail(self, error: BaseException) -> None:
         """End all with an error."""
@@ -188,7 +187,8 @@ class Rounds:
                 requests = _in_order(asked)
                 try:
                     items = [item for item, _ in requests]
-                    _give(requests, await self.in_thread(function, items))
+                    async with self.free:
+                        _give(requests, await self.in_thread(function, items))
                 except Exception as error:
                     _give(requests, [error] * len(requests))
         finally:
@@ -247,19 +247,21 @@ def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable
     """Return `async def call(function, *args, **named)`, which returns what a function returns: an
     `async` one is called on the event loop, any other in a thread.
 
-    It raises what the function raises, and TimeoutError, which begins with `name`, after `seconds`.
+    It raises what the function raises, and TimeoutError, which begins with `name`, after `seconds`
+    without the wait for a thread.
     """
 
     async def call(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        given = partial(function, *args, **named)
-        try:
-            async with asyncio.timeout(seconds):
-                if inspect.iscoroutinefunction(function):
-                    return await given()
-                found = await rounds.in_thread(given)
-                return await found if inspect.isawaitable(found) else found
-        except TimeoutError as error:
-            what = f"{name}: {name_of(function)} must end within {seconds:g} s"
-            raise TimeoutError(f"{what} (rollout.timeout_s)") from error
+        given, quick = partial(function, *args, **named), inspect.iscoroutinefunction(function)
+        async with nullcontext() if quick else rounds.free:
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    found = given() if quick else await rounds.in_thread(given)
+                    return await found if inspect.isawaitable(found) else found
+            except TimeoutError as error:
+                if not limit.expired():  # the function's own
+                    raise
+                what = f"{name}: {name_of(function)} must end within {seconds:g} s"
+                raise TimeoutError(f"{what} (rollout.timeout_s)") from error
 
     return call

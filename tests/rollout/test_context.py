@@ -112,7 +112,7 @@ def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers,
         if number:
             log.append({"role": "user", "content": question})
             plain.append({"role": "user", "content": question})
-        tokens = context.prompt_of(log)
+        tokens, asked = context.prompt_of(log)
         rendered = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         assert bare(tokenizer.decode(list(tokens))) == bare(rendered)
         if turns:
@@ -121,7 +121,7 @@ def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers,
             assert unchanged == (tokens[: len(last)] == last)
         completion = said(tokenizer, answer, ended=ended)
         turns.append(Turn(prompt=tokens, completion=completion))
-        log.append(context.add(tokens, completion))
+        log.append(context.add(tokens, asked, completion))
         plain.append({"role": "assistant", "content": answer.strip()})
         before = bare(rendered + answer + (tokenizer.eos_token if ended else ""))
     examples = examples_of(turns)
@@ -140,10 +140,10 @@ def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
         first = [{"role": "user", "content": "1+1?"}]
         prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
         context = Context(tokenizer, first, prompt)
-        tokens = context.prompt_of(first)
+        tokens, asked = context.prompt_of(first)
         answer = said(tokenizer, "<think>\none and one\n</think>\n\n2", ended=True)
-        log = [*first, context.add(tokens, answer), {"role": "user", "content": "sure?"}]
-        after = context.prompt_of(log)
+        log = [*first, context.add(tokens, asked, answer), {"role": "user", "content": "sure?"}]
+        after, _ = context.prompt_of(log)
         turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
         assert len(examples_of(turns)) == count, name
 
@@ -160,13 +160,13 @@ def test_calls_of_tools_stay_as_they_were_written(tokenizers):
         tokenizer = tokenizers[name]
         first = [{"role": "user", "content": "1+1?"}]
         context = Context(tokenizer, first, [1])
-        tokens = context.prompt_of(first, tools)
-        message = context.add(tokens, said(tokenizer, text, ended=True))
+        tokens, asked = context.prompt_of(first, tools)
+        message = context.add(tokens, asked, said(tokenizer, text, ended=True))
         assert message["tool_calls"] == [
             {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         ]
         log = [*first, message, {"role": "tool", "name": "add", "content": "2"}]
-        after = context.prompt_of(log, tools)
+        after, _ = context.prompt_of(log, tools)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert after[: len(tokens) + len(ids)] == (*tokens, *ids), name
         assert "2" in tokenizer.decode(list(after[len(tokens) + len(ids) :]))
@@ -193,3 +193,52 @@ def test_a_template_without_tools_is_an_error(tokenizers):
 )
 def test_following(text, rest):
     assert following(text, "a", "b ", "<e>") == rest
+
+
+def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenizers):
+    """Two requests at once: going on with the first has its tokens, not those of the last."""
+    tokenizer = tokenizers["qwen2_5"]
+    context = Context(tokenizer, [{"role": "user", "content": "?"}], [1])
+    logs = [[{"role": "user", "content": text}] for text in ("AAAA?", "BBBB?")]
+    both = [context.prompt_of(log) for log in logs]
+    answer = said(tokenizer, "yes", ended=True)
+    for log, (tokens, asked) in reversed(list(zip(logs, both, strict=True))):
+        log += [context.add(tokens, asked, answer), {"role": "user", "content": "sure?"}]
+    for log, (tokens, _) in zip(logs, both, strict=True):
+        after, _ = context.prompt_of(log)
+        text = tokenizer.decode(list(after))
+        assert log[0]["content"] in text and text.count("yes") == 1
+        other = "BBBB?" if log is logs[0] else "AAAA?"
+        assert other not in text
+        # The last that was answered goes on; the other is rendered again.
+        if log is logs[0]:
+            assert after[: len(tokens)] == tokens
+
+
+def test_a_prompt_that_was_not_answered_changes_nothing(tokenizers):
+    """As where it was too long, and the episode goes on with a shorter message."""
+    tokenizer = tokenizers["qwen2_5"]
+    first = [{"role": "user", "content": "1+1?"}]
+    context = Context(tokenizer, first, [1])
+    tokens, asked = context.prompt_of(first)
+    answer = said(tokenizer, "2", ended=True)
+    log = [*first, context.add(tokens, asked, answer)]
+    context.prompt_of([*log, {"role": "user", "content": "x" * 100}])
+    after, _ = context.prompt_of([*log, {"role": "user", "content": "sure?"}])
+    kept = (*tokens, *answer.token_ids)
+    assert after[: len(kept)] == kept
+
+
+def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(tokenizers):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    tokenizer = tokenizers["qwen2_5"]
+    log = [{"role": "user", "content": "1+1?"}]
+    context = Context(tokenizer, log, [1])
+    for number in (1, 2):
+        tokens, asked = context.prompt_of(log, tools)
+        text = f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {number}}}}}\n</tool_call>'
+        message = context.add(tokens, asked, said(tokenizer, text, ended=True))
+        log = [*log, message, {"role": "tool", "name": "add", "content": "7"}]
+    after, _ = context.prompt_of([{"role": "user", "content": "In short."}, *log[3:]], tools)
+    assert tokenizer.decode(list(after)).count('"name":"add",  "arguments"') == 1
+    assert '"add", "arguments"' not in tokenizer.decode(list(after))

@@ -299,6 +299,10 @@ def test_answers_are_looked_at_before_a_run(reward, answer, message):
             "one of terminateds per conversation, but it returned 3 for 2",
         ),
         ({"answers": ["2"]}, "one of answers per conversation, but it returned 1 for 2"),
+        ({"observations": []}, "one of observations per conversation, but it returned 0 for 2"),
+        ({"metadata": [{}]}, "one of metadata per conversation, but it returned 1 for 2"),
+        ({"next_stop_strings": []}, "one of next_stop_strings per conversation, but it ret"),
+        ({"failures": [None]}, "one of failures per conversation, but it returned 1 for 2"),
         (
             {"components": {"right": [1.0]}},
             "one of right per conversation, but it returned 1 for 2",
@@ -311,9 +315,9 @@ def test_answers_are_looked_at_before_a_run(reward, answer, message):
 )
 def test_what_an_environment_returns_is_checked(part, message):
     sound = {
-        "observations": [],
-        "metadata": [],
-        "next_stop_strings": [],
+        "observations": [{"role": "environment", "content": ""}] * 2,
+        "metadata": [None] * 2,
+        "next_stop_strings": [None] * 2,
         "rewards": [1, 0.5],
         "terminateds": [True, True],
     }

@@ -238,6 +238,13 @@ def test_the_first_row_is_judged_before_training(fake):
     make_environment(judge(fake)).check([])
 
 
+def test_of_a_stream_one_row_is_judged_before_training(fake):
+    environment = make_environment(judge(fake))
+    for row in ROWS:
+        environment.check([row])
+    assert len(fake.asked) == 1
+
+
 def test_reward_models_get_messages_and_give_their_number(fake):
     fake.says((200, {"data": [{"probs": [-2.5]}]}))
     paths = []

@@ -62,8 +62,6 @@ def targets(tmp_path: Path, monkeypatch) -> Iterator[Targets]:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as process,
     ):
         victim = psutil.Process(process.pid)
-        while victim.status() not in ("running", "sleeping"):  # its start reads from the disk
-            time.sleep(0.01)
         yield Targets(file, tmp_path, server.getsockname()[1], victim)
         process.kill()
 
@@ -133,11 +131,14 @@ def attack(name: str, targets: Targets) -> tuple[str, list[str]]:
     return ATTACK.replace("ATTACK\n", f"{ATTACKS[name]}\n", 1), arguments
 
 
+ENDED_OR_STOPPED = ("stopped", "tracing-stop", "zombie", "dead")
+
+
 def state(targets: Targets) -> list[object]:
     victim, status = targets.victim, targets.file.stat()
     return [
         *(targets.file.read_text(), status.st_mode, status.st_mtime, status.st_nlink),
-        *(sorted(targets.folder.iterdir()), victim.status() in ("running", "sleeping")),
+        *(sorted(targets.folder.iterdir()), victim.status() in ENDED_OR_STOPPED),
         *(victim.nice(), victim.cpu_affinity(), victim.rlimit(psutil.RLIMIT_NOFILE)),
     ]
 

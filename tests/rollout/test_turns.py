@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -266,6 +267,10 @@ def test_rewards_that_fail_for_one_response_leave_it_out(generator):
     [
         (TurnResult(reward=float("nan"), done=True), "must return finite rewards.* nan"),
         ("done", "step must return a TurnResult, or .* but it returned 'done'"),
+        (
+            TurnResult(done=True, metrics={"hp": float("nan")}),
+            "metric 'hp' must be a finite number",
+        ),
         (TurnResult(observation=3), "an observation must be text, a message or a list"),
         (None, "step must return a TurnResult"),
     ],
@@ -331,3 +336,35 @@ def test_teardown_runs_when_another_ends_all(generator):
     with pytest.raises(OSError, match="gone"):
         collect(backend, make_environment(Count), PROMPTS, SAMPLING, seed=1)
     assert Count.opened == Count.closed == 9
+
+
+def test_a_wait_for_a_thread_is_not_the_calls_time(generator, monkeypatch):
+    monkeypatch.setattr("nemorl.rollout.rounds.THREADS", 1)
+
+    class Sleeps:
+        def step(self, response):
+            time.sleep(0.3)
+            return TurnResult(done=True)
+
+    limited = replace(PROMPTS, limits=Limits(timeout_s=1.2))
+    found = collect(generator, make_environment(Sleeps), limited, SAMPLING, seed=1)
+    assert not found.failed and len(found) == 9
+
+
+def test_a_timeout_of_the_environments_own_is_not_ours(generator):
+    class Lost:
+        def step(self, response):
+            raise TimeoutError("timed out during the handshake")
+
+    with pytest.raises(TimeoutError, match=r"^timed out during the handshake\n"):
+        collect(generator, make_environment(Lost), PROMPTS, SAMPLING, seed=1)
+
+
+def test_an_environment_of_batches_returns_one_of_everything(generator):
+    class Few(Batched):
+        def step(self, message_log_batch, metadata):
+            found = super().step(message_log_batch, metadata)
+            return replace(found, observations=found.observations[1:])
+
+    with pytest.raises(ValueError, match="environment 'Few' must return one of observations per"):
+        collect(generator, Few(), PROMPTS, SAMPLING, seed=1)

@@ -121,6 +121,8 @@ class ClassEnvironment:
     def episode(self, rounds: Rounds, limits: Limits) -> Episode:
         """Return the episode of one conversation."""
         judge = None if self.judge is None else judging(self.judge)
+        # A conversation keeps its worker while it is judged: others may wait for one.
+        ask = rounds.together if self.workers is None else rounds.at_once
         call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
@@ -135,11 +137,17 @@ class ClassEnvironment:
                     outcome = await _led(environment.step, messages, policy, call, most, read)
                     if not self.has("get_metrics"):
                         return outcome
-                    return replace(outcome, metrics=numbers_in(await call(environment.get_metrics)))
+                    measured = numbers_in(await call(environment.get_metrics))
+                    return replace(outcome, metrics={**outcome.metrics, **measured})
                 log, outcome = await use_tools(environment, messages, policy, call, most)
                 if judge is not None:
-                    after = await rounds.together(judge, (log, beside(row, environment)))
-                    outcome = replace(outcome, reward=after.reward, components=after.components)
+                    after = await ask(judge, (log, beside(row, environment)))
+                    outcome = replace(
+                        outcome,
+                        reward=after.reward,
+                        components=after.components,
+                        answer=outcome.answer if after.answer is None else after.answer,
+                    )
                 if self.has("get_reward"):
                     own = as_number(await call(environment.get_reward))
                     parts = {"get_reward": own, **outcome.components}

@@ -74,7 +74,7 @@ class TinkerEnvironment:
                     with exit_is_error(self.name):
                         builder = await call(self.make, **self._columns(row, len(group)))
                         found = await _group(builder, policies, call, limits.max_turns)
-                except Exception as error:
+                except (Exception, asyncio.CancelledError) as error:
                     found = [error] * len(group)
                 for each, outcome in zip(futures, found, strict=True):
                     each.set_result(outcome)

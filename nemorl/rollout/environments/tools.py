@@ -79,7 +79,8 @@ async def use_tools(
     """Have the model call an environment's tools until it answers without a call.
 
     A call that can't be read, of an unknown tool, with wrong arguments, or whose tool raises, gets
-    the error as its result. Returns the messages, and an outcome without a reward.
+    the error as its result. Returns the messages, of which the last is the model's, and an outcome
+    without a reward.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
@@ -97,6 +98,8 @@ async def use_tools(
             used, failed = used + 1, failed + (not good)
             name = each.get("function", {}).get("name", "")
             messages.append({"role": "tool", "name": name, "content": content})
+    while messages[-1]["role"] == "tool":
+        messages.pop()
     return messages, _outcome(None, used, failed, truncated=True)
 
 
@@ -124,6 +127,6 @@ async def _result(
         return f"Error: {name} can't be called so: {error}", False
     try:
         found = await call(tools[name], **arguments)
+        return (found if isinstance(found, str) else json.dumps(found, default=str)), True
     except Exception as error:
         return f"Error: {type(error).__name__}: {error}", False
-    return (found if isinstance(found, str) else json.dumps(found, default=str)), True

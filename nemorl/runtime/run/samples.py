@@ -51,9 +51,9 @@ def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
     several = len(names) > 1 or len({*sets}) > 1
     members: dict[str, list[int]] = {}
     for i, (row, name) in enumerate(zip(rollouts.rows, sets, strict=True)):
-        for part in ({name} if several else {*()}) | {row.get("environment")}:
-            if isinstance(part, str):
-                members.setdefault(part, []).append(i)
+        named = [name] * several + [row.get("environment")]
+        for part in {each for each in named if isinstance(each, str)}:
+            members.setdefault(part, []).append(i)
     return {
         f"{name}/{metric}": value
         for name, rows in sorted(members.items())

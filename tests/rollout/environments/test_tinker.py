@@ -270,3 +270,20 @@ def test_rows_lack_a_column():
 def test_a_reward_beside_it_is_an_error():
     with pytest.raises(ValueError, match="reward must be left out with an environment that gives"):
         make_environment("exact_match", environment=guess)
+
+
+def test_a_builder_whose_task_was_cancelled_fails_its_members(generator):
+    class Cancels(Ranked):
+        async def make_envs(self):
+            task = asyncio.ensure_future(asyncio.sleep(60))
+            task.cancel()
+            await task
+
+    def make(size: int) -> Ranked:
+        return (Cancels if size == 2 else Ranked)(3, lambda place: False)
+
+    prompts = about({"size": 2}, {"size": 3}, {"size": 3})
+    found = collect(generator, led(make), prompts, SAMPLING, seed=1)
+    (reason,) = {each.outcome.reason for each in found.failed}
+    assert "a task that was cancelled" in reason
+    assert found.group_id.tolist() == [1] * 3 + [2] * 3

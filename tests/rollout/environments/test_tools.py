@@ -14,7 +14,7 @@ from trl.experimental.harbor._env import HarborBashEnv
 from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.conversation import Limits
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.environments.classes import ClassEnvironment
+from nemorl.rollout.environments.classes import ClassEnvironment, TurnResult
 from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
@@ -284,3 +284,60 @@ def test_annotations_that_are_text():
     code = "from __future__ import annotations\ndef make() -> IncrementEnv:\n    raise OSError"
     exec(code, space)
     assert make_environment(reward_func, environment=space["make"]).kind is IncrementEnv
+
+
+def test_a_result_of_a_tool_is_no_answer():
+    """A conversation that is cut after a call is judged by what the model said."""
+
+    class Answers(IncrementEnv):
+        def increment(self, step: int) -> int:
+            """Increment.
+
+            Args:
+                step: By.
+            """
+            return 42
+
+    seen: list[str] = []
+
+    def judged(response: str) -> float:
+        seen.append(response)
+        return float("42" in response)
+
+    environment = make_environment(judged, environment=Answers)
+    cut = played(environment, lambda prompt: call("increment", step=1), *rows(0), max_turns=2)
+    assert cut.rewards.tolist() == [0.0] * 2 and cut.truncated.all()
+    assert not any("42" in response for response in seen) and len(seen) == 2
+
+
+def test_what_the_reward_read_is_the_answer():
+    environment = make_environment("last_number", environment=IncrementEnv)
+    found = played(environment, lambda prompt: "It is 42.", {"start": 1, "answer": "42"})
+    assert found.rewards.tolist() == [1.0] * 2 and found.answers == ["42"] * 2
+
+
+def test_a_result_that_json_can_not_write_is_told_to_the_model():
+    class Odd(IncrementEnv):
+        def increment(self, step: int) -> dict:
+            """Increment.
+
+            Args:
+                step: By.
+            """
+            return {(1, 2): step}
+
+    environment = make_environment(reward_func, environment=Odd)
+    found = played(environment, twice, *rows(1))
+    assert not found.failed and found.metrics["tool_errors"] == 1.0
+
+
+def test_metrics_of_turns_and_of_the_end_are_both_kept():
+    class Both:
+        def step(self, response):
+            return TurnResult(done=True, metrics={"moves": 3.0})
+
+        def get_metrics(self):
+            return {"score": 1.0}
+
+    found = played(make_environment(Both), lambda prompt: "x")
+    assert found.metrics == {"moves": 3.0, "score": 1.0}

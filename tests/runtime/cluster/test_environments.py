@@ -198,3 +198,10 @@ def test_settings_that_do_not_fit():
         make_environment("math", environment=Batched(), chosen=False, workers=some)
     with pytest.raises(ValueError, match=r"rollout\.workers needs an environment"):
         make_environment("math", workers=some)
+
+
+def test_conversations_that_wait_for_a_process_stop_none_that_wait_for_a_reward(workers):
+    """More than there are processes; each keeps its own until it is judged."""
+    environment = make_environment(counted, environment=Counter, workers=lambda: workers)
+    found = played(environment, lambda asked: "done", {}, {})
+    assert found.rewards.tolist() == [0.0] * 4 and not found.failed

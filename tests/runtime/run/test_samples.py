@@ -241,3 +241,11 @@ def test_training_is_measured_by_data_set_and_environment(tmp_path):
         assert found["games/reward"] == found["chess/reward"] and "chess/accuracy" in found
         both = (found["sums/reward"] + found["games/reward"]) / 2
         assert found["reward"] == pytest.approx(both)
+
+
+def test_a_column_environment_that_is_no_name_is_left_alone(generator):
+    rows = [{**row, "environment": {"size": 3}} for row in PROMPTS.rows]
+    found = collect(
+        generator, make_environment(Ends), replace(PROMPTS, rows=rows), SAMPLING, seed=1
+    )
+    assert by_set(found, ["sums"]) == {}

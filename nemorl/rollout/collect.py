@@ -1,5 +1,6 @@
 """From prompts to judged responses (`collect`), and to a batch to train on (`to_token_batch`)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -137,8 +138,8 @@ def collect(
     changed: Mapping[str, Any] = {
         "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),
         "components": {
-            key: [each.components[key] for each in outcomes]
-            for key in (outcomes[0].components if outcomes else ())
+            key: [each.components.get(key, 0.0) for each in outcomes]
+            for key in next((each.components for each in outcomes if each.components), ())
         },
         "texts": texts,
         "truncated": [each.truncated for each in conversations],
@@ -146,18 +147,13 @@ def collect(
     metrics: Mapping[str, float] = {}
     if judge is not None:
         changed, metrics = judge.global_post_process_and_metrics(changed)
-    measured = {name for outcome in outcomes for name in outcome.metrics}
-    own = {
-        name: [float(each.metrics[name]) for each in outcomes if name in each.metrics]
-        for name in sorted(measured)
-    }
     return Rollouts(
         conversations=conversations,
         texts=texts,
         rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
         metrics={
-            **{name: sum(values) / len(values) for name, values in own.items()},
+            **_outcome_metrics(conversations),
             **{key: float(value) for key, value in metrics.items()},
         },
         components={
@@ -181,11 +177,30 @@ def _parted(
         ended = f"{len(failed)} of {len(conversations)} conversations"
         first.outcome.error.add_note(f"This ended {ended}, the first about {row}.")
         raise first.outcome.error
-    names = {tuple(sorted(getattr(each.outcome, "components", ()))) for each in found}
+    names = {
+        tuple(sorted(getattr(each.outcome, "components", ())))
+        for each in found
+        if not _lacks_components(each)
+    }
     remedy = "return 0.0 where one has no value"
     alike = "must return the same reward components in every conversation"
     require(len(names) < 2, what, alike, sorted(names), remedy)
     return found, failed
+
+
+def _lacks_components(conversation: Conversation) -> bool:
+    """Return whether a limit ended the conversation without reward components: each counts 0."""
+    outcome = conversation.outcome
+    return isinstance(outcome, Outcome) and outcome.truncated and not outcome.components
+
+
+def _outcome_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Return the mean of each metric of outcomes over the conversations that have it."""
+    found: dict[str, list[float]] = {}
+    for each in conversations:
+        for name, value in getattr(each.outcome, "metrics", {}).items():
+            found.setdefault(name, []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
 def kind_of(sampling: SamplingParams) -> LogprobKind:
@@ -208,36 +223,39 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Return several rollouts as one; metrics are averaged by size over the parts that have them.
+    """Return several rollouts as one; metrics of outcomes are averaged over the conversations that
+    have them, others by size over the parts that have them.
 
     Raises: ValueError unless they have the same kind and reward components.
     """
-    first = parts[0]
+    whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
+    first = (whole or parts)[0]
     for other in parts:
         if other.kind != first.kind:
             raise ValueError(
                 f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
                 f" {other.kind}"
             )
+    for other in whole:
         if other.components.keys() != first.components.keys():
             raise ValueError(
                 "an environment must return the same reward components in every batch, but it"
                 f" returned {sorted(first.components)} and {sorted(other.components)}: return 0.0"
                 " where one has no value"
             )
-    metrics = {
-        name: _mean_metric(name, parts)
-        for name in dict.fromkeys(name for part in parts for name in part.metrics)
-    }
+    conversations = [each for part in parts for each in part.conversations]
+    names = dict.fromkeys(name for part in parts for name in part.metrics)
+    metrics = {name: _mean_metric(name, parts) for name in names}
     components = {
-        name: torch.cat([part.components[name] for part in parts]) for name in first.components
+        name: torch.cat([p.components.get(name, torch.zeros(len(p))) for p in parts])
+        for name in first.components
     }
     return replace(
         first,
-        conversations=[each for part in parts for each in part.conversations],
+        conversations=conversations,
         texts=[text for part in parts for text in part.texts],
         rewards=torch.cat([part.rewards for part in parts]),
-        metrics=metrics,
+        metrics=metrics | _outcome_metrics(conversations),
         components=components,
         failed=[each for part in parts for each in part.failed],
     )
@@ -274,12 +292,18 @@ def turn_returns(
     """Return G_t = Σ_{s ≥ t} discount^(s − t) · reward_s of each turn of each conversation, and the
     number of the turn's group: the same turn of all conversations of a group.
 
-    A conversation without `turn_rewards` has its reward in its last turn.
+    A conversation without `turn_rewards` has its reward in its last turn. Raises: ValueError where
+    the environment's global post-processing changed the reward of one with several.
     """
     returns, labels = list[float](), dict[tuple[int, int], int]()
     groups = list[int]()
     for each, total in zip(rollouts.conversations, rollouts.rewards.tolist(), strict=True):
-        given = getattr(each.outcome, "turn_rewards", ())
+        assert isinstance(each.outcome, Outcome)
+        given = each.outcome.turn_rewards if len(each.turns) > 1 else ()
+        same = math.isclose(total, each.outcome.reward, rel_tol=1e-6, abs_tol=1e-6)
+        fits = "is not for rewards of several turns that global_post_process_and_metrics changes"
+        remedy = "use conversation, or leave them as they are"
+        require(same or not len(given), "advantage.level", fits, "turn", remedy)
         rewards = list(given) or [*[0.0] * (len(each.turns) - 1), total]
         own, after = list[float](), 0.0
         for reward in reversed(rewards):

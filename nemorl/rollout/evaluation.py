@@ -16,8 +16,8 @@ Records = Sequence[Mapping[str, Any]]
 def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
-    A mean has NAME_ci beside it, half its interval. pass@k, and cons@k where answers were read, are
-    for k = 2, 4, … up to the fewest answers to a prompt, and for that number.
+    A mean has NAME_ci beside it, half its interval. pass@k, and cons@k where answers were read in
+    each data set, are for k = 2, 4, … up to the fewest answers to a prompt, and for that number.
 
     >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
     >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]
@@ -45,7 +45,8 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
         raise ValueError(
             f"second must have the {len(ours)} prompts of first, but it has {len(theirs)}"
             f"{'' if other is None else f', and not {other!r} in its place'}: evaluate both on the"
-            " same rows, with the same prompts and categories"
+            " same rows, with the same prompts and categories; a prompt whose conversations all"
+            " failed is missing, too"
         )
     rows = []
     for (place, a), (_, b) in zip(_slices(first), _slices(second), strict=True):
@@ -85,13 +86,14 @@ def _slices(records: Records) -> Iterator[tuple[dict[str, Any], Records]]:
 def _summary(records: Records) -> dict[str, Any]:
     groups, correct = _groups(records), [record["correct"] for record in records]
     answers = [record.get("extracted_answer") for record in records]
+    read = {record["data"] for record in records if record.get("extracted_answer") is not None}
     found: dict[str, Any] = {"num_prompts": len({*groups})}
     for name, values in ("accuracy", correct), ("reward", [r["reward"] for r in records]):
         found[name], found[f"{name}_ci"] = interval(mean_by_prompt(values, groups))
     fewest = min(Counter(groups).values())
     for k in sorted({2**i for i in range(1, fewest.bit_length())} | {fewest} - {1}):
         found[f"pass@{k}"] = float(pass_at_k(correct, groups, k).mean())
-        if any(answer is not None for answer in answers):
+        if read == {record["data"] for record in records}:
             found[f"cons@{k}"] = float(cons_at_k(correct, answers, groups, k).mean())
     return found
 

@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.collect import Rollouts, collect, join, kind_of, select, to_token_batch
+from nemorl.rollout.collect import (
+    Rollouts,
+    collect,
+    join,
+    kind_of,
+    select,
+    to_token_batch,
+    turn_returns,
+)
 from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.conversation import Limits, Outcome
 from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
@@ -144,6 +153,44 @@ def test_join_takes_metrics_that_only_some_parts_have(rolled):
         join([rolled, replace(rolled, components={"x": rolled.rewards})])
 
 
+def in_parts(generator, environment, prompts: Prompts = PROMPTS) -> list[Rollouts]:
+    numbered = replace(prompts, groups=range(3))
+    return [collect(generator, environment, numbered.take([i]), SAMPLING, seed=1) for i in range(3)]
+
+
+def test_metrics_of_some_conversations_do_not_depend_on_parts(generator):
+    async def measures(row, policy) -> Outcome:
+        await policy.sample(policy.prompt)
+        value = int(row["answer"])  # 1, 2 or 4, by the first so many members of three
+        return Outcome(metrics={"seen": value} if policy.member < value else {})
+
+    whole = collect(generator, measures, PROMPTS, SAMPLING, seed=1)
+    assert whole.metrics == {"seen": (1 + 2 * 2 + 3 * 4) / 6}
+    assert join(in_parts(generator, measures)).metrics == whole.metrics
+
+
+def test_a_conversation_that_a_limit_cut_has_components_of_0(generator):
+    async def talks(row, policy) -> Outcome:
+        prompt = list(policy.prompt)
+        while row["answer"] != "4":  # until the context is full
+            prompt += (await policy.sample(prompt)).token_ids
+        await policy.sample(prompt)
+        return Outcome(reward=1.0, components={"a": 1.0, "b": 2.0})
+
+    limited = replace(PROMPTS, limits=Limits(max_tokens=20))
+    whole = collect(generator, talks, limited, SAMPLING, seed=1)
+    parts = in_parts(generator, talks, limited)
+    assert [each.components.keys() for each in parts] == [set(), set(), {"a", "b"}]
+    for found in (whole, join(parts), join([select(whole, range(3)), *parts[1:]])):
+        assert found.rewards.tolist() == [0.0] * 6 + [1.0] * 3
+        assert list(found.components) == ["a", "b"]
+        assert found.components["a"].tolist() == [0.0] * 6 + [1.0] * 3
+        assert found.components["b"].tolist() == [0.0] * 6 + [2.0] * 3
+        assert found.correct.tolist() == [False] * 6 + [True] * 3
+    with pytest.raises(ValueError, match=r"returned \['a', 'b'\] and \['c'\]"):
+        join([parts[2], replace(parts[2], components={"c": parts[2].rewards})])
+
+
 def test_components_come_along(generator):
     """Several rewards: each apart, in the order of the responses, through select and join; accuracy
     is about the first.
@@ -192,6 +239,41 @@ def test_the_environment_sees_the_batch_and_changes_it(generator):
     rolled = collect(generator, Ranked(lambda response: len(response)), PROMPTS, SAMPLING, seed=1)
     assert sorted(rolled.rewards.tolist()) == list(range(9))
     assert rolled.metrics == {"best": max(len(c.text) for c in rolled.completions)}
+
+
+class Doubled(FunctionalRewardWrapper):
+    def global_post_process_and_metrics(self, batch):
+        return {**batch, "rewards": 2 * batch["rewards"]}, {}
+
+
+def test_returns_of_turns_are_of_the_changed_rewards(generator):
+    rolled = collect(generator, Doubled(lambda response: len(response)), PROMPTS, SAMPLING, seed=1)
+    assert rolled.rewards.tolist() == [2.0 * len(c.text) for c in rolled.completions]
+    returns, groups = turn_returns(rolled, discount=0.5)
+    assert torch.equal(returns, rolled.rewards) and torch.equal(groups, rolled.group_id)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.0])
+def test_changed_rewards_of_several_turns_have_no_returns(generator, reward):
+    class Two(Doubled):
+        max_turns = 2
+
+        def step(self, message_log_batch, metadata):
+            found = super().step(message_log_batch, metadata)
+            return replace(found, terminateds=[False] * len(found.rewards))
+
+    talked = replace(PROMPTS, tokenizer=TOKENIZER)
+    rolled = collect(generator, Two(lambda response: reward), talked, SAMPLING, seed=1)
+    assert rolled.num_turns.tolist() == [2] * 9
+    if not reward:  # which doubling does not change
+        assert turn_returns(rolled, discount=1.0)[0].tolist() == [0.0] * 18
+        return
+    message = (
+        "advantage.level is not for rewards of several turns that global_post_process_and_metrics"
+        " changes, but it is 'turn': use conversation"
+    )
+    with pytest.raises(ValueError, match=message):
+        turn_returns(rolled, discount=1.0)
 
 
 def test_an_environment_that_changes_a_row_changes_its_own_copy(generator):

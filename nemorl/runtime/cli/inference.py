@@ -345,9 +345,9 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
-    """Yield slices of the prompts."""
+    """Yield slices of the prompts of nearly equal size: in a small one a few that fail are most."""
     from rich.progress import track
 
-    starts = range(0, len(prompts), size)
-    for first in track(starts, description="answering", transient=True):
-        yield prompts.take(range(first, min(first + size, len(prompts))))
+    total, count = len(prompts), -(-len(prompts) // size)
+    slices = [range(i * total // count, (i + 1) * total // count) for i in range(count)]
+    yield from map(prompts.take, track(slices, description="answering", transient=True))

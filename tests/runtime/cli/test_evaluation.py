@@ -87,6 +87,24 @@ def test_the_answers_to_a_set_alone_are_those_beside_others(model: str, sets: li
     assert Counter(each["data"] for each in few["answers"]) == {"sums": 4, "more": 4}
 
 
+@pytest.mark.parametrize("failing", [0, 4])
+def test_a_conversation_that_fails_costs_no_other_answers(model: str, failing: int):
+    """Whichever it is: no slice of the rows is so small that one is most of it."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n)} for n in range(5)]
+
+    def reward(response: str, answer: str) -> float:
+        if answer == str(failing):
+            raise nemorl.ConversationFailed("no judge")
+        return float(len(response))
+
+    options: Any = {"device": "cpu", "max_new_tokens": 4, "temperature": 1.0}
+    whole, sliced = (
+        nemorl.evaluate(model, rows, reward, max_batch_size=size, **options) for size in (256, 4)
+    )
+    assert sliced == whole
+    assert whole["num_failed"] == 1 and len(whole["answers"]) == 4
+
+
 class Guess:
     """Gives a reward in its second turn, and measures what it saw."""
 
@@ -135,6 +153,16 @@ def test_summaries_by_hand():
     assert [name for name in three if name.startswith("pass")] == ["pass@2", "pass@3"]
     assert "pass@2" not in summaries(rows[:1])[0]
     assert "cons@2" not in summaries([answer(0, True), answer(0, False)])[0]
+
+
+def test_all_sets_have_a_vote_only_where_answers_were_read_in_each():
+    unread = [answer(0, True)] * 2
+    read = [answer(1, True, data="more", extracted_answer="2")] * 2
+    everything, first, second = summaries(unread + read)
+    assert everything["accuracy"] == everything["pass@2"] == second["cons@2"] == 1
+    assert "cons@2" not in everything and "cons@2" not in first
+    some = [answer(2, True, extracted_answer="2"), answer(2, True, extracted_answer="2")]
+    assert summaries(unread + some + read)[0]["cons@2"] == pytest.approx(2 / 3)
 
 
 def test_known_sets_need_no_settings(model: str, tmp_path: Path, monkeypatch, capsys):
@@ -221,7 +249,7 @@ def test_comparison_by_hand():
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ([answer(0, True)], "it has 1: evaluate both"),
+        ([answer(0, True)], "it has 1: evaluate both .*conversations all failed is missing, too"),
         ([answer(0, True), answer(1, True, prompt="Q: 1=")], "has 2, and not '1=' in its place"),
         ([answer(0, True), answer(1, True, data="more")], "has 2, and not '1=' in its place"),
     ],

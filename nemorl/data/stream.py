@@ -43,7 +43,7 @@ class StreamedRows(Sequence[Any]):
     build: Callable[[Any], Any] = lambda row: row
 
     num_rows = sys.maxsize
-    """Not known: epochs seem endless."""
+    """Unknown, so endless."""
 
     def take(self, cursor: int, count: int) -> list[int]:
         return [*range(cursor, cursor + count)]

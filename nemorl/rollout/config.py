@@ -36,7 +36,7 @@ class RolloutConfig:
     timeout_s: float = 60.0
     """Longest call of an environment, in seconds; its conversation fails after it."""
     discount: float = 1.0
-    """Factor by which a reward counts less for each turn that it comes later."""
+    """A reward t turns later counts discount^t of its value."""
     workers: int = 0
     """Processes, placed by Ray, for an environment that blocks long, may hang or crash, or needs
     other packages; each has one conversation at a time. 0: threads of the trainer.

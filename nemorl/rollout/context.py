@@ -138,9 +138,9 @@ class Context:
 def following(text: str, before: str, said: str, end: str, *, plain: bool = False) -> str | None:
     """Return what a rendering adds after an answer, None where it renders what precedes otherwise.
 
-    text: all messages as the template renders them now. before: the answer's prompt, as it rendered
-    it then. said, end: the answer as it was sampled, and its end token. plain: no template writes
-    the end token.
+    text: all messages as the template renders them now. before: the last answer's prompt, as it
+    was rendered. said, end: the answer as it was sampled, and its end token. plain: no template
+    writes the end token.
 
     >>> following("<u>hi<a> yes <e><u>why?<a>", "<u>hi<a>", "yes", "<e>")
     '<u>why?<a>'

@@ -65,7 +65,7 @@ class ConversationFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When an environment's conversation ends that does not end by itself."""
+    """Limits on a conversation that does not end by itself."""
 
     max_turns: int | None = None
     """Turns of the model. None: as many as the environment's `max_turns`, else DEFAULT_TURNS."""
@@ -113,7 +113,7 @@ class Policy(Protocol):
     """Number of the row's group, whose members are compared."""
     member: int
     group_size: int
-    """Members of the group that are led side by side: those that begin again are fewer."""
+    """Conversations of the group in this attempt: fewer where failed ones begin again."""
 
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
         """Return the model's answer to token ids; `stop`: strings and tokens that end it besides

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -42,9 +42,9 @@ from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import exit_is_error
 
 MOST_FAILED = 0.5
-"""Share of conversations that may fail; more is no accident."""
+"""Share of conversations that may fail; with more the run ends."""
 ATTEMPTS = 3
-"""How often a conversation begins that its group can't do without."""
+"""How often a failed conversation is begun at most, where its group needs it."""
 Request = tuple[tuple[int, ...], SamplingParams]
 """A prompt, and how it is sampled."""
 
@@ -213,7 +213,7 @@ def named(environment: Environment) -> str:
 
 def _missing(found: Mapping[tuple[int, int], Conversation], size: int) -> list[tuple[int, int]]:
     """Return the failed members of groups in which less than two are left to compare; none where
-    so many have failed that it is no accident.
+    so many have failed that the run ends.
     """
     failed = [place for place, each in found.items() if isinstance(each.outcome, Failure)]
     if len(failed) > MOST_FAILED * len(found):
@@ -337,7 +337,7 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
         return environment
     said = limits.max_turns or getattr(environment, "max_turns", None)
     ask = rounds.at_once if said and said > 1 else rounds.together
-    step = judging(environment)
+    step = partial(judged, environment)
 
     async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
         log, metadata, stop = list(policy.messages), row, tuple[str, ...]()
@@ -377,18 +377,10 @@ class After:
     components: Mapping[str, float]
 
 
-def judging(
-    environment: EnvironmentInterface,
-) -> Callable[[Sequence[tuple[MessageLog, Metadata]]], Sequence[After | Exception]]:
-    """Return a function that has an environment judge conversations, for `Rounds`; the error of a
-    call is that of all of them.
-    """
-    return partial(_stepped, environment)
-
-
-def _stepped(
+def judged(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
 ) -> Sequence[After | Exception]:
+    """Have an environment judge conversations; the error of a call is that of all of them."""
     name = type(environment).__name__
     try:
         with exit_is_error(f"environment {name!r}"):

@@ -17,7 +17,7 @@ def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
     A mean has NAME_ci beside it, half its interval. pass@k, and cons@k where answers were read in
-    each data set, are for k = 2, 4, … up to the fewest answers to a prompt, and for that number.
+    each data set, are for k = 2, 4, … and n, the fewest answers that a prompt has.
 
     >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
     >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]

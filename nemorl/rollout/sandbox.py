@@ -59,7 +59,7 @@ class ProgramResult:
     exit_code: int
     """128 + n for a signal n."""
     outcome: str
-    """ok, error, or the limit: time, memory, output."""
+    """ok, error, or the limit that ended it: time, memory, output."""
     seconds: float
     sandbox: str
 

@@ -11,7 +11,7 @@ from nemorl.data.rows import own_copy
 PROMPT = ("prompt", "prompts")
 RESPONSE = ("response", "responses", "completion", "completions", "solution_str")
 ENVIRONMENT = ("environment", "environments")
-"""What an environment of tools is called in a row; it is no copy."""
+"""Parameters that get the environment of tools itself, not a copy."""
 PLURAL = ("prompts", "responses", "completions")
 
 

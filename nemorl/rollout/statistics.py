@@ -56,8 +56,8 @@ def cons_at_k(
     """Return how correct the most frequent of k responses' answers is, [prompts].
 
     The mean over blocks of k consecutive responses. Equal texts are one answer, as correct as its
-    responses on average; of tied answers the mean, which a random choice has; None has no vote;
-    without votes 0. Raises: as `pass_at_k`.
+    responses on average; tied answers count with their mean, as a random choice would; None has
+    no vote; without votes 0. Raises: as `pass_at_k`.
 
     >>> cons_at_k([1, 1, 0, 0], ["2", "2", "3", None], [0] * 4, 4).tolist()
     [1.0]
@@ -101,7 +101,7 @@ def paired(
     """Return second − first, values of the same prompts, and the two-sided p-value of a sign-flip
     test: the share of assignments of signs to the differences whose sum is as far from 0.
 
-    Of random ones, (1 + as far) / (1 + FLIPS).
+    Of more than EXACT differences the signs are random: (1 + number as far) / (1 + FLIPS).
 
     >>> paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1])[1]
     0.125

@@ -20,7 +20,7 @@ from nemorl.rollout.conversation import (
 )
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
-from nemorl.rollout.episodes import judging
+from nemorl.rollout.episodes import judged
 from nemorl.rollout.rounds import Rounds, caller
 from nemorl.rollout.signature import ENVIRONMENT, name_of
 
@@ -120,7 +120,7 @@ class ClassEnvironment:
 
     def episode(self, rounds: Rounds, limits: Limits) -> Episode:
         """Return the episode of one conversation."""
-        judge = None if self.judge is None else judging(self.judge)
+        judge = None if self.judge is None else partial(judged, self.judge)
         # A conversation keeps its worker while it is judged: others may wait for one.
         ask = rounds.together if self.workers is None else rounds.at_once
         call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)

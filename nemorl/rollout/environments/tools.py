@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 from nemorl.data.templates import Message
@@ -56,17 +57,7 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function without the first parameter of a class's method."""
     first = next(iter(inspect.signature(tool).parameters), "")
-    if first != "self":
-        return tool
-
-    def bound(*args: Any, **named: Any) -> Any:
-        return tool(None, *args, **named)
-
-    parameters = list(inspect.signature(tool).parameters.values())[1:]
-    annotations = inspect.get_annotations(tool, eval_str=True)
-    bound.__name__, bound.__doc__, bound.__annotations__ = tool.__name__, tool.__doc__, annotations
-    vars(bound)["__signature__"] = inspect.Signature(parameters)
-    return bound
+    return MethodType(tool, tool) if first == "self" else tool
 
 
 async def use_tools(

@@ -189,9 +189,9 @@ def _parted(
 
 
 def _lacks_components(conversation: Conversation) -> bool:
-    """Return whether a limit ended the conversation without reward components: each counts 0."""
+    """Return whether its full context ended the conversation: each reward component counts 0."""
     outcome = conversation.outcome
-    return isinstance(outcome, Outcome) and outcome.truncated and not outcome.components
+    return isinstance(outcome, Outcome) and outcome == Outcome(truncated=True)
 
 
 def _outcome_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:

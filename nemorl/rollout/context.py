@@ -117,14 +117,16 @@ class Context:
         tool exactly as the model did.
         """
         left, found = list(self._said), []
-        for message in messages:
-            place = next((i for i, (each, _) in enumerate(left) if each == message), None)
+        for message in reversed(messages):  # the first ones may be of the row, or left out
+            spoken = message.get("role") == "assistant"
+            places = reversed(range(len(left) if spoken else 0))
+            place = next((i for i in places if left[i][0] == message), None)
             if place is not None:
                 text = left[place][1]
                 message = {"role": "assistant", "content": text.strip() if text.strip() else text}
-                del left[: place + 1]
+                del left[place:]
             found.append(message)
-        return found
+        return found[::-1]
 
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
         if self.plain:

@@ -333,14 +333,15 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
     return rows
 
 
-def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
-    """Raise a ValueError unless an environment returned one of everything per conversation."""
+def check_counts(result: EnvironmentReturn, count: int, name: str, *more: str) -> None:
+    """Raise a ValueError unless an environment returned one of everything per conversation.
+
+    more: fields that are used beside rewards and whether conversations are over.
+    """
     lists: dict[str, Any] = {
         "rewards": result.rewards,
         "terminateds": result.terminateds,
-        "observations": result.observations,
-        "metadata": result.metadata,
-        "next_stop_strings": result.next_stop_strings,
+        **{field_name: getattr(result, field_name) for field_name in more},
         **result.components,
     }
     if result.answers:

@@ -385,7 +385,8 @@ def judged(
     try:
         with exit_is_error(f"environment {name!r}"):
             result = environment.step([log for log, _ in asked], [row for _, row in asked])
-        check_counts(result, len(asked), name)
+        used = ("observations", "metadata", "next_stop_strings")
+        check_counts(result, len(asked), name, *used)
         return _of_each(result, len(asked))
     except Exception as error:
         return [error] * len(asked)

@@ -53,8 +53,8 @@ class Server:
 
 
 def _check(server: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless the first row's answer is judged. Of a stream, which is checked row
-    by row, only the first row is judged.
+    """Raise a ValueError unless the first row's answer is judged; once, as each row of a stream is
+    checked.
     """
     for row in rows[: "checked" not in vars(server)]:
         answer = str(row.get("answer", ""))

@@ -3,9 +3,9 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
@@ -105,7 +105,7 @@ class Rounds:
         self._asked: Asked = {}
         self._calling: dict[Callable, asyncio.Task[None]] = {}
         self._soon: Asked = {}
-        self._open = self._waiting = 0
+        self._open = self._waiting = self._outside = 0
         self._error: BaseException | None = None
         self.free = asyncio.Semaphore(THREADS)
         self.over = False
@@ -119,6 +119,20 @@ class Rounds:
         self._waiting += 1
         self._compare()
         return _result(await future)
+
+    @asynccontextmanager
+    async def room(self, room: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+        """Enter a context that others may hold while they wait: `together` waits for none that is
+        still outside.
+        """
+        async with AsyncExitStack() as stack:
+            self._outside += 1
+            self._compare()
+            try:
+                found = await stack.enter_async_context(room)
+            finally:
+                self._outside -= 1
+            yield found
 
     async def at_once(
         self, function: Callable[[Sequence[Any]], Sequence[T | Exception]], item: Any
@@ -217,8 +231,9 @@ class Rounds:
             raise self._error
 
     def _compare(self) -> None:
-        """End `_all_wait` once as many have asked as are open."""
-        if self._waiting >= self._open:
+        """End `_all_wait` once all that are open have asked, or are outside of a room."""
+        outside = self._outside if self._waiting else 0
+        if self._waiting + outside >= self._open:
             self._idle.set()
 
 
@@ -253,15 +268,18 @@ def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable
 
     async def call(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         given, quick = partial(function, *args, **named), inspect.iscoroutinefunction(function)
-        async with nullcontext() if quick else rounds.free:
-            try:
-                async with asyncio.timeout(seconds) as limit:
-                    found = given() if quick else await rounds.in_thread(given)
-                    return await found if inspect.isawaitable(found) else found
-            except TimeoutError as error:
-                if not limit.expired():  # the function's own
-                    raise
-                what = f"{name}: {name_of(function)} must end within {seconds:g} s"
-                raise TimeoutError(f"{what} (rollout.timeout_s)") from error
+        try:
+            async with asyncio.timeout(seconds if quick else None) as limit:
+                if quick:
+                    return await given()
+                async with rounds.free:
+                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                    found = await rounds.in_thread(given)
+                return await found if inspect.isawaitable(found) else found
+        except TimeoutError as error:
+            if not limit.expired():  # the function's own
+                raise
+            what = f"{name}: {name_of(function)} must end within {seconds:g} s"
+            raise TimeoutError(f"{what} (rollout.timeout_s)") from error
 
     return call

@@ -242,3 +242,27 @@ def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(toke
     after, _ = context.prompt_of([{"role": "user", "content": "In short."}, *log[3:]], tools)
     assert tokenizer.decode(list(after)).count('"name":"add",  "arguments"') == 1
     assert '"add", "arguments"' not in tokenizer.decode(list(after))
+
+
+def test_an_answer_of_the_row_is_none_of_the_models(tokenizers):
+    """The model says B, and then what an example in the prompt says, too."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    tokenizer = tokenizers["qwen2_5"]
+    texts = [
+        f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {n}}}}}\n</tool_call>' for n in (1, 2)
+    ]
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)
+    ]
+    example = {"role": "assistant", "content": texts[0], "tool_calls": calls[:1]}
+    log = [{"role": "user", "content": "1+1?"}, example, {"role": "user", "content": "2+2?"}]
+    context = Context(tokenizer, log, [1])
+    for text in reversed(texts):
+        tokens, asked = context.prompt_of(log, tools)
+        completion = said(tokenizer, text, ended=True)
+        message = context.add(tokens, asked, completion)
+        log = [*log, message, {"role": "tool", "name": "add", "content": "7"}]
+    assert message == example
+    after, _ = context.prompt_of(log, tools)
+    kept = (*tokens, *completion.token_ids)
+    assert after[: len(kept)] == kept

@@ -321,11 +321,12 @@ def test_what_an_environment_returns_is_checked(part, message):
         "rewards": [1, 0.5],
         "terminateds": [True, True],
     }
-    check_counts(EnvironmentReturn(**sound), 2, "mine")
+    used = ("observations", "metadata", "next_stop_strings")
+    check_counts(EnvironmentReturn(**sound), 2, "mine", *used)
     assert reward_tensor(sound["rewards"], 2, "environment 'mine'").tolist() == [1.0, 0.5]
     with pytest.raises(ValueError, match=message):
         wrong = EnvironmentReturn(**{**sound, **part})
-        check_counts(wrong, 2, "mine")
+        check_counts(wrong, 2, "mine", *used)
         reward_tensor(wrong.rewards, 2, "environment 'mine'")
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
+from nemorl.rollout.rounds import Rounds, caller
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -338,16 +338,32 @@ def test_teardown_runs_when_another_ends_all(generator):
     assert Count.opened == Count.closed == 9
 
 
-def test_a_wait_for_a_thread_is_not_the_calls_time(generator, monkeypatch):
+def test_a_wait_for_a_thread_is_not_the_calls_time(monkeypatch):
     monkeypatch.setattr("nemorl.rollout.rounds.THREADS", 1)
+    rounds, may_end = Rounds(), threading.Event()
+    long, short = caller(rounds, "long", 60.0), caller(rounds, "short", 1.0)
 
-    class Sleeps:
+    async def ends() -> None:
+        await asyncio.sleep(1.5)  # the limit of the call that waits is over
+        may_end.set()
+
+    held, quick, _ = rounds.run([long(may_end.wait), short(int), ends()])
+    assert held and quick == 0
+
+
+def test_what_a_thread_returns_to_be_awaited_needs_no_thread(generator, monkeypatch):
+    monkeypatch.setattr("nemorl.rollout.rounds.THREADS", 1)
+    meeting = asyncio.Barrier(9)
+
+    class Meets:
         def step(self, response):
-            time.sleep(0.3)
+            return self.met()
+
+        async def met(self):
+            await meeting.wait()
             return TurnResult(done=True)
 
-    limited = replace(PROMPTS, limits=Limits(timeout_s=1.2))
-    found = collect(generator, make_environment(Sleeps), limited, SAMPLING, seed=1)
+    found = collect(generator, make_environment(Meets), PROMPTS, SAMPLING, seed=1)
     assert not found.failed and len(found) == 9
 
 

@@ -121,13 +121,13 @@ class ClassEnvironment:
     def episode(self, rounds: Rounds, limits: Limits) -> Episode:
         """Return the episode of one conversation."""
         judge = None if self.judge is None else partial(judged, self.judge)
-        # A conversation keeps its worker while it is judged: others may wait for one.
-        ask = rounds.together if self.workers is None else rounds.at_once
         call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
-            async with self._room() as make, self._opened(make, row, policy, call) as opened:
-                environment, messages = opened
+            async with (
+                rounds.room(self._room()) as make,
+                self._opened(make, row, policy, call) as (environment, messages),
+            ):
                 usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
                 if self.has("init"):  # some say 1 and have more
                     usual = max(usual, DEFAULT_TURNS)
@@ -141,7 +141,7 @@ class ClassEnvironment:
                     return replace(outcome, metrics={**outcome.metrics, **measured})
                 log, outcome = await use_tools(environment, messages, policy, call, most)
                 if judge is not None:
-                    after = await ask(judge, (log, beside(row, environment)))
+                    after = await rounds.together(judge, (log, beside(row, environment)))
                     outcome = replace(
                         outcome,
                         reward=after.reward,

@@ -70,8 +70,8 @@ async def use_tools(
     """Have the model call an environment's tools until it answers without a call.
 
     A call that can't be read, of an unknown tool, with wrong arguments, or whose tool raises, gets
-    the error as its result. Returns the messages, of which the last is the model's, and an outcome
-    without a reward.
+    the error as its result. Returns the messages, and an outcome without a reward. A conversation
+    that is cut after a call ends with a message without text.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
@@ -89,8 +89,7 @@ async def use_tools(
             used, failed = used + 1, failed + (not good)
             name = each.get("function", {}).get("name", "")
             messages.append({"role": "tool", "name": name, "content": content})
-    while messages[-1]["role"] == "tool":
-        messages.pop()
+    messages.append({"role": "assistant", "content": ""})
     return messages, _outcome(None, used, failed, truncated=True)
 
 

@@ -97,7 +97,7 @@ def evaluate_config(
             begin += len(part.rows)
             found = [
                 collect(generator, part.environment, some, sampling, seed=config.seed)
-                for some in _with_progress(mine, max(1, at_a_time))
+                for some in _with_progress(mine, max(3, at_a_time))
             ]
             joined = join(found)
             answers, num_failed = answers + _records(joined, part), num_failed + len(joined.failed)

@@ -98,10 +98,10 @@ def test_a_conversation_that_fails_costs_no_other_answers(model: str, failing: i
         return float(len(response))
 
     options: Any = {"device": "cpu", "max_new_tokens": 4, "temperature": 1.0}
-    whole, sliced = (
-        nemorl.evaluate(model, rows, reward, max_batch_size=size, **options) for size in (256, 4)
+    whole, *sliced = (
+        nemorl.evaluate(model, rows, reward, max_batch_size=size, **options) for size in (256, 4, 1)
     )
-    assert sliced == whole
+    assert sliced == [whole] * 2
     assert whole["num_failed"] == 1 and len(whole["answers"]) == 4
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sysconfig
+import threading
 import time
 import venv
 from contextlib import suppress
@@ -202,6 +203,13 @@ def test_settings_that_do_not_fit():
 
 def test_conversations_that_wait_for_a_process_stop_none_that_wait_for_a_reward(workers):
     """More than there are processes; each keeps its own until it is judged."""
-    environment = make_environment(counted, environment=Counter, workers=lambda: workers)
+    threads = []
+
+    def judged(environments, **columns) -> list[float]:
+        threads.append(threading.current_thread())
+        return counted(environments)
+
+    environment = make_environment(judged, environment=Counter, workers=lambda: workers)
     found = played(environment, lambda asked: "done", {}, {})
     assert found.rewards.tolist() == [0.0] * 4 and not found.failed
+    assert {*threads} == {threading.main_thread()}

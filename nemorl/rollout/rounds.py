@@ -98,7 +98,7 @@ class Rounds:
       may block or run a loop itself.
     - `at_once`: a function of a batch is called in a thread with what it has been asked since its
       last call.
-    - `in_thread`: a function is called in a thread, `async with free`.
+    - `in_thread`: a function is called in a thread, by a caller that holds `free`.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Rounds:
 
     @asynccontextmanager
     async def room(self, room: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-        """Enter a context that others may hold while they wait: `together` waits for none that is
+        """Enter a context that other coroutines may hold; `together` does not wait for one that is
         still outside.
         """
         async with AsyncExitStack() as stack:
@@ -267,10 +267,10 @@ def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable
     """
 
     async def call(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        given, quick = partial(function, *args, **named), inspect.iscoroutinefunction(function)
+        given, direct = partial(function, *args, **named), inspect.iscoroutinefunction(function)
         try:
-            async with asyncio.timeout(seconds if quick else None) as limit:
-                if quick:
+            async with asyncio.timeout(seconds if direct else None) as limit:
+                if direct:
                     return await given()
                 async with rounds.free:
                     limit.reschedule(asyncio.get_running_loop().time() + seconds)

@@ -161,6 +161,8 @@ def test_errors_of_a_program_reach_its_test():
     assert list(judge_program(program, tests)) == [True, True, False]
 
 
+# Too long to be part of an address or a time by chance, as 424242 once was.
+WANTED = 424242424242424242
 FORGERIES = {
     "exits": "import os; os._exit(0)",
     "exits politely": "import sys; sys.exit(0)",
@@ -202,14 +204,14 @@ FORGERIES = {
         "    while frame:\n        seen += map(str, [frame.f_locals, frame.f_globals])\n"
         "        frame = frame.f_back\n"
         "    seen = ''.join([*seen, *map(str, gc.get_objects())])\n"
-        "    wanted = str(42) * 3\n    return int(wanted) if wanted in seen else 0"
+        "    wanted = str(42) * 9\n    return int(wanted) if wanted in seen else 0"
     ),
     "hangs": "def f(x):\n    while True: pass",
     "returns what never ends": "def f(x):\n    y = []; y.append(y); return y",
     "returns what nests": "def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y",
     "returns too much": "def f(x): return bytes(1 << 29)",
     "prints too much": "def f(x):\n    while True: print('x' * 10**6)",
-    "closes its files": "import os; os.closerange(0, 100)\ndef f(x): return 424242",
+    "closes its files": "import os; os.closerange(0, 100)\ndef f(x): return int('42' * 9)",
     "has no function": "x = 1",
     "does not parse": "def f(x) return",
 }
@@ -218,9 +220,14 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_verdict_is_not_forged(name: str):
     program = FORGERIES[name]
-    tests = ["assert f(1) == 424242", "assert f(2) == 424242 and f(3) == 424242"]
+    tests = [f"assert f(1) == {WANTED}", f"assert f(2) == {WANTED} and f(3) == {WANTED}"]
     assert list(judge_program(program, tests, limits=LIMITS)) == [False, False]
     assert reward(program, [{"input": "", "output": "[true, true, true]"}]) == 0
+
+
+def test_a_program_that_looks_for_the_tests_sees_what_it_is_given():
+    tests = [f"assert f({WANTED}) == {WANTED}"]
+    assert list(judge_program(FORGERIES["looks for the tests"], tests)) == [True]
 
 
 def test_tests_that_do_not_end_or_fail_are_not_passed():

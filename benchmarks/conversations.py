@@ -39,11 +39,11 @@ class Options:
     """Which of the two."""
     conversations: int = 2000
     """How many at once."""
-    turns: int = 24
+    turns: int = 32
     """Of each conversation."""
     length: int = 8
     """Tokens of a response."""
-    sleep: float = 0.2
+    sleep: float = 0.3
     """Median of the environment's sleep, in seconds; its logarithm has the standard deviation 1."""
     hidden: int = 128
     """Width of the model, which has four layers."""
@@ -102,9 +102,11 @@ def busy(options: Options, folder: Path) -> None:
     prompts = prompts_of(options.conversations, folder)
     sampling = SamplingParams(n=1, max_new_tokens=options.length)
     count = options.conversations * options.turns
-    print(f"{options.conversations} conversations of {options.turns} turns")
     took: dict[str, float] = {}
-    with backend(folder, 1) as engine:
+    print(f"{options.conversations} conversations of {options.turns} turns", flush=True)
+    # The keys and values of all conversations: 4 kB a token. Where they do not fit, each turn
+    # computes its whole prompt.
+    with backend(folder, 1, {"kv_cache_memory_bytes": 4 << 30}) as engine:
         first = prompts.take(range(min(256, len(prompts))))  # not counted
         converse(engine, slow(options, barrier=False), first, sampling, seed=0)
         watched = Busy(engine)
@@ -119,7 +121,7 @@ def busy(options: Options, folder: Path) -> None:
             computes = next(v for k, v in engine.metrics().items() if k.endswith("/busy"))
             share = watched.seconds / took[name] * computes
             speed = f"{took[name]:7.1f} s{count / took[name]:8.0f} turns/s"
-            print(f"  {name:<20}{speed}   busy {share:.1%}")
+            print(f"  {name:<20}{speed}   busy {share:.1%}", flush=True)
     print(f"  each for itself is {took['a barrier per turn'] / took['each for itself']:.2f} times"
           " as fast")  # fmt: skip
 

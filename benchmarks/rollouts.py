@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -101,7 +101,9 @@ def bare(folder: Path) -> Iterator[Callable[[list[Any]], tuple[float, int]]]:
 
 
 @contextmanager
-def backend(folder: Path, num_replicas: int) -> Iterator[Any]:
+def backend(
+    folder: Path, num_replicas: int, engine: Mapping[str, Any] | None = None
+) -> Iterator[Any]:
     from transformers import AutoModelForCausalLM
 
     from nemorl import GenerationConfig
@@ -112,7 +114,8 @@ def backend(folder: Path, num_replicas: int) -> Iterator[Any]:
         None  # every response is as long as it may be
     )
     made = VLLMGenerationBackend(model=model, tokenizer=tokenizer)
-    made.setup(GenerationConfig(backend="vllm", num_replicas=num_replicas, engine=ENGINE))
+    engine = {**ENGINE, **(engine or {})}
+    made.setup(GenerationConfig(backend="vllm", num_replicas=num_replicas, engine=engine))
     try:
         yield made
     finally:

@@ -104,9 +104,11 @@ def busy(options: Options, folder: Path) -> None:
     count = options.conversations * options.turns
     took: dict[str, float] = {}
     print(f"{options.conversations} conversations of {options.turns} turns", flush=True)
-    # The keys and values of all conversations: 4 kB a token. Where they do not fit, each turn
-    # computes its whole prompt.
-    with backend(folder, 1, {"kv_cache_memory_bytes": 4 << 30}) as engine:
+    # Keys and values of all conversations, in float32 by four layers. Where they do not fit, each
+    # turn computes its whole prompt again.
+    tokens = options.conversations * (options.turns + 1) * (options.length + WORDS)
+    cache = max(1 << 30, tokens * 2 * 4 * options.hidden * 4)
+    with backend(folder, 1, {"kv_cache_memory_bytes": cache}) as engine:
         first = prompts.take(range(min(256, len(prompts))))  # not counted
         converse(engine, slow(options, barrier=False), first, sampling, seed=0)
         watched = Busy(engine)

@@ -161,7 +161,7 @@ def test_errors_of_a_program_reach_its_test():
     assert list(judge_program(program, tests)) == [True, True, False]
 
 
-# Too long to be part of an address or a time by chance, as 424242 once was.
+# Too long to be part of an address or a time by chance, as six digits are.
 WANTED = 424242424242424242
 FORGERIES = {
     "exits": "import os; os._exit(0)",

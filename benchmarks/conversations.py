@@ -51,11 +51,17 @@ class Options:
     """Conversations one after the other, for the cost of a turn."""
 
 
-def prompts_of(count: int, folder: Path) -> Prompts:
+def most_tokens(options: Options) -> int:
+    """Of a conversation: its prompt, and a response and an observation for each turn."""
+    return WORDS + options.turns * (options.length + WORDS)
+
+
+def prompts_of(count: int, options: Options, folder: Path) -> Prompts:
     ids = np.random.default_rng(0).integers(2, VOCABULARY, (count, WORDS)).tolist()
     tokenizer = load_tokenizer(folder)
     rows = [{"prompt": tokenizer.decode(each), "number": n} for n, each in enumerate(ids)]
-    return Prompts(rows, ids, tokenizer=tokenizer, limits=Limits(max_tokens=512))
+    limits = Limits(max_tokens=most_tokens(options))
+    return Prompts(rows, ids, tokenizer=tokenizer, limits=limits)
 
 
 class Busy:
@@ -99,14 +105,14 @@ def slow(options: Options, *, barrier: bool) -> Episode:
 
 
 def busy(options: Options, folder: Path) -> None:
-    prompts = prompts_of(options.conversations, folder)
+    prompts = prompts_of(options.conversations, options, folder)
     sampling = SamplingParams(n=1, max_new_tokens=options.length)
     count = options.conversations * options.turns
     took: dict[str, float] = {}
     print(f"{options.conversations} conversations of {options.turns} turns", flush=True)
     # Keys and values of all conversations, in float32 by four layers. Where they do not fit, each
     # turn computes its whole prompt again.
-    tokens = options.conversations * (options.turns + 1) * (options.length + WORDS)
+    tokens = options.conversations * (most_tokens(options) + 16)
     cache = max(1 << 30, tokens * 2 * 4 * options.hidden * 4)
     with backend(folder, 1, {"kv_cache_memory_bytes": cache}) as engine:
         first = prompts.take(range(min(256, len(prompts))))  # not counted
@@ -137,7 +143,7 @@ async def talk(row: Mapping[str, Any], policy: Policy) -> Outcome:
 
 
 def turn(options: Options, folder: Path) -> None:
-    prompts = prompts_of(options.alone + 1, folder)
+    prompts = prompts_of(options.alone + 1, options, folder)
     for row in prompts.rows:
         row["turns"] = options.turns
     sampling = SamplingParams(n=1, max_new_tokens=options.length)
@@ -172,7 +178,8 @@ def main(options: Options) -> None:
     quiet()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), hidden=options.hidden)
+        positions = max(512, most_tokens(options))
+        save_model(Path(folder), hidden=options.hidden, positions=positions)
         if options.part in ("busy", "both"):
             busy(options, Path(folder))
         if options.part in ("turn", "both"):

@@ -10,10 +10,12 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import einops
 import pytest
 
+import nemorl
 from nemorl import GenerationConfig, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
@@ -21,6 +23,7 @@ from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import vllm_backend
 from tests.runtime.engines.toys import eventually
+from tests.runtime.runs import addition_rows
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -156,6 +159,26 @@ def test_a_replica_that_splits_the_model(tmp_path: Path):
     log = (tmp_path / "replica-0.log").read_text()
     assert "Worker_TP1" in log and "FileNotFoundError" not in log and "leaked" not in log
     assert len(log.splitlines()) < 300
+
+
+@pytest.mark.slow
+def test_a_model_that_one_device_does_not_hold_is_evaluated_by_two(tmp_path: Path):
+    ray_cpus()
+    tiny_model(**SIZES).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": 8, "reward": "last_number"}
+    alone = nemorl.evaluate(tmp_path, addition_rows()[:6], device="cpu", **options)
+    divided = nemorl.evaluate(
+        tmp_path,
+        addition_rows()[:6],
+        generation__backend="vllm",
+        generation__tensor_parallel_size=2,
+        generation__log_dir=str(tmp_path),
+        generation__engine={"kv_cache_memory_bytes": 2**25},
+        **options,
+    )
+    assert divided == alone
+    assert "Worker_TP1" in (tmp_path / "replica-0.log").read_text()
 
 
 @pytest.mark.slow

@@ -110,8 +110,8 @@ def busy(options: Options, folder: Path) -> None:
     count = options.conversations * options.turns
     took: dict[str, float] = {}
     print(f"{options.conversations} conversations of {options.turns} turns", flush=True)
-    # Keys and values of all conversations, in float32 by four layers. Where they do not fit, each
-    # turn computes its whole prompt again.
+    # Keys and values of all conversations, in float32 by four layers, with half a block of 32
+    # tokens for each. Where they do not fit, each turn computes its whole prompt again.
     tokens = options.conversations * (most_tokens(options) + 16)
     cache = max(1 << 30, tokens * 2 * 4 * options.hidden * 4)
     with backend(folder, 1, {"kv_cache_memory_bytes": cache}) as engine:

@@ -101,9 +101,7 @@ def bare(folder: Path) -> Iterator[Callable[[list[Any]], tuple[float, int]]]:
 
 
 @contextmanager
-def backend(
-    folder: Path, num_replicas: int, engine: Mapping[str, Any] | None = None
-) -> Iterator[Any]:
+def backend(folder: Path, num_replicas: int, engine: Mapping[str, Any] = ENGINE) -> Iterator[Any]:
     from transformers import AutoModelForCausalLM
 
     from nemorl import GenerationConfig
@@ -114,8 +112,7 @@ def backend(
         None  # every response is as long as it may be
     )
     made = VLLMGenerationBackend(model=model, tokenizer=tokenizer)
-    engine = {**ENGINE, **(engine or {})}
-    made.setup(GenerationConfig(backend="vllm", num_replicas=num_replicas, engine=engine))
+    made.setup(GenerationConfig(backend="vllm", num_replicas=num_replicas, engine=dict(engine)))
     try:
         yield made
     finally:

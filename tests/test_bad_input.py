@@ -366,6 +366,12 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
 OF_GRPO: dict[str, dict[str, Any]] = {
     r"num_generations_per_prompt must be at least 2"
     r" .*but it is 1: use 2 or more": {"num_generations_per_prompt": 1},
+    r"dynamic_sampling needs num_generations_per_prompt of at least 2: .*but it is True: turn it"
+    r" off": {
+        "num_generations_per_prompt": 1,
+        "dynamic_sampling": True,
+        "advantage": {"baseline": "batch_mean", "scale": "batch_std"},
+    },
     r"train_global_batch_size must divide the 24"
     r" responses of a rollout batch \(.*\), but it is 7:"
     r" all optimizer steps are of one size": {"train_global_batch_size": 7},

@@ -397,7 +397,9 @@ def turns(value: Any, flat: Flat) -> Settings | str:
     """A problem of mathematics has one turn however many are allowed."""
     if value in (1, None) or {key.split(".")[1] for key in flat if key[:4] == "env."} == {"math"}:
         return {}
-    return Blocker("conversations of several turns are not supported yet; set it to 1")
+    return Blocker(
+        "environments of several turns are not translated: see docs/environments.md, or set it to 1"
+    )
 
 
 @rule("max_num_steps")

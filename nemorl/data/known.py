@@ -12,6 +12,7 @@ from nemorl.data.rows import Row
 BOXED = "{prompt}\n\nReason step by step, and put your final answer within \\boxed{{}}."
 LETTER = '{prompt}\n\nThink step by step, then end with a line "Answer: " and the right letter.'
 CODE = "Write this Python function, all of it, in one code block.\n\n{prompt}"
+BEGUN = CODE.replace("{prompt}", "```python\n{prompt}\n```")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def as_known(row: Row, known: KnownSet, *, given: Collection[str] = ()) -> Row:
     try:
         found = {ours: row[own] for ours, own in known.columns.items() if ours not in given}
         if known.build is not None and "prompt" not in given:
-            found |= known.build(row)
+            found |= {k: value for k, value in known.build(row).items() if k not in given}
     except KeyError as error:
         raise ValueError(
             f"{row.origin} must have the column {error} (docs/evaluation.md), but has"
@@ -84,9 +85,13 @@ def _arc(row: Row) -> dict[str, str]:
     return lettered(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
 
 
-def _mbpp(row: Row) -> dict[str, str]:
+def _mbpp(row: Row) -> dict[str, Any]:
     task = row["text"] if "text" in row else row["prompt"]  # of the sanitized ones
-    return {"prompt": "\n".join([f"{task}\n\nIt must pass these tests:\n", *row["test_list"]])}
+    first = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    return {
+        "prompt": "\n".join([f"{task}\n\nIt must pass these tests:\n", *row["test_list"]]),
+        "answer": [f"{first}\n{test}" if first else test for test in row["test_list"]],
+    }
 
 
 def _maths(answer: str = "answer", *, prompt: str = "problem", **others: Any) -> KnownSet:
@@ -129,7 +134,7 @@ KNOWN: dict[str, KnownSet] = {
     ),
     "allenai/ai2_arc": _choices(_arc, configuration="ARC-Challenge"),
     "google/IFEval": KnownSet(reward="ifeval", validation="train"),
-    "openai/openai_humaneval": KnownSet(template=CODE, reward="code"),
+    "openai/openai_humaneval": KnownSet(columns={"answer": "test"}, template=BEGUN, reward="code"),
     "google-research-datasets/mbpp": KnownSet(
         columns={"response": "code"}, build=_mbpp, template=CODE, reward="code"
     ),

@@ -128,12 +128,16 @@ def set_names(source: Any) -> list[str]:
 
     >>> set_names(["data/test.jsonl", "openai/gsm8k", "more/test.jsonl", [{"prompt": "1+1="}]])
     ['test', 'gsm8k', 'test_3', 'set_4']
+    >>> set_names(["test_3.jsonl", "test.jsonl", "more/test.jsonl"])
+    ['test_3', 'test', 'test_3_3']
     """
     names: list[str] = []
     for number, part in enumerate(sources_of(source), start=1):
         name = Path(part).name if isinstance(part, str | Path) else f"set_{number}"
         name = Path(name).stem if Path(name).suffix in READERS else name
-        names.append(f"{name}_{number}" if name in names else name)
+        while name in names:
+            name = f"{name}_{number}"
+        names.append(name)
     return names
 
 

@@ -156,17 +156,24 @@ def to_tokens(advantages: PerResponse, mask: TokenMask) -> PerToken:
     return torch.where(mask, advantages[:, None], 0.0)
 
 
-def to_turns(advantages: Float[Tensor, "turns"], turns: TokenIds, mask: TokenMask) -> PerToken:
+def to_turns(
+    advantages: Float[Tensor, "turns"],
+    turns: TokenIds,
+    mask: TokenMask,
+    counts: ResponseIds | None = None,
+) -> PerToken:
     """Return a turn's advantage at each of its masked tokens, 0 elsewhere.
 
     advantages: of the first row's turns, then the second's, and so on. turns: the turn of its row,
-    from 1, that each token is of; 0 of none.
+    from 1, that each token is of; 0 of none. counts: turns of each row, needed where the last one
+    has no token.
 
     >>> turns, mask = torch.tensor([[1, 0, 2], [1, 1, 0]]), torch.ones(2, 3, dtype=torch.bool)
     >>> to_turns(torch.tensor([0.5, -1.0, 2.0]), turns, mask).tolist()
     [[0.5, 0.0, -1.0], [2.0, 2.0, 0.0]]
     """
-    counts = turns.amax(-1) if turns.shape[1] else turns.sum(-1)
+    if counts is None:
+        counts = turns.amax(-1) if turns.shape[1] else turns.sum(-1)
     index = turns + (counts.cumsum(0) - counts)[:, None]
     known = torch.cat([advantages.new_zeros(1), advantages])
     return torch.where(mask & (turns > 0), known[torch.where(turns > 0, index, 0)], 0.0)

@@ -10,7 +10,7 @@ from nemorl.data.messages import tokenize_prompt
 from nemorl.data.rendered import require_roles
 from nemorl.data.templates import Message, Template
 from nemorl.rollout.generation import Completion
-from nemorl.rollout.tool_calls import read_message
+from nemorl.rollout.tool_calls import read_message, require_readable
 
 Tools = Sequence[Mapping[str, Any]]
 Asked = tuple[list[Message], Tools]
@@ -46,9 +46,12 @@ class Context:
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[tuple[int, ...], Asked]:
         """Return the token ids that the model is given for messages, and what `add` needs."""
-        tools = list(tools or self.tools)
+        usable = list(tools or self.tools)
         known = self._as_sampled([dict(message) for message in messages])
-        return self._prompt(known, tools), (known, tools)
+        prompt = self._prompt(known, usable)
+        if tools and self.tokenizer is not None:
+            require_readable(self._template(tools).source())
+        return prompt, (known, usable)
 
     def _prompt(self, known: list[Message], tools: Tools) -> tuple[int, ...]:
         asked = self._asked
@@ -130,7 +133,7 @@ class Context:
 
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
         if self.plain:
-            return "".join(str(message["content"]) for message in messages)
+            return "".join(str(message.get("content") or "") for message in messages)
         return self._template(tools).render(messages, add_generation_prompt=True)
 
     def _template(self, tools: Tools) -> Template:

@@ -63,6 +63,10 @@ class ConversationFailed(Exception):
     """
 
 
+class EnvironmentTimeout(ConversationFailed, TimeoutError):
+    """Raised for a call of an environment that takes longer than `rollout.timeout_s`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits on a conversation that does not end by itself."""

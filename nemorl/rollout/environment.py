@@ -417,7 +417,9 @@ def text_of(log: MessageLog) -> str:
 
     >>> text_of([{"role": "user", "content": "1+1="}])
     '1+1='
+    >>> text_of([{"role": "user", "content": "1+1="}, {"role": "assistant", "tool_calls": []}])
+    'user: 1+1=\\nassistant: '
     """
     if len(log) == 1:
-        return str(log[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in log)
+        return str(log[0].get("content") or "")
+    return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in log)

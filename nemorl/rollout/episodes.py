@@ -37,7 +37,7 @@ from nemorl.rollout.environment import (
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.prompts import Prompts, messages_of
 from nemorl.rollout.random import derive_seed
-from nemorl.rollout.rounds import Rounds
+from nemorl.rollout.rounds import Rounds, caller
 from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import exit_is_error
 
@@ -127,7 +127,8 @@ class Sampler:
             if room < 1:
                 self.full = ContextFull(
                     f"the conversation has {len(prompt)} tokens, and the longest sequence is"
-                    f" {self._max_tokens} (data.max_total_sequence_length): raise it"
+                    f" {self._max_tokens} (data.max_total_sequence_length; of `nemorl eval`"
+                    " generation.max_model_len): raise it"
                 )
                 raise self.full
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
@@ -336,8 +337,12 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
     if not isinstance(environment, EnvironmentInterface):
         return environment
     said = limits.max_turns or getattr(environment, "max_turns", None)
-    ask = rounds.at_once if said and said > 1 else rounds.together
-    step = partial(judged, environment)
+    call = caller(rounds, named(environment), limits.timeout_s)
+    several = (said or 1) > 1 and getattr(environment, "max_turns", None) != 1
+    ask = partial(rounds.at_once, call=call) if several else rounds.together
+
+    def step(asked: Sequence[tuple[MessageLog, Metadata]]) -> Sequence[After | Exception]:
+        return judged(environment, asked)
 
     async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
         log, metadata, stop = list(policy.messages), row, tuple[str, ...]()

@@ -16,6 +16,7 @@ import selectors
 import signal
 import socket
 import struct
+import sys
 import time
 import traceback
 from collections import deque
@@ -343,11 +344,17 @@ def _answer(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         kind, simple = type(error), (str, int, float, bool, type(None))
         plain = kind.__module__ == "builtins" and {*map(type, error.args)} <= {*simple}
         return _of_error(
-            kind.__name__,
+            "ConversationFailed" if _fails_alone(error) else kind.__name__,
             list(error.args) if plain else None,
             str(error),
             f"In a process of its own:\n{traceback.format_exc()}",
         )
+
+
+def _fails_alone(error: BaseException) -> bool:
+    """Return whether it is a ConversationFailed, of which a process without nemorl has none."""
+    module = sys.modules.get("nemorl.rollout.conversation")
+    return module is not None and isinstance(error, module.ConversationFailed)
 
 
 def _refusal(reason: str) -> bytes:

@@ -197,6 +197,10 @@ def _result(answer: Mapping[str, Any]) -> Any:
         return Other(answer["shown"])
     text = f"{answer['kind']}: {answer['message']}"
     error: BaseException = RuntimeError(text)
+    if answer["kind"] == "ConversationFailed":
+        from nemorl.rollout.conversation import ConversationFailed  # rewards start without torch
+
+        error = ConversationFailed(answer["message"])
     kind: Any = getattr(builtins, answer["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, Exception | SystemExit)
     if known and answer["args"] is not None:

@@ -54,5 +54,9 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """Return the text of a row's prompt, a message a line."""
-    return "\n".join(str(message["content"]) for message in messages_of(row))
+    """Return the text of a row's prompt, a message a line.
+
+    >>> prompt_text({"prompt": [{"role": "user", "content": "1+1="}, {"role": "assistant"}]})
+    '1+1=\\n'
+    """
+    return "\n".join(str(message.get("content") or "") for message in messages_of(row))

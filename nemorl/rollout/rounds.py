@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
+from nemorl.rollout.conversation import EnvironmentTimeout
 from nemorl.rollout.signature import name_of
 
 T = TypeVar("T")
@@ -96,8 +97,8 @@ class Rounds:
     - `together`: a function of a batch is called once all coroutines that are left wait for one,
       with everything that it was asked; in the caller's thread, outside the event loop, so that it
       may block or run a loop itself.
-    - `at_once`: a function of a batch is called in a thread with what it has been asked since its
-      last call.
+    - `at_once`: a function of a batch is called, by a `caller`, with what it has been asked since
+      its last call.
     - `in_thread`: a function is called in a thread, by a caller that holds `free`.
     """
 
@@ -105,6 +106,8 @@ class Rounds:
         self._asked: Asked = {}
         self._calling: dict[Callable, asyncio.Task[None]] = {}
         self._soon: Asked = {}
+        self._late: dict[Callable, EnvironmentTimeout] = {}
+        """By function, which is not called again: its last call may still go on."""
         self._open = self._waiting = self._outside = 0
         self._error: BaseException | None = None
         self.free = asyncio.Semaphore(THREADS)
@@ -135,12 +138,17 @@ class Rounds:
             yield found
 
     async def at_once(
-        self, function: Callable[[Sequence[Any]], Sequence[T | Exception]], item: Any
+        self,
+        function: Callable[[Sequence[Any]], Sequence[T | Exception]],
+        item: Any,
+        call: Callable[..., Awaitable[Any]],
     ) -> T:
         """Return what will be `function(items)` for this item, or raise it if it is an error."""
+        if function in self._late:
+            raise self._late[function]
         future = self._future(self._soon, function, item)
         if function not in self._calling:
-            self._calling[function] = asyncio.create_task(self._call(function))
+            self._calling[function] = asyncio.create_task(self._call(function, call))
         return _result(await future)
 
     def _future(self, asked: Asked, function: Callable, item: Any) -> asyncio.Future:
@@ -160,6 +168,9 @@ class Rounds:
             answer: Any
             try:
                 give, answer = future.set_result, call()
+            except StopIteration as error:  # which no future takes
+                give, answer = future.set_exception, RuntimeError("it raised StopIteration")
+                answer.__cause__ = error
             except BaseException as error:
                 give, answer = future.set_exception, error
             with suppress(RuntimeError):  # the loop may be over
@@ -194,15 +205,17 @@ class Rounds:
             requests = _in_order(each)
             _give(requests, function([item for item, _ in requests]))
 
-    async def _call(self, function: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+    async def _call(self, function: Callable, call: Callable[..., Awaitable[Any]]) -> None:
         """Call a function with what it is asked, until nothing is left."""
         try:
             while asked := self._soon.pop(function, {}):
                 requests = _in_order(asked)
                 try:
-                    items = [item for item, _ in requests]
-                    async with self.free:
-                        _give(requests, await self.in_thread(function, items))
+                    _give(requests, await call(function, [item for item, _ in requests]))
+                except EnvironmentTimeout as error:
+                    self._late[function] = error
+                    requests += _in_order(self._soon.pop(function, {}))
+                    _give(requests, [error] * len(requests))
                 except Exception as error:
                     _give(requests, [error] * len(requests))
         finally:
@@ -262,8 +275,8 @@ def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable
     """Return `async def call(function, *args, **named)`, which returns what a function returns: an
     `async` one is called on the event loop, any other in a thread.
 
-    It raises what the function raises, and TimeoutError, which begins with `name`, after `seconds`
-    without the wait for a thread.
+    It raises what the function raises, and EnvironmentTimeout, which begins with `name`, after
+    `seconds` without the wait for a thread.
     """
 
     async def call(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
@@ -280,6 +293,6 @@ def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable
             if not limit.expired():  # the function's own
                 raise
             what = f"{name}: {name_of(function)} must end within {seconds:g} s"
-            raise TimeoutError(f"{what} (rollout.timeout_s)") from error
+            raise EnvironmentTimeout(f"{what} (rollout.timeout_s)") from error
 
     return call

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nemorl.data.templates import Message
@@ -11,11 +12,30 @@ Call = dict[str, Any]
 """{"type": "function", "function": {"name": text, "arguments": {name: value}}}; of a call that
 can't be read {"type": "error", "error": why, "text": what was said}.
 """
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas."""
+Reader = Callable[[str], Iterator[Call]]
+TAGGED = {
+    "<function=": (
+        r"\s*<function=([^>]+)>(.*)</function>\s*",
+        r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>",
+        "<function=NAME><parameter=NAME>value</parameter></function>",
+    ),
+    "<arg_key>": (
+        r"\s*([^<\s]+)\s*(.*)",
+        r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+        "NAME<arg_key>name</arg_key><arg_value>value</arg_value>",
+    ),
+}
+"""Calls with a tag for each argument, of Qwen 3.5 and of GLM 4.5: the call, an argument, and how
+it is written.
+"""
+LLAMA = re.compile(r'\{"name": [^,{}]+, "parameters"|<\|python_tag\|>')
+"""What a template says about calls that are JSON alone."""
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
-def read_message(
-    said: str, text: str, tools: Sequence[Mapping[str, Any]], template: str
-) -> Message:
+def read_message(said: str, text: str, tools: Tools, template: str) -> Message:
     """Return what a model said as a message, with `tool_calls` if it calls tools.
 
     Args:
@@ -23,8 +43,8 @@ def read_message(
         text: without them.
         tools: JSON schemas of what can be called; none: nothing is.
         template: source of the chat template, which shows how calls are written: as Hermes and Qwen
-            do, <tool_call>{"name": …, "arguments": …}</tool_call>; as Mistral, [TOOL_CALLS][…]; or
-            as Llama, {"name": …, "parameters": …} alone.
+            do, <tool_call>{"name": …, "arguments": …}</tool_call>, or with tags in it (`TAGGED`);
+            as Mistral, [TOOL_CALLS][…]; or as Llama, {"name": …, "parameters": …} alone.
 
     >>> said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     >>> message = read_message(said, said, [{"name": "add"}], "<tool_call>")
@@ -32,20 +52,68 @@ def read_message(
     {'name': 'add', 'arguments': {'a': 1}}
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if tools and (calls := list(_reader(template)(said))):
+    reader = _reader(template, tools)
+    if tools and reader and (calls := list(reader(said))):
         message["tool_calls"] = calls
     return message
 
 
-def _reader(template: str) -> Callable[[str], Iterator[Call]]:
+def require_readable(template: str) -> None:
+    """Raise ValueError for a chat template whose calls of tools can't be read.
+
+    >>> require_readable("<|channel|>commentary to=functions.")
+    Traceback (most recent call last):
+    ValueError: the chat template must write calls of tools as Qwen, Hermes, GLM, Mistral or ...
+    """
+    if _reader(template, ()) is None:
+        raise ValueError(
+            "the chat template must write calls of tools as Qwen, Hermes, GLM, Mistral or Llama do"
+            " (docs/tools.md), but it has none of their marks: choose another one"
+            " (--model.chat-template), or lead the conversation with step(response)"
+        )
+
+
+def _reader(template: str, tools: Tools) -> Reader | None:
     if "<tool_call>" in template:
-        return _hermes
-    return _mistral if "[TOOL_CALLS]" in template else _llama
+        marks = [mark for mark in TAGGED if mark in template]
+        return partial(_within, read=partial(_tagged, marks[0], tools) if marks else _call)
+    if "[TOOL_CALLS]" in template:
+        return None if "[ARGS]" in template else _mistral
+    return _llama if LLAMA.search(template) else None
 
 
-def _hermes(said: str) -> Iterator[Call]:
+def _within(said: str, *, read: Callable[[str], Call]) -> Iterator[Call]:
     for found in re.finditer(r"<tool_call>(.*?)(</tool_call>|$)", said, re.DOTALL):
-        yield _call(found[1]) if found[2] else _error(found[1], "it must end with </tool_call>")
+        yield read(found[1]) if found[2] else _error(found[1], "it must end with </tool_call>")
+
+
+def _tagged(mark: str, tools: Tools, text: str) -> Call:
+    call, argument, written = TAGGED[mark]
+    found = re.fullmatch(call, text, re.DOTALL)
+    if found is None or re.sub(argument, "", found[2], flags=re.DOTALL).strip():
+        return _error(text, f"it must be {written}")
+    said = dict(re.findall(argument, found[2], re.DOTALL))
+    types = _types(tools, found[1])
+    arguments = {key: _value(value, types.get(key)) for key, value in said.items()}
+    return {"type": "function", "function": {"name": found[1], "arguments": arguments}}
+
+
+def _types(tools: Tools, name: str) -> dict[str, Any]:
+    """Return the JSON types of a tool's parameters."""
+    schemas = [tool.get("function", tool) for tool in tools]
+    schema: Mapping[str, Any] = next((each for each in schemas if each.get("name") == name), {})
+    properties = (schema.get("parameters") or {}).get("properties") or {}
+    return {key: each.get("type") for key, each in properties.items() if isinstance(each, Mapping)}
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Return an argument as the type that its tool has for it; as text if it is none."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads(CONSTANTS.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
 
 
 def _mistral(said: str) -> Iterator[Call]:

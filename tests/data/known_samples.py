@@ -121,7 +121,13 @@ def mbpp(n: int) -> dict[str, Any]:
 def sanitized_mbpp(n: int) -> dict[str, Any]:
     row = mbpp(n)
     kept = {name: row[name] for name in ("task_id", "code", "test_list")}
-    return {"source_file": "x.ipynb", "prompt": row["text"], "test_imports": [], **kept}
+    kept["test_list"] += [f"assert add_{n}(math.floor(1.5)) == {n + 1}"]
+    return {
+        "source_file": "x.ipynb",
+        "prompt": row["text"],
+        "test_imports": ["import math"],
+        **kept,
+    }
 
 
 def arc(n: int) -> dict[str, Any]:

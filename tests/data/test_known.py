@@ -10,6 +10,7 @@ from nemorl.data.datasets import load_rows, prompt_of, to_examples
 from nemorl.data.known import KNOWN, known_set
 from nemorl.data.preferences import pair_rows
 from nemorl.rollout.answers import REWARDS
+from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from tests.data.known_samples import SAMPLES, hub
 
@@ -75,7 +76,21 @@ def test_a_known_set_needs_no_settings(key):
             == [0.0] * 4
         )
     elif known.reward == "code":
-        assert all("test_list" in row or {"test", "entry_point"} <= {*row} for row in rows)
+        programs = [
+            row.get("code") or row["prompt"] + row["canonical_solution"]
+            for row in map(make, range(4))
+        ]
+        environment = make_environment("code")
+        check_rows(environment, rows)
+        for shown, right in ((programs, 1.0), (programs[1:] + programs[:1], 0.0)):
+            logs = [
+                [
+                    {"role": "user", "content": prompt_of(row)},
+                    {"role": "assistant", "content": f"```python\n{program}\n```"},
+                ]
+                for row, program in zip(rows, shown, strict=True)
+            ]
+            assert environment.step(logs, rows).rewards == [right] * 4
 
 
 @pytest.mark.parametrize(
@@ -187,8 +202,11 @@ MADE = {
     "TIGER-Lab/MMLU-Pro": {"prompt": "`question`, `options`", "answer": "`answer_index`"},
     "allenai/ai2_arc": {"prompt": "`question`, `choices`", "answer": "`answerKey`"},
     "google/IFEval": {"prompt": "`prompt`, `instruction_id_list`, `kwargs`"},
-    "openai/openai_humaneval": {"prompt": "`prompt`"},
-    "google-research-datasets/mbpp": {"prompt": "`text` (sanitized: `prompt`), `test_list`"},
+    "openai/openai_humaneval": {"prompt": "`prompt`", "answer": "`test`"},
+    "google-research-datasets/mbpp": {
+        "prompt": "`text` (sanitized: `prompt`), `test_list`",
+        "answer": "`test_list`, after `test_setup_code` or `test_imports`",
+    },
     "BytedTsinghua-SIA/DAPO-Math-17k": {
         "prompt": "`prompt`, messages",
         "answer": "`reward_model`",

@@ -29,6 +29,10 @@ def reward(prompt, response, answer=1.0):
             sys.exit(0)
         case "os._exit":
             os._exit(0)
+        case "fail":
+            from nemorl import ConversationFailed
+
+            raise ConversationFailed("no judge")
         case "generator":
             return (number for number in [1.0])
         case "process":

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.processes import LATE as LATE_RESULT
@@ -78,6 +79,17 @@ def test_errors_are_those_of_the_reward(environment, response, kind, message):
     if kind is not ValueError:
         assert "This was reward 'reward' for prompt '?'" in caught.value.__notes__[-1]
     assert judged(environment, "4") == [4.0], "others take the place of those that have ended"
+
+
+def test_a_conversation_that_a_reward_fails_fails_alone(environment):
+    logs = [
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": each}]
+        for each in ("1", "fail", "3")
+    ]
+    found = environment.step(logs, [{}] * 3)
+    first, failed, last = found.failures
+    assert first is last is None and isinstance(failed, ConversationFailed)
+    assert str(failed) == "no judge" and list(found.rewards) == [1.0, 0.0, 3.0]
 
 
 def test_functions_of_a_notebook_and_those_that_cannot_be_had(monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -177,6 +178,15 @@ def test_a_turns_advantage_is_at_its_tokens(generator):
     assert (placed[~batch.loss_mask] == 0).all()
 
 
+def test_a_last_turn_without_a_token_shifts_no_advantage():
+    """As where a backend of texts answers with none."""
+    turns = torch.tensor([[0, 1], [0, 1]])
+    placed = advantages.to_turns(
+        torch.tensor([1.0, 2.0, 3.0]), turns, turns > 0, torch.tensor([2, 1])
+    )
+    assert placed.tolist() == [[0.0, 1.0], [0.0, 3.0]]
+
+
 class Unlucky(Count):
     """Fails for the second member of each group, and for the second row."""
 
@@ -294,6 +304,30 @@ def test_an_environment_that_takes_too_long_fails(generator):
         collect(generator, make_environment(Slow), limited, SAMPLING, seed=1)
 
 
+def test_an_environment_of_batches_that_never_ends_fails(generator):
+    class Hangs(Batched):
+        def step(self, message_log_batch, metadata):
+            self.sizes.append(len(metadata))
+            threading.Event().wait()
+
+    limited, environment = replace(PROMPTS, limits=Limits(timeout_s=0.05)), Hangs()
+    with pytest.raises(TimeoutError, match=r"environment 'Hangs': step must end within 0.05 s"):
+        collect(generator, environment, limited, SAMPLING, seed=1)
+    assert len(environment.sizes) == 1, "it is not called again while the call goes on"
+
+
+def test_a_reward_has_as_long_as_it_needs(generator):
+    """Also where conversations may have several turns."""
+
+    def slow(response: str) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    limited = replace(PROMPTS, limits=Limits(timeout_s=0.01, max_turns=3))
+    found = collect(generator, FunctionalRewardWrapper(slow), limited, SAMPLING, seed=1)
+    assert not found.failed and found.rewards.tolist() == [1.0] * 9
+
+
 def test_an_environment_that_blocks_stops_no_other(generator):
     """The others end while the threads of one row wait for them."""
     ended = threading.Barrier(4)
@@ -365,6 +399,15 @@ def test_what_a_thread_returns_to_be_awaited_needs_no_thread(generator, monkeypa
 
     found = collect(generator, make_environment(Meets), PROMPTS, SAMPLING, seed=1)
     assert not found.failed and len(found) == 9
+
+
+def test_a_stop_iteration_is_told_at_once(generator):
+    class Ends:
+        def step(self, response):
+            return next(iter(()))
+
+    with pytest.raises(RuntimeError, match="it raised StopIteration"):
+        collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
 
 
 def test_a_timeout_of_the_environments_own_is_not_ours(generator):

@@ -146,11 +146,13 @@ class ClassEnvironment:
                         outcome,
                         reward=after.reward,
                         components=after.components,
-                        answer=outcome.answer if after.answer is None else after.answer,
+                        answer=after.answer,
                     )
                 if self.has("get_reward"):
-                    own = as_number(await call(environment.get_reward))
-                    parts = {"get_reward": own, **outcome.components}
+                    own, parts = as_number(await call(environment.get_reward)), outcome.components
+                    if judge is not None and not parts:
+                        parts = {getattr(self.judge, "name", "reward"): outcome.reward}
+                    parts = {**parts, "get_reward": own}
                     outcome = replace(outcome, reward=outcome.reward + own, components=parts)
                 return outcome
 

@@ -73,7 +73,7 @@ class TinkerEnvironment:
                 try:
                     with exit_is_error(self.name):
                         builder = await call(self.make, **self._columns(row, len(group)))
-                        found = await _group(builder, policies, call, limits.max_turns)
+                        found = await _group(self.name, builder, policies, call, limits.max_turns)
                 except (Exception, asyncio.CancelledError) as error:
                     found = [error] * len(group)
                 for each, outcome in zip(futures, found, strict=True):
@@ -86,7 +86,7 @@ class TinkerEnvironment:
 
 
 async def _group(
-    builder: Any, policies: Sequence[Policy], call: Call, most: int | None
+    name: str, builder: Any, policies: Sequence[Policy], call: Call, most: int | None
 ) -> list[Outcome | BaseException]:
     """Lead the conversations of a group, and judge those that did not fail together."""
     try:
@@ -94,7 +94,10 @@ async def _group(
         must = f"must be at least {len(policies)}, one for each conversation"
         enough, remedy = len(environments) >= len(policies), "have the factory take group_size"
         require(enough, "environments of make_envs", must, len(environments), remedy)
-        talks = [_steps(*each, call, most) for each in zip(environments, policies, strict=False)]
+        talks = [
+            _alive(name, _steps(*each, call, most))
+            for each in zip(environments, policies, strict=False)
+        ]
         found: list[Any] = await asyncio.gather(*talks, return_exceptions=True)
         good = [place for place, steps in enumerate(found) if isinstance(steps, list)]
         if good:
@@ -105,6 +108,12 @@ async def _group(
         return found
     finally:
         await call(builder.cleanup)
+
+
+async def _alive(name: str, steps: Awaitable[list[Step]]) -> list[Step]:
+    """Return the steps. A sys.exit in a task would end the loop whatever awaits it."""
+    with exit_is_error(name):
+        return await steps
 
 
 async def _steps(environment: Any, policy: Policy, call: Call, most: int | None) -> list[Step]:

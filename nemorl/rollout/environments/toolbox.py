@@ -16,6 +16,8 @@ from nemorl.rollout.sandbox import Limits, find_sandbox, run_program
 MAX_BITS, MAX_CHARACTERS = 1024, 1000
 LIMITS = Limits(cpu=5, wall=10.0)
 PROGRAMS_AT_A_TIME = Semaphore(len(os.sched_getaffinity(0)))
+PLACE_S = 30.0
+"""Longest wait for a place, after which the model is told so."""
 
 
 class Calculator:
@@ -92,8 +94,12 @@ class PythonTool:
         Args:
             code: The whole program
         """
-        with PROGRAMS_AT_A_TIME:
+        if not PROGRAMS_AT_A_TIME.acquire(timeout=PLACE_S):
+            raise RuntimeError(f"other programs left no place within {PLACE_S:g} s")
+        try:
             result = run_program(code, limits=self.limits)
+        finally:
+            PROGRAMS_AT_A_TIME.release()
         said, half = result.stdout, self.longest // 2
         if result.outcome != "ok":
             said += re.sub('"/.*/program', '"program', result.stderr)

@@ -7,7 +7,7 @@ from types import MethodType
 from typing import Any
 
 from nemorl.data.templates import Message
-from nemorl.rollout.conversation import ContextFull, Outcome, Policy
+from nemorl.rollout.conversation import ContextFull, ConversationFailed, Outcome, Policy
 
 NOT_TOOLS = ("reset", "get_reward", "close", "check")
 """Public methods that are no tools."""
@@ -70,8 +70,8 @@ async def use_tools(
     """Have the model call an environment's tools until it answers without a call.
 
     A call that can't be read, of an unknown tool, with wrong arguments, or whose tool raises, gets
-    the error as its result. Returns the messages, and an outcome without a reward. A conversation
-    that is cut after a call ends with a message without text.
+    the error as its result, unless it is a ConversationFailed. Returns the messages, and an outcome
+    without a reward. A conversation that is cut after a call ends with a message without text.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
@@ -118,5 +118,7 @@ async def _result(
     try:
         found = await call(tools[name], **arguments)
         return (found if isinstance(found, str) else json.dumps(found, default=str)), True
+    except ConversationFailed:
+        raise
     except Exception as error:
         return f"Error: {type(error).__name__}: {error}", False

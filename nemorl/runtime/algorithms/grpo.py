@@ -56,7 +56,7 @@ def grpo(run: OpenRun) -> None:
                     step.log(run.trainer.train_step(segments_apart(part)[0], loss_fn))
                     num_updates += 1
         found = compared(everything) | by_set(everything, set_names(config.data.train))
-        kept = found["informative_groups"] if config.dynamic_sampling else 1.0
+        kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
         step.log({**found, "groups_kept": kept, "num_updates": float(num_updates)})
         if config.overlong.buffer:
             step.log({"shaped_reward": float(shaping(everything).mean())})

@@ -81,7 +81,8 @@ def make_advantages(config: GRPOConfig) -> Advantages:
                 lengths=rollouts.lengths if choice.baseline == "length_weighted" else None,
             )
             if choice.level == "turn":
-                return adv.to_turns(per_response, turn_numbers(rollouts, batch), mask)
+                turns = turn_numbers(rollouts, batch)
+                return adv.to_turns(per_response, turns, mask, rollouts.num_turns)
             return adv.to_tokens(per_response, mask)
         if isinstance(choice, OwnAdvantage):
             extra = {"lengths": rollouts.lengths, "loss_mask": mask}

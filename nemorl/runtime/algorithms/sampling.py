@@ -65,7 +65,7 @@ def compared_samples(
     if part.prev_logprobs is None:
         part = with_prev_logprobs(run, part)
     compared = select(rollouts, rows)
-    samples = samples_of(compared, part, len(rows))
+    samples = samples_of(compared, part, range(len(rows)))
     if run.config.overlong.buffer:
         shaped = shaping(compared).tolist()
         samples = [s | {"shaped_reward": x} for s, x in zip(samples, shaped, strict=True)]

@@ -31,21 +31,23 @@ PLACES = ("data", "category")
 def evaluate(config: EvalConfig) -> None:
     """Answer a data set, and print and write the result."""
     from nemorl.runtime.cli import inference
-    from nemorl.runtime.store.files import writing
+    from nemorl.runtime.store.files import write_atomically, writing
 
-    result = inference.evaluate_config(config)
+    output = Path(config.output or ".")
     if config.output is not None:
-        output = Path(config.output)
-        rows = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in result["answers"])
+        require(not output.is_dir(), "output", "must be a file", config.output, "name one")
         with writing("the answers", output):
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text("".join(rows), encoding="utf-8", errors="backslashreplace")
+    result = inference.evaluate_config(config)
     if config.json:
         print(json.dumps({key: value for key, value in result.items() if key != "answers"}))
-        return
-    _print_evaluation(config, result)
+    else:
+        _print_evaluation(config, result)
     if config.output is not None:
-        print(f"answers written to {config.output}")
+        rows = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in result["answers"])
+        write_atomically(output, "".join(rows), "the answers")
+        if not config.json:
+            print(f"answers written to {config.output}")
 
 
 def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int = 8) -> None:

@@ -1,14 +1,14 @@
 """Using a model without training it: `evaluate`, `generate` and `export`."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from nemorl.checks import require
+from nemorl.checks import require, short
 from nemorl.data.datasets import load_rows, to_prompts
 from nemorl.data.known import known_set
 from nemorl.data.prompts import parts_of, warn_of_strings
@@ -20,6 +20,7 @@ from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.models.source import ModelSource
 from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.config import RolloutConfig
+from nemorl.rollout.conversation import Failure
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment, make_environment
 from nemorl.rollout.evaluation import summaries
@@ -47,6 +48,7 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint
 from nemorl.runtime.watch.waiting import waiting_for_engines
+from nemorl.warn import warn
 
 Answers = TypeVar("Answers", bound=AnswerConfig)
 
@@ -72,7 +74,7 @@ def evaluate(
     """
     reward = pop_reward(overrides, reward_fn)
     rewarded = reward is not None or "reward" in overrides or environment_factory is not None
-    known = all(map(known_set, sources_of(dataset)))
+    known = [known_set(each) is not None for each in sources_of(dataset)]
     config = _config(
         EvalConfig, "eval", model, trust_code, overrides, rewarded=rewarded, known=known
     )
@@ -88,7 +90,7 @@ def evaluate_config(
     sets = _sets(config, dataset, reward, environment or config.rollout.environment)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
-    answers, num_failed, metrics = list[dict[str, Any]](), 0, dict[str, float]()
+    answers, failed, metrics = list[dict[str, Any]](), list[str](), dict[str, float]()
     with _loaded(config, rows) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
         numbered, begin = replace(prompts, groups=range(len(prompts))), 0
@@ -100,8 +102,16 @@ def evaluate_config(
                 for some in _with_progress(mine, max(3, at_a_time))
             ]
             joined = join(found)
-            answers, num_failed = answers + _records(joined, part), num_failed + len(joined.failed)
+            answers += _records(joined, part)
+            outcomes = (each.outcome for each in joined.failed)
+            failed += [each.reason for each in outcomes if isinstance(each, Failure)]
             metrics |= _metrics(joined, f"{part.name}/" if len(sets) > 1 else "")
+    if failed:
+        count = len(failed) + len(answers)
+        warn(
+            f"{len(failed)} of {count} conversations failed and are not counted, the first with"
+            f" {short(failed[0], 300)}"
+        )
     parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
     components = {
         f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
@@ -114,7 +124,7 @@ def evaluate_config(
         "metrics": metrics,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
         "num_rows": len(rows),
-        **({"num_failed": num_failed} if num_failed else {}),
+        **({"num_failed": len(failed)} if failed else {}),
         "summaries": summaries(answers),
         "answers": answers,
     }
@@ -293,14 +303,14 @@ def _config(
     overrides: Mapping[str, Any],
     *,
     rewarded: bool = False,
-    known: bool = False,
+    known: Collection[bool] = (False,),
 ) -> Answers:
     """Return the config of a command with overrides, over the settings of the run `model`."""
     trust = Trust(everything=trust_code, in_python=True)
-    of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=known)
+    of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)
-    print_settings_of_run(of_run, config)
+    print_settings_of_run(of_run, config, known)
     return config
 
 
@@ -336,9 +346,9 @@ def _loaded(
     try:
         with waiting_for_engines(config.generation):
             generator.setup(config.generation)
-        limits = getattr(config, "rollout", RolloutConfig()).limits(
-            of_model and max_positions(of_model)
-        )
+        known = (of_model and max_positions(of_model), config.generation.max_model_len)
+        longest = min((each for each in known if each), default=None)
+        limits = getattr(config, "rollout", RolloutConfig()).limits(longest)
         yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits), generator
     finally:
         generator.shutdown()

@@ -306,14 +306,14 @@ def parse(command: str, args: Sequence[str]) -> Any:
     trust = _trust(args)
     if len(paths) > 1:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
-    of_run = {}
+    of_run, known = {}, list[bool]()
     if issubclass(cls, AnswerConfig):
         files = [flat(read(path)[0]) for path in paths]
         models = [file.get("model.path") for file in files]
         model = str([None, *models, *peek(args, "--model.path")][-1] or "")
-        known = all(map(known_set, _validation_sets(args, files)))
+        known = [known_set(each) is not None for each in _validation_sets(args, files)]
         rewarded = bool(peek(args, "--reward"))
-        of_run = settings_of_run(cls, model, trust, rewarded=rewarded, known=known)
+        of_run = settings_of_run(cls, model, trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust, used=used_by_plan if cls is PlanConfig else dict)
@@ -348,7 +348,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
         print(dump_yaml(config, comments=True), end="")
         return None
     if of_run:
-        print_settings_of_run(of_run, config)
+        print_settings_of_run(of_run, config, known)
     return config
 
 
@@ -462,7 +462,9 @@ def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
             warn(f"the rows are not checked: {error}")
             continue
         files = [rows for rows in first_rows(source) if rows]
-        rows = load_rows(files, **data.reading()) if files else []
+        # As many as there are: one of several sets may have the usual names of columns.
+        others = len(sources_of(source)) - len(files)
+        rows = load_rows(files + files[:1] * others, **data.reading()) if files else []
         if isinstance(config, GRPOConfig | SFTConfig | EvalConfig):
             for_rows(rows[: getattr(config, "max_rows", None)], prompt_of)
 

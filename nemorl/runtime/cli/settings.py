@@ -1,7 +1,7 @@
 """The settings of the commands besides the algorithms."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -108,7 +108,7 @@ def settings_of_run(
             and not own
             and not (rewarded and key.startswith(("reward", "rollout.env")))
         ):
-            value = theirs.get(key) or usual[key]
+            value = usual[key] if theirs.get(key) is None else theirs[key]
             found[key] = tuple(value) if isinstance(value, list) else value
     found = {key: value for key, value in found.items() if value != usual[key]}
     with located(directory.config, lines):
@@ -116,11 +116,26 @@ def settings_of_run(
     return found
 
 
-def print_settings_of_run(of_run: Mapping[str, Any], config: AnswerConfig) -> None:
-    """Print to standard error which settings of a run a config has kept."""
+def print_settings_of_run(
+    of_run: Mapping[str, Any], config: AnswerConfig, known: Collection[bool]
+) -> None:
+    """Print to standard error which settings of a run a config has kept.
+
+    Raises: ValueError where they are prompts or rewards for known data sets and others together;
+    `known` says which are.
+    """
     final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
-    if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
-        print(f"settings of the run {config.model.path}: {', '.join(kept)}", file=sys.stderr)
+    kept = {key: value for key, value in of_run.items() if final[key] == value}
+    both = [key for key in kept if key in OF_SET and not key.endswith("_column")]
+    require(
+        not both or not any(known) or all(known),
+        "data.validation",
+        f"must be known data sets, or others, but not both, with the run's {' and '.join(both)}",
+        "both",
+        "evaluate the known ones by themselves, or give others",
+    )
+    if shown := [f"{key} {value!r}" for key, value in kept.items()]:
+        print(f"settings of the run {config.model.path}: {', '.join(shown)}", file=sys.stderr)
 
 
 def used_by_plan(file: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from nemorl.checks import require
+from nemorl.rollout.conversation import ConversationFailed
 from nemorl.runtime.cluster.connection import connect, release
 
 PACKAGE = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ class _Process:
 
     async def ask(self, method: str, *args: Any) -> Any:
         if self.busy:
-            raise RuntimeError("the process of this environment is lost")
+            raise ConversationFailed("the process of this environment is lost")
         self.busy = True
         try:
             found = await getattr(self.actor, method).remote(*args)
@@ -85,7 +86,8 @@ class _Process:
             self.busy = False
             raise error.cause from None
         except RayActorError as error:
-            raise RuntimeError(f"the process of this environment ended: {error}") from None
+            reason = f"the process of this environment ended: {error}"
+            raise ConversationFailed(reason) from None
         self.busy = False
         return found
 

@@ -307,6 +307,13 @@ class GRPOConfig(BaseConfig):
             "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
         )
         require(
+            self.num_generations_per_prompt > 1 or not self.dynamic_sampling,
+            "dynamic_sampling",
+            "needs num_generations_per_prompt of at least 2: it keeps prompts whose rewards differ",
+            True,
+            "turn it off, or use 2 or more",
+        )
+        require(
             self.off_policy.mode == "none"
             or not isinstance(self.loss, OwnLoss)
             or "importance_weights" in self.loss.takes,

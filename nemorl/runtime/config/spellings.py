@@ -39,7 +39,7 @@ CRITIC = Absent(
     "extending.md#several-models",
 )
 REWARD_MODEL = Absent(
-    "there is no model of rewards; call yours in a reward function", "extending.md#a-reward"
+    "serve the model, and give nemorl.RewardServer(url=…) as the reward", "judge.md#a-reward-model"
 )
 TEACHER = Absent(
     "there is no command for distillation; write a loop with a teacher beside the model,"
@@ -369,7 +369,7 @@ PRIME_RL: dict[str, str | Absent] = {
     "max_off_policy_steps": ASYNC,
     "max_inflight_rollouts": ASYNC,
     "orchestrator.env": Absent(
-        "environments are rewards of your own, of one response each", "extending.md#a-reward"
+        "give a class with turns or tools (rollout.environment), or a reward", "environments.md"
     ),
     "orchestrator": PRIME_FILE,
     "inference": PRIME_FILE,

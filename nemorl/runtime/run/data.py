@@ -189,10 +189,11 @@ def within_limit(
     return found, [rows[i] for i in report.kept], lengths
 
 
-def row_order(config: Any, rows: Sequence[Any]) -> RowOrder | StreamedRows:
-    """Return the order in which training visits the rows."""
+def row_order(
+    config: Any, rows: Sequence[Any], *, weighted: bool = True
+) -> RowOrder | StreamedRows:
+    """Return the order in which training visits the rows; weighted: by data.weights, if any."""
     if isinstance(rows, StreamedRows):
         return rows
-    return RowOrder.of(
-        rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
-    )
+    weights = config.data.weights if weighted else ()
+    return RowOrder.of(rows, weights=weights, seed=config.run.seed, shuffle=config.data.shuffle)

@@ -37,6 +37,7 @@ from nemorl.runtime.run.samples import (
     measured,
     outcomes_of,
     samples_of,
+    whole_groups,
 )
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
@@ -229,7 +230,7 @@ class OpenRun:
 
     def order(self, rows: Sequence[Any], *, name: str = "train") -> "RowStream":
         """Return the seeded order of rows; its place is saved under `name`."""
-        order = row_order(self.config, rows)
+        order = row_order(self.config, rows, weighted=name == "train")
         self.num_rows[name] = order.num_rows
         return RowStream(self, order, name)
 
@@ -353,13 +354,15 @@ def _answered(
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
     with run.sampling() as generator:
         found = collect(generator, environment, prompts, params, seed=seed)
-    count, names = run.config.run.samples_per_step, set_names(run.config.data.validation)
+    count, data = run.config.run.samples_per_step, run.config.data
+    names = set_names(data.train if data.held_out else data.validation)
     try:
         directory, outcomes = RunDirectory(run.directory), outcomes_of(found, names)
         directory.append_samples(run.state.step, outcomes, folder="validation")
     except NotWritten as error:
         warn(f"the run continues without this record: {error}")
-    samples = samples_of(found, None, count) + failures_of(found, count)
+    samples = samples_of(found, None, whole_groups(found.group_id.tolist(), count))
+    samples += failures_of(found, count)
     return measured(found) | by_set(found, names), samples
 
 
@@ -489,7 +492,8 @@ class Step:
             sets = by_set(samples, set_names(self.run.config.data.train))
             metrics = {**compared(samples), **sets, **metrics}
             count = self.run.config.run.samples_per_step
-            samples = samples_of(samples, None, count) + failures_of(samples, count)
+            rows = whole_groups(samples.group_id.tolist(), count)
+            samples = samples_of(samples, None, rows) + failures_of(samples, count)
         for name, value in metrics.items():
             if isinstance(value, Metric):
                 before = self._logged.get(name)

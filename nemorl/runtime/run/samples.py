@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -90,7 +90,7 @@ def compared(rollouts: Rollouts) -> dict[str, float]:
         found["reward_std"] = float(rollouts.rewards.std(correction=0))
     if len(rollouts) > len(groups.unique()):
         informative = informative_groups(rollouts.rewards, groups)
-        found["informative_groups"] = float(informative.float().mean())
+        found["informative_groups"] = len(groups[informative].unique()) / len(groups.unique())
     return found
 
 
@@ -120,10 +120,9 @@ def whole_groups(groups: Sequence[int], count: int) -> list[int]:
     return [row for place in spread(len(found), number) for row in found[place]]
 
 
-def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """Return `whole_groups` of conversations as rows of the sample log; with a batch also their
-    tokens' advantages and the trainer's logprobs, and which sampled ones are trained on, if not
-    all.
+def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]) -> Samples:
+    """Return conversations as rows of the sample log; with a batch also their tokens' advantages
+    and the trainer's logprobs, and which sampled ones are trained on, if not all.
     """
     values: dict[str, Any] = {}
     if batch is not None:
@@ -133,7 +132,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
             "trained": batch.loss_mask,
         }
     samples: Samples = []
-    for i in whole_groups(rollouts.group_id.tolist(), count):
+    for i in rows:
         sample, answer = _row(rollouts.conversations[i]), rollouts.answers[i]
         begin = len(rollouts.prompts[i])
         end = begin + len(sample["token_ids"])

@@ -1,6 +1,7 @@
 """Environments of Tinker's cookbook, as they are: of one turn, of several, and of groups."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -217,6 +218,24 @@ def test_a_groups_rewards_are_of_those_that_ended_well(generator):
         assert each.outcome.turn_rewards[0] == 0.5
         own = {"turn": 2.0, "stop/completed": 1.0, "of": 4.0 if each.group == 0 else 3.0}
         assert each.outcome.metrics == own
+
+
+def test_a_member_that_ends_the_program_fails_alone(generator):
+    class Exits(Ranked):
+        async def make_envs(self):
+            made = await super().make_envs()
+            made[1].step = step
+            return made
+
+    async def step(action, *, extra=None):
+        sys.exit(0)
+
+    def make() -> Exits:
+        return Exits(3, lambda place: False)
+
+    found = collect(generator, led(make), about({}), SAMPLING, seed=1)
+    assert [each.member for each in found.failed] == [1] and len(found) == 2
+    assert "must not end the run, but it called sys.exit(0)" in found.failed[0].outcome.reason
 
 
 def test_members_that_begin_again_are_a_group_of_their_own(generator):

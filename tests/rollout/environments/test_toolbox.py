@@ -172,6 +172,9 @@ def test_programs_wait_for_a_place(monkeypatch):
     monkeypatch.setattr(toolbox, "PROGRAMS_AT_A_TIME", places)
     monkeypatch.setattr(toolbox, "run_program", running)
     assert [run("1"), run("2")] == ["1", "2"]
+    monkeypatch.setattr(toolbox, "PLACE_S", 0.01)
+    with places, pytest.raises(RuntimeError, match=r"other programs left no place within 0\.01 s"):
+        run("3")
 
 
 def test_a_machine_without_a_sandbox_is_refused_before_the_run(monkeypatch):
@@ -222,7 +225,7 @@ def test_a_conversation_of_each_format(template: str, write, broken: str):
     environment = make_environment("exact_match", environment=partial(Toolbox, limits=SMALL))
     row = {"answer": "42", "prompt": [{"role": "user", "content": "What is six times seven?"}]}
     found = played(environment, answer, row, tokenizer=tokenizer)
-    assert found.rewards.tolist() == [1.0] * 2 and found.answers == ["42"] * 2
+    assert found.rewards.tolist() == [1.0] * 2 and found.answers == [None] * 2
     assert found.num_turns.tolist() == [7] * 2 and not found.failed
     assert found.metrics == {"tool_calls": 6.0, "tool_errors": pytest.approx(4 / 6)}
     for said, result in turns.items():

@@ -12,7 +12,7 @@ from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 from trl.experimental.harbor._env import HarborBashEnv
 
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import Limits
+from nemorl.rollout.conversation import ConversationFailed, Limits
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import ClassEnvironment, TurnResult
 from nemorl.rollout.generation import Completion, SamplingParams
@@ -119,7 +119,7 @@ def test_trls_environment_and_its_reward_function():
     found = played(environment, twice, *rows(1, 5))
     assert not found.failed and found.num_turns.tolist() == [3] * 4
     assert found.rewards.tolist() == [1.5] * 2 + [3.5] * 2
-    assert found.answers == ["done"] * 4
+    assert found.answers == [None] * 4  # the reward read none
     assert found.metrics == {"tool_calls": 2.0, "tool_errors": 0.5}
     last = TOKENIZER.decode(list(found.conversations[2].turns[-1].prompt))
     assert "Go. It begins at 5.<|im_end|>" in last
@@ -135,7 +135,13 @@ def test_get_reward_is_the_reward_or_adds_to_it():
     both = make_environment(reward_func, environment=Scored)
     found = played(both, twice, *rows(1))
     assert found.rewards.tolist() == [4.5] * 2
-    assert found.components["get_reward"].tolist() == [3.0] * 2
+    assert {name: values.tolist() for name, values in found.components.items()} == {
+        "reward_func": [1.5] * 2,
+        "get_reward": [3.0] * 2,
+    }
+    wrong = make_environment("exact_match", environment=Scored)
+    found = played(wrong, twice, {"start": 1, "answer": "4"})
+    assert found.rewards.tolist() == [3.0] * 2 and not found.correct.any()
     functions = make_environment([reward_func, "exact_match"], (2, 1), environment=Scored)
     found = played(functions, twice, {"start": 1, "answer": "done"})
     assert found.rewards.tolist() == [3 + 2 * 1.5 + 1] * 2
@@ -161,6 +167,26 @@ def test_a_call_that_fails_is_told_to_the_model(said, result):
     )
     last = TOKENIZER.decode(list(found.conversations[0].turns[-1].prompt))
     assert result in last and found.metrics["tool_errors"] == 1.0 and not found.failed
+
+
+def test_a_tool_that_fails_its_conversation_is_not_told_to_the_model():
+    class Down(IncrementEnv):
+        def increment(self, step: int) -> int:
+            """Increment.
+
+            Args:
+                step: By.
+            """
+            if self.start:
+                raise ConversationFailed("the server is down")
+            return step
+
+    environment = make_environment(lambda response: 1.0, environment=Down)
+    found = played(environment, twice, *rows(0, 1, 0, 0))
+    assert {each.outcome.reason for each in found.failed} == {
+        "ConversationFailed: the server is down"
+    }
+    assert [each.group for each in found.failed] == [1, 1] and found.rewards.tolist() == [1.0] * 6
 
 
 def test_calls_without_an_end_are_limited():

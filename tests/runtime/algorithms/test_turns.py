@@ -270,7 +270,7 @@ def test_rewards_get_the_environments_of_tools(tmp_path):
     """TRL's environment_factory, on a model that knows no tools."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     seen = []

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 import nemorl
 from nemorl.data import messages
 from nemorl.data.order import RowOrder, split_rows
+from nemorl.data.rows import Row
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
 from nemorl.runtime.run.data import read_data
@@ -100,6 +102,30 @@ def test_files_of_a_mixture_come_from_the_command_line(tmp_path: Path):
     rows, _ = read_data(config.data)
     assert [(row["prompt"][0], row.source) for row in rows] == [("a", 0)] * 3 + [("b", 1)] * 3
     assert cli.parse("sft", ["--model.path", "m", "--data.train", files[0]]).data.train == files[0]
+
+
+def test_weights_are_of_the_training_rows_alone(tmp_path: Path):
+    data = nemorl.DataConfig(weights=(3.0, 1.0), max_total_sequence_length=32)
+    config = grpo_config(tmp_path, steps=1, data=data)
+    given = {"model": tiny_model(), "tokenizer": tiny_tokenizer(), "reward": digits}
+    with nemorl.open_run(config, train=[letters(4, "a"), letters(2, "b")], **given) as run:
+        assert run.prompts().rows.order.weights == (3.0, 1.0)
+        hard = run.prompts([Row(each) for each in letters(3, "a")], name="hard").next(3)
+        assert sorted(row["number"] for row in hard.rows) == [0, 1, 2]
+
+
+def test_one_of_several_sets_may_have_the_usual_columns(tmp_path: Path):
+    """Whichever of them the check before the run can read."""
+    table = tmp_path / "a.parquet"
+    datasets.Dataset.from_list([{"question": "1+1=", "answer": "2"}]).to_parquet(table)
+    file = write(tmp_path / "b.jsonl", [{"prompt": "1+2=", "answer": "3"}])
+    data = ["--data.train", str(table), str(file), "--data.prompt-column", "question"]
+    config = cli.parse("grpo", ["--model.path", "m", *data])
+    cli._require_names_and_rows(config)
+    rows, _ = read_data(config.data)
+    assert [row["prompt"] for row in rows] == ["1+1=", "1+2="]
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 1 has the columns prompt, answer"):
+        cli._require_names_and_rows(cli.parse("grpo", ["--model.path", "m", data[0], *data[2:]]))
 
 
 def write_yaml(folder: Path, config: Any) -> Path:

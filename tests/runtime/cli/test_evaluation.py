@@ -98,9 +98,12 @@ def test_a_conversation_that_fails_costs_no_other_answers(model: str, failing: i
         return float(len(response))
 
     options: Any = {"device": "cpu", "max_new_tokens": 4, "temperature": 1.0}
-    whole, *sliced = (
-        nemorl.evaluate(model, rows, reward, max_batch_size=size, **options) for size in (256, 4, 1)
-    )
+    said = "1 of 5 conversations failed and are not counted, the first with 'ConversationFailed: no"
+    with pytest.warns(UserWarning, match=said):
+        whole, *sliced = (
+            nemorl.evaluate(model, rows, reward, max_batch_size=size, **options)
+            for size in (256, 4, 1)
+        )
     assert sliced == [whole] * 2
     assert whole["num_failed"] == 1 and len(whole["answers"]) == 4
 
@@ -207,8 +210,22 @@ def test_a_known_set_has_its_own_columns_for_a_run_as_the_model(tmp_path: Path, 
     known = parse("eval", [*command, "openai/gsm8k", "cais/mmlu"])
     assert (known.reward, known.data.prompt_column) == ("exact_match", "prompt")
     assert known.data.chat
-    mixed = parse("eval", [*command, "openai/gsm8k", str(tmp_path / "d.jsonl")])
-    assert mixed.data.prompt_column == "q"
+    mixed = [*command, "openai/gsm8k", str(tmp_path / "d.jsonl")]
+    with pytest.raises(ValueError, match="or others, but not both, with the run's reward, but it"):
+        parse("eval", mixed)
+    judged = [*mixed, "--reward", "last_number"]
+    assert parse("eval", judged).data.prompt_column == "q"
+    with pytest.raises(ValueError, match="or others, but not both, with the run's reward, but it"):
+        nemorl.evaluate(run, mixed[3:])
+    (run / "config.yaml").write_text("data: {prompt_column: q, prompt_template: 'Q: {q}'}\n")
+    with pytest.raises(ValueError, match=r"both, with the run's data\.prompt_template, but it"):
+        parse("eval", judged)
+    other = parse("eval", [*judged, "--data.prompt-template", "{prompt}?"])
+    assert other.data.prompt_template == "{prompt}?"
+    (run / "config.yaml").write_text(config)
+    (run / "config.yaml").write_text("rollout: {discount: 0.0}\n")
+    assert parse("eval", [*command, str(tmp_path / "d.jsonl")]).rollout.discount == 0.0
+    (run / "config.yaml").write_text(config)
     (tmp_path / "my.yaml").write_text("data: {validation: openai/gsm8k}\n")
     of_file = parse("eval", [*command[:2], "--config", str(tmp_path / "my.yaml")])
     assert of_file.reward == "exact_match"
@@ -219,6 +236,7 @@ def test_a_known_set_has_its_own_columns_for_a_run_as_the_model(tmp_path: Path, 
     [
         (["--by", "kinds"], r"by must be a column of the rows \(answer, .*but it is 'kinds'"),
         (["--validation", "no.jsonl"], "check the path"),
+        (["--output", "."], "output must be a file, but it is '.': name one"),
     ],
 )
 def test_wrong_settings_are_refused(model: str, sets: list[str], options, message, capsys):

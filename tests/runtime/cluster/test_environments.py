@@ -114,8 +114,8 @@ def test_processes_change_nothing(generator, workers, tmp_path):
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
-        ("hangs", "TimeoutError: environment 'Game': step must end within 5 s"),
-        ("crashes", "RuntimeError: the process of this environment ended"),
+        ("hangs", "EnvironmentTimeout: environment 'Game': step must end within 5 s"),
+        ("crashes", "ConversationFailed: the process of this environment ended"),
         ("raises", "LookupError: no such move"),
     ],
 )

@@ -181,6 +181,29 @@ def test_a_model_that_one_device_does_not_hold_is_evaluated_by_two(tmp_path: Pat
     assert "Worker_TP1" in (tmp_path / "replica-0.log").read_text()
 
 
+class Wordy:
+    def step(self, response):
+        return nemorl.TurnResult(observation="1+1=" * 4, reward=1.0)
+
+
+@pytest.mark.slow
+def test_an_evaluation_cuts_what_its_engine_does_not_hold(tmp_path: Path):
+    """Less than the model's own longest sequence."""
+    ray_cpus()
+    tiny_model(**SIZES).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    found = nemorl.evaluate(
+        tmp_path,
+        [{"prompt": "1+1="}, {"prompt": "1+1=" * 20}],
+        environment_factory=Wordy,
+        max_new_tokens=4,
+        generation__backend="vllm",
+        generation__max_model_len=64,
+        generation__engine={"kv_cache_memory_bytes": 2**25},
+    )
+    assert found["num_failed"] == 1 and 1 < found["metrics"]["turns"] < 16
+
+
 @pytest.mark.slow
 def test_a_process_of_the_engines_that_cannot_start_says_why():
     """Its reason is in the log alone: what vLLM raises refers to "the stack trace"."""

@@ -1,6 +1,7 @@
 """The sample log's rows and the metrics of conversations of several turns that may fail."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.samples import (
     MOST_FAILURES,
     by_set,
+    compared,
     failures_of,
     measured,
     outcomes_of,
@@ -78,7 +80,7 @@ def test_failures_are_counted_over_all_rounds(generator):
 
 def test_a_row_has_the_turns_as_the_model_saw_them(generator):
     found = collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
-    one, *_, three = samples_of(found, None, 100)
+    one, *_, three = samples_of(found, None, range(len(found)))
     assert "turns" not in one and "sampled" not in one
     assert [turn["reward"] for turn in three["turns"]] == [1, 2, 3]
     assert [turn["given"] for turn in three["turns"]] == ["4=7", "1+", "1+"]
@@ -100,22 +102,22 @@ def test_a_rewritten_context_is_given_whole(generator):
         return Outcome(turn_rewards=[0.0, 1.0])
 
     found = collect(generator, forgets, PROMPTS, SAMPLING, seed=1)
-    first, second = samples_of(found, None, 3)[0]["turns"]
+    first, second = samples_of(found, None, [0])[0]["turns"]
     assert (first["given"], second["given"]) == ("1+2=", "7=")
     assert (first["rewritten"], second["rewritten"]) == (False, True)
     begin, end = second["tokens"]
     assert begin == first["tokens"][1] + len(TOKENIZER("7=")["input_ids"])
-    row = samples_of(found, None, 3)[0]
+    row = samples_of(found, None, [0])[0]
     assert tuple(row["token_ids"][begin:end]) == found.completions[0].token_ids
 
 
 def test_what_is_not_trained_on_is_in_the_row(generator):
     found = collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
     batch = to_token_batch(found)
-    assert not any("trained" in sample for sample in samples_of(found, batch, 100))
+    assert not any("trained" in sample for sample in samples_of(found, batch, range(len(found))))
     mask = batch.loss_mask.clone()
     mask[-1] = False
-    *others, last = samples_of(found, replace(batch, loss_mask=mask), 100)
+    *others, last = samples_of(found, replace(batch, loss_mask=mask), range(len(found)))
     assert not any("trained" in sample for sample in others)
     assert last["trained"] == [False] * len(last["token_ids"])
 
@@ -127,7 +129,7 @@ def test_failed_conversations_are_logged_a_few_for_each_reason(generator):
     assert [turn["reward"] for turn in sample["turns"]] == [None, None]
     assert sample["group"] == 2 and sample["prompt"] == "4="
     assert failures_of(found, 0) == []
-    assert "failure" not in str(samples_of(found, None, 100))
+    assert "failure" not in str(samples_of(found, None, range(len(found))))
 
     async def never(row, policy) -> Outcome:
         if row["answer"] == "4":
@@ -222,6 +224,37 @@ def test_a_failure_in_a_round_without_a_group_to_keep_is_logged(tmp_path):
     assert all("worst_tokens" in each for each in samples if "failure" not in each)
 
 
+def test_the_log_has_every_chosen_group_where_members_have_failed(tmp_path):
+    """Groups are not of one size then, and rewards shaped by length belong to the same rows."""
+
+    class Reward:
+        called = 0
+
+        def __call__(self, response: str) -> float:
+            place, self.called = self.called, self.called + 1
+            if place >= 4 and place % 4 == 3:
+                raise ConversationFailed("the last of a group")
+            return digits("", response)
+
+    overlong = nemorl.OverlongConfig(buffer=0.5, penalty=0.5)
+    config = grpo_config(tmp_path, steps=1, run={"samples_per_step": 8}, overlong=overlong)
+    start(config, reward=Reward())
+    samples = [each for each in Gathered(tmp_path).samples[1] if "failure" not in each]
+    sizes = Counter(each["group"] for each in samples)
+    assert sorted(sizes.values()) == [3, 4] and all("shaped_reward" in each for each in samples)
+
+
+def test_groups_count_the_same_whatever_their_size(generator):
+    def reward(prompt: str, response: str) -> float:
+        return float(sum(map(ord, response)) % 7) if prompt == "4=" else 1.0
+
+    found = collect(generator, make_environment(reward), PROMPTS, SAMPLING, seed=1)
+    assert len(set(found.rewards[found.group_id == 2].tolist())) > 1
+    one_less = select(found, [0, 1, *range(3, 9)])
+    assert compared(found)["informative_groups"] == compared(one_less)["informative_groups"]
+    assert compared(found)["informative_groups"] == pytest.approx(1 / 3)
+
+
 def test_training_is_measured_by_data_set_and_environment(tmp_path):
     names = [str(tmp_path / f"{name}.jsonl") for name in ("sums", "games")]
     for name, extra in zip(names, ({}, {"environment": "chess"}), strict=True):
@@ -241,6 +274,18 @@ def test_training_is_measured_by_data_set_and_environment(tmp_path):
         assert found["games/reward"] == found["chess/reward"] and "chess/accuracy" in found
         both = (found["sums/reward"] + found["games/reward"]) / 2
         assert found["reward"] == pytest.approx(both)
+
+
+def test_held_out_rows_have_the_names_of_their_sets(tmp_path):
+    names = [str(tmp_path / f"{name}.jsonl") for name in ("sums", "more")]
+    for name in names:
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in addition_rows(12)))
+    data = nemorl.DataConfig(train=tuple(names), held_out=8, max_total_sequence_length=32)
+    config = grpo_config(tmp_path / "run", steps=1, data=data)
+    given = {"model": tiny_model(scale=2.0), "tokenizer": TOKENIZER, "reward": digits}
+    lines = nemorl.run(config, **given).history
+    (validation,) = (line for line in lines if line["phase"] == "validation")
+    assert {"sums/reward", "more/reward"} <= validation.keys()
 
 
 def test_a_column_environment_that_is_no_name_is_left_alone(generator):

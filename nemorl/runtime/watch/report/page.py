@@ -222,13 +222,14 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
         values = [value for course in courses for _, series in course for value in series]
         curve["constant"] |= is_usual(name, values)
         if not curve["constant"]:
-            picture, edges = svg(name, *courses)
+            shown = [(thin(train, MOST_POINTS), thin(val, MOST_POINTS)) for train, val in courses]
+            picture, edges = svg(name, *shown)
             curve["svg"] = Markup(picture)
             curve["data"] = {
                 "edges": edges,
                 "courses": [
                     [*(() if len(runs) == 1 else (run.name,)), phase, *series]
-                    for run, course in zip(runs, courses, strict=True)
+                    for run, course in zip(runs, shown, strict=True)
                     for phase, series in zip(("training", "validation"), course, strict=True)
                 ],
             }
@@ -239,7 +240,7 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 def course_of(run: Gathered, metric: str) -> Course:
     """Return a metric in the training and in the validations of a run."""
     train, validation = (series_of(run.metrics, metric, name) for name in ("train", "validation"))
-    return thin(train, MOST_POINTS), thin(validation, MOST_POINTS)
+    return train, validation
 
 
 def ends(course: Course) -> dict[str, Any] | None:

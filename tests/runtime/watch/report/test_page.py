@@ -289,6 +289,9 @@ def test_a_long_course_is_thinned(run):
     (curve,) = groups_of(run, lines)["Learning"]["drawn"]
     assert MOST_POINTS / 2 < len(curve["data"]["courses"][0][1]) <= MOST_POINTS
     assert len(curve["svg"]) < 60_000
+    first, last = (math.sin(step / 100) for step in (1, 20_000))
+    assert (curve["ends"][0]["first"], curve["ends"][0]["last"]) == (first, last)
+    assert curve["total"] == pytest.approx(sum(line["loss"] for line in lines))
 
 
 def test_the_headline_is_the_reward_not_a_loss_of_rounding_errors(run):

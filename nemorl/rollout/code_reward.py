@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import short
+from nemorl.data.datasets import as_messages
 from nemorl.rollout.sandbox import Limits, ProgramResult, find_sandbox, run_program
 
 SIDES = Path(__file__).with_name("code_sides.py").read_text()
+FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+CHECK = re.compile(r"def check\(")
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -38,13 +41,15 @@ def read_tests(answer: Any) -> list[Any]:
     """
     try:
         if isinstance(answer, str):
-            answer = json.loads(answer) if answer.lstrip().startswith("[") else [answer]
+            answer = json.loads(answer) if answer.lstrip()[:1] in ("[", "{") else [answer]
+        if isinstance(answer, Mapping):  # APPS's
+            pairs = zip(answer["inputs"], answer["outputs"], strict=True)
+            answer = [{"input": given, "output": wanted} for given, wanted in pairs]
         tests = [
             each if isinstance(each, str) else (each["input"], each["output"]) for each in answer
         ]
         kinds = {
-            bool(ast.parse(each).body) if isinstance(each, str) else tuple(map(type, each))
-            for each in tests
+            _checks(each) if isinstance(each, str) else tuple(map(type, each)) for each in tests
         }
         if kinds not in ({True}, {(str, str)}):
             raise ValueError("they are none, or mixed, or not of texts")
@@ -54,6 +59,12 @@ def read_tests(answer: Any) -> list[Any]:
             f" the answer is {short(answer)} ({error}): see docs/code.md"
         ) from error
     return tests
+
+
+def _checks(test: str) -> bool:
+    """Return whether a test could fail: it has a call, an assert or a raise."""
+    kinds = ast.Call, ast.Assert, ast.Raise
+    return any(isinstance(node, kinds) for node in ast.walk(ast.parse(test)))
 
 
 def judge_program(
@@ -73,9 +84,12 @@ def judge_program(
     """
     limits = limits or Limits()
     if isinstance(tests[0], str):
-        asked = [test + f"\ncheck({entry_point})" * ("def check(" in test) for test in tests]
+        called = f"\ncheck({entry_point})" * bool(entry_point)
+        asked = [test + called * ("def check(" in test) for test in tests]
         known = f"{head}\ndel {entry_point}" if head else ""
-        yield from _judged(f"{head}\n{program}" if head else program, (asked, known), limits)
+        if head:  # which comes first, but for what Python wants at the beginning
+            program = "\n".join([*FUTURE.findall(program), head, FUTURE.sub("", program)])
+        yield from _judged(program, (asked, known), limits)
         return
     for stdin, wanted in tests:
         result = run_program(program, stdin=stdin, limits=limits)
@@ -83,8 +97,8 @@ def judge_program(
 
 
 async def code_tests(
-    prompt: str,
-    response: str,
+    prompt: Any,
+    response: Any,
     answer: Any,
     entry_point: str = "",
     *,
@@ -93,11 +107,18 @@ async def code_tests(
 ) -> float:
     """Return 1 if the response's program passes all tests in `answer` (`read_tests`), else 0.
 
+    prompt, response: messages, or their texts. What the model or a tool said before is not read.
     entry_point: the function that a prompt begins and tests call by `check` (HumanEval). share:
     return the share of tests that pass. limits: fields of `Limits`, for each test of stdin, or all
     in Python.
     """
-    tests, head = read_tests(answer), program_of(prompt)
+    asked = [
+        each.get("content")
+        for each in as_messages(prompt, "prompt", "user")
+        if each["role"] in ("system", "user")
+    ]
+    program = program_of(as_messages(response, "response")[-1]["content"] or "")
+    tests, head = read_tests(answer), program_of("\n".join(filter(None, asked)))
     try:
         head = head if entry_point and f"def {entry_point}(" in head and ast.parse(head) else ""
     except SyntaxError:  # it only mentions the function
@@ -105,7 +126,7 @@ async def code_tests(
 
     def judge() -> float:
         passes = judge_program(
-            program_of(response),
+            program,
             tests,
             head=head,
             entry_point=entry_point,
@@ -117,11 +138,17 @@ async def code_tests(
 
 
 def _check_row(row: Mapping[str, Any]) -> None:
-    read_tests(row["answer"])
+    for test in read_tests(row["answer"]):
+        defined = isinstance(test, str) and "def check(" in test
+        if defined and not row.get("entry_point") and "check(" not in CHECK.sub("", test):
+            raise ValueError(
+                "code needs the column entry_point, the function that a test's check(candidate) is"
+                f" called with, but has {', '.join(row)}"
+            )
     find_sandbox()
 
 
-vars(code_tests)["check_row"] = _check_row
+vars(code_tests).update(check_row=_check_row, reads_messages=True)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from nemorl.checks import require
 from nemorl.data.messages import tokenize_prompt
 from nemorl.data.rendered import require_roles
 from nemorl.data.templates import Message, Template
-from nemorl.rollout.generation import Completion
+from nemorl.rollout.generation import Completion, first_stop
 from nemorl.rollout.tool_calls import read_message, require_readable
 
 Tools = Sequence[Mapping[str, Any]]
@@ -89,8 +89,16 @@ class Context:
                 " that renders it (--model.chat-template), or another role"
             )
 
-    def add(self, prompt: tuple[int, ...], asked: Asked, completion: Completion) -> Message:
-        """Keep an answer to a prompt, and return it as a message."""
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        asked: Asked,
+        completion: Completion,
+        stop_strings: Sequence[str] = (),
+    ) -> Message:
+        """Keep an answer to a prompt, and return it as a message, with the stop string that ended
+        it, if any.
+        """
         self.tokenizer = self.tokenizer or completion.tokenizer
         if self.tokenizer is None:
             return {"role": "assistant", "content": completion.text}
@@ -99,6 +107,8 @@ class Context:
         tools = asked[1]
         source = self._template(tools).source() if tools else ""
         message = read_message(said, completion.text, tools, source)
+        if stop := first_stop(stop_strings, said):
+            message = {**message, "stop_string": stop}
         self._said.append((message, said))
         return message
 

@@ -133,8 +133,8 @@ class Policy(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         stop: Sequence[str] = (),
     ) -> Message:
-        """Return the model's answer to messages: `role`, `content`, and `tool_calls` if it calls
-        any of the `tools` (JSON schemas; none: those of the row).
+        """Return the model's answer to messages: `role`, `content`, `stop_string` if one ended it,
+        and `tool_calls` if it calls any of the `tools` (JSON schemas; none: those of the row).
 
         To go on with a conversation, pass the messages so far, answers as they were returned, and
         the new ones: the token ids of earlier turns stay as the engine made them wherever the chat

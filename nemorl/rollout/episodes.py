@@ -146,7 +146,8 @@ class Sampler:
     ) -> Message:
         prompt, asked = self._context.prompt_of(messages, tools)
         completion = await self.sample(prompt, stop=stop)
-        return self._context.add(prompt, asked, completion)
+        stops = (*self._params.stop_strings, *stop)
+        return self._context.add(prompt, asked, completion, stops)
 
 
 @runtime_checkable
@@ -352,7 +353,7 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
                 log.append(await policy.chat(log, stop=stop))
             except ContextFull:
                 break
-            after = await ask(step, (list(log), metadata))
+            after = await ask(step, ([*map(whole, log)] if several else list(log), metadata))
             outcome = replace(
                 outcome,
                 turn_rewards=[*outcome.turn_rewards, after.reward],
@@ -367,6 +368,16 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
         return outcome
 
     return episode
+
+
+def whole(message: Message) -> Message:
+    """Return a message whose text has the stop string that ended it, as in NeMo RL and SkyRL.
+
+    >>> whole({"role": "assistant", "content": "<a>4", "stop_string": "</a>"})["content"]
+    '<a>4</a>'
+    """
+    stop = message.get("stop_string", "")
+    return {**message, "content": message["content"] + stop} if stop else message
 
 
 @dataclass(frozen=True, kw_only=True)

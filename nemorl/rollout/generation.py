@@ -188,6 +188,16 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
     ]
 
 
+def first_stop(stop_strings: Sequence[str], text: str) -> str:
+    """Return the stop string at which `text_before` ends a text, of several there the shortest.
+
+    >>> first_stop(["b", "cd"], "abcd"), first_stop(["b"], "a")
+    ('b', '')
+    """
+    found = [stop for stop in stop_strings if stop in text]
+    return min(found, key=lambda stop: (text.index(stop), len(stop)), default="")
+
+
 @runtime_checkable
 class WeightSource(Protocol):
     """The newest weights of a model: whoever needs weights reads them here, at any time.

@@ -104,7 +104,7 @@ class Judge(Server):
             try:
                 said = said["choices"][0]["message"]["content"]
                 score = float(read(said) if callable(read) else re.findall(read, said)[-1])
-            except (LookupError, TypeError, ValueError):
+            except Exception:  # of `read` it may be any
                 continue
             if 0 <= score <= self.best:
                 return score / self.best

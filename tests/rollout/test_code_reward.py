@@ -251,6 +251,8 @@ def test_a_batch_is_judged_at_once():
     [
         *("", [], "[]", "[1", "assert (", "\0", 3, [3], ["assert f()", ""], [{"in": ""}]),
         *(["assert f()", {"input": "", "output": ""}], [{"input": [1], "output": "1"}]),
+        *({"input": "1", "output": "2"}, '{"inputs": ["1"]}', {"inputs": ["1"], "outputs": []}),
+        *("3", '"x"', "f", ["inputs", "outputs"], "def check(candidate): pass"),
     ],
 )
 def test_rows_that_cannot_be_judged_are_refused_before_a_run(answer):
@@ -268,3 +270,36 @@ def test_limits_come_from_the_settings():
 def test_tests_are_read():
     assert read_tests("assert f() == 1") == ["assert f() == 1"]
     assert read_tests('[{"input": "1", "output": "2"}]') == [("1", "2")]
+    apps = {"inputs": ["1", "3"], "outputs": ["2", "4"]}
+    assert read_tests(apps) == read_tests(json.dumps(apps)) == [("1", "2"), ("3", "4")]
+
+
+def test_what_the_model_said_before_is_not_run_beside_the_tests():
+    """Neither a verdict of its own nor a draft whose asserts fail."""
+    forged = 'def f(x): return 0\nimport os\nos.write(1, b"[true]")\nos._exit(0)'
+    draft = "def f(x): return x\nassert f(1) == 2"
+    environment, row = make_environment("code"), {"answer": "assert f(1) == 2", "entry_point": "f"}
+    for said in (forged, draft):
+        log = [
+            {"role": "user", "content": "Write f."},
+            {"role": "assistant", "content": f"```python\n{said}\n```"},
+            {"role": "tool", "content": f"```python\n{said}\n```"},
+        ]
+        answers = [f"def f(x): return x + {n}" for n in (0, 1)]
+        logs = [[*log, {"role": "assistant", "content": answer}] for answer in answers]
+        assert environment.step(logs, [row] * 2).rewards == [0.0, 1.0]
+
+
+def test_a_check_is_called_by_itself_or_by_its_entry_point():
+    check = "def check(candidate):\n    assert candidate(1) == 2\n"
+    assert reward("def f(x): return x + 1", f"{check}check(f)") == 1
+    assert reward("def f(x): return x", f"{check}check(f)") == 0
+    with pytest.raises(ValueError, match=r"needs the column entry_point, the function that a test"):
+        reward("def f(x): return x + 1", check)
+
+
+def test_a_whole_program_may_import_from_the_future():
+    program = "from __future__ import annotations\n\ndef f(x: Later): return x + 1"
+    check = "def check(candidate):\n    assert candidate(1) == 2 and one() == 1\n"
+    prompt = 'def one(): return 1\n\ndef f(x):\n    """Add 1."""\n'
+    assert reward(program, check, prompt, entry_point="f") == 1

@@ -147,6 +147,14 @@ def test_the_last_score_of_an_answer_counts(fake, said: str, score: float):
     assert ask(judge(fake)) == score and len(fake.asked) == 1
 
 
+def test_whatever_reading_a_score_raises_fails_the_conversation_alone(fake):
+    fake.says("none")
+    strict = judge(fake, read=lambda said: re.search(r"(\d+)", said).group(1))
+    with pytest.raises(nemorl.ConversationFailed, match="gave no score from 0 to"):
+        ask(strict)
+    assert len(fake.asked) == 2
+
+
 def test_an_answer_without_a_score_is_asked_for_once_more(fake):
     fake.says("I like it", "Score: 4")
     assert ask(judge(fake)) == 0.4

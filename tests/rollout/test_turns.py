@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -314,6 +315,27 @@ def test_an_environment_of_batches_that_never_ends_fails(generator):
     with pytest.raises(TimeoutError, match=r"environment 'Hangs': step must end within 0.05 s"):
         collect(generator, environment, limited, SAMPLING, seed=1)
     assert len(environment.sizes) == 1, "it is not called again while the call goes on"
+
+
+def test_batches_of_several_turns_get_the_stop_strings(generator):
+    """As in NeMo RL, where they are part of a response's text; tokens stay as they were sampled."""
+    heard = []
+
+    class Hears(Batched):
+        def step(self, message_log_batch, metadata):
+            heard.extend(log[-1]["content"] for log in message_log_batch)
+            return super().step(message_log_batch, metadata)
+
+    sampling = replace(SAMPLING, stop_strings=tuple("0123456789+="))
+    found = collect(generator, Hears(), PROMPTS, sampling, seed=1)
+    stopped = [turn for each in found.conversations for turn in each.turns]
+    stopped = [turn for turn in stopped if turn.completion.finish_reason == "stop"]
+    said = [TOKENIZER.decode(turn.completion.token_ids[-1:]) for turn in stopped]
+    assert Counter(text[-1:] for text in heard if text) >= Counter(
+        text for text in said if text in sampling.stop_strings
+    )
+    assert len(to_token_batch(found)) == 9, "no turn was tokenized again"
+    assert any(text in sampling.stop_strings for text in said)
 
 
 def test_a_reward_has_as_long_as_it_needs(generator):

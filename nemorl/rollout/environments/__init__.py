@@ -97,7 +97,7 @@ def _led(
         if tinkers:
             found = TinkerEnvironment(environment)
         else:
-            found = ClassEnvironment(environment, judged, workers and workers())
+            found = ClassEnvironment(environment, judged, workers and workers(), kind)
             workers = None
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"

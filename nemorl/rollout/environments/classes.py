@@ -4,7 +4,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import as_number, require, short
@@ -20,8 +20,8 @@ from nemorl.rollout.conversation import (
 )
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
-from nemorl.rollout.episodes import judged
-from nemorl.rollout.rounds import Rounds, caller
+from nemorl.rollout.episodes import judged, whole
+from nemorl.rollout.rounds import Rounds, blocking, caller
 from nemorl.rollout.signature import ENVIRONMENT, name_of
 
 
@@ -80,8 +80,12 @@ class ClassEnvironment:
     make: Callable[..., Any]
     judge: EnvironmentInterface | None = None
     workers: Workers | None = None
+    kind: Any = None
+    """The class; None: `kind_of(make)`."""
 
     def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "kind", kind_of(self.make))
         leads = self.has("step")
         require(
             leads or self.has("reset"),
@@ -99,10 +103,6 @@ class ClassEnvironment:
                 None,
                 "add it, or give a reward",
             )
-
-    @cached_property
-    def kind(self) -> Any:
-        return kind_of(self.make)
 
     @property
     def name(self) -> str:
@@ -199,7 +199,16 @@ def kind_of(make: Callable[..., Any]) -> Any:
     said = inspect.signature(make).return_annotation
     if isinstance(said, str):  # `from __future__ import annotations`
         said = inspect.get_annotations(make, eval_str=True)["return"]
-    return said if isinstance(said, type) and said is not inspect.Signature.empty else type(make())
+    if isinstance(said, type) and said is not inspect.Signature.empty:
+        return said
+    made = make()
+    if callable(close := getattr(made, "close", None)) and inspect.isawaitable(ends := close()):
+        blocking(_awaited(ends))
+    return type(made)
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
@@ -270,7 +279,8 @@ async def _led(
             message = await policy.chat(messages, stop=stop)
         except ContextFull:
             break
-        after = read(await call(step, message["content"]))
+        said = whole(message) if read is _skyrl_result else message
+        after = read(await call(step, said["content"]))
         outcome = replace(
             outcome,
             turn_rewards=[*outcome.turn_rewards, after.reward],

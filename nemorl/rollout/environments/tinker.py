@@ -26,6 +26,11 @@ from nemorl.user_code import exit_is_error
 Call = Callable[..., Awaitable[Any]]
 Step = tuple[Any, Completion, Any]
 """An observation, the answer to it, and the `StepResult`."""
+LIMITS = (
+    *("max_trajectory_tokens", "max_sampled_tokens", "max_turn_tokens"),
+    "rollout_timeout_seconds",
+)
+"""Fields of Tinker's `RolloutLimits` that are the run's here."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,11 @@ async def _steps(environment: Any, policy: Policy, call: Call, most: int | None)
     first, steps = await call(environment.initial_observation), list[Step]()
     if not isinstance(first, tuple):
         raise ConversationFailed(f"the environment finds its first observation too long: {first}")
+    limits = getattr(environment, "rollout_limits", None)
+    given = [name for name in LIMITS if getattr(limits, name, None) is not None]
+    must, remedy = "must leave these to the run", "see docs/environments.md#limits"
+    require(not given, f"rollout_limits of {name_of(environment)}", must, given, remedy)
+    most = min(filter(None, (most, getattr(limits, "max_turns", None))), default=None)
     observation, stop = first
     for _ in islice(count(), most):
         try:

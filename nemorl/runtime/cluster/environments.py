@@ -101,12 +101,18 @@ def _class_of(kind: type) -> type:
     """Return a class with the methods of `kind`, which are called in a process."""
 
     def remote(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        plain = inspect.signature(method)
+        fixed = isinstance(inspect.getattr_static(kind, name), staticmethod)
+        own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)] * fixed
+
         @wraps(method)
         async def call(self: Any, *args: Any, **named: Any) -> Any:
             if name == "close" and self._process.busy:
                 return None  # it ends with its process
             return await self._process.ask("call", name, args, named)
 
+        said = plain.replace(parameters=[*own, *plain.parameters.values()])
+        vars(call)["__signature__"] = said
         return call
 
     def attribute(self: Any, name: str) -> Any:

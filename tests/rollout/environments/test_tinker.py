@@ -16,6 +16,7 @@ from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import (
 from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import TwentyQuestionsEnv
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.problem_env import ProblemGroupBuilder
+from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, InitialObservationOverflow, StepResult
 
 from nemorl.rollout.collect import collect, to_token_batch
@@ -276,6 +277,24 @@ def test_an_initial_observation_that_is_too_long_fails(generator):
 
     with pytest.raises(Exception, match=r"its first observation too long: .*4096 tokens"):
         collect(generator, led(Long), about({}), SAMPLING, seed=1)
+
+
+def test_limits_of_its_own_hold_or_are_an_error(generator):
+    class Limited(Two):
+        def __init__(self):
+            super().__init__(fails=False)
+            self.rollout_limits = RolloutLimits(max_turns=1)
+
+    found = collect(generator, led(Limited), about({}), SAMPLING, seed=1)
+    assert found.num_turns.tolist() == [1] * 3
+
+    class Budgeted(Two):
+        def __init__(self):
+            super().__init__(fails=False)
+            self.rollout_limits = RolloutLimits(max_sampled_tokens=64)
+
+    with pytest.raises(ValueError, match=r"rollout_limits of Budgeted must leave these to the run"):
+        collect(generator, led(Budgeted), about({}), SAMPLING, seed=1)
 
 
 def test_rows_lack_a_column():

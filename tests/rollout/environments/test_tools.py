@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from skyrl_gym.envs.aime.env import AIMEEnv
@@ -224,6 +225,57 @@ def test_methods_that_are_async_or_a_factory():
     for factory in (Awaited, make, partial(Awaited)):
         environment = make_environment(reward_func, environment=factory)
         assert played(environment, twice, *rows(1)).rewards.tolist() == [1.5] * 2
+
+
+def test_a_factory_is_tried_once_and_what_it_makes_is_closed():
+    open_ones = []
+
+    class Opens(Scored):
+        def __init__(self):
+            open_ones.append(self)
+
+        async def close(self):
+            open_ones.remove(self)
+
+    def make():
+        assert not open_ones
+        return Opens()
+
+    environment = make_environment("exact_match", environment=make, chosen=False)
+    assert environment.kind is Opens and not open_ones
+
+
+class Searches:
+    """As SkyRL-Gym's SearchEnv, which looks for the end of a call in what it gets."""
+
+    heard: ClassVar[list[str]] = []
+
+    def __init__(self, extras: dict) -> None:
+        pass
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action: str) -> dict:
+        self.heard.append(action)
+        return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+
+
+def test_skyrl_environments_get_the_stop_string():
+    class Stopped(Scripted):
+        async def sample(self, prompt, params):
+            said = await super().sample(prompt, params)
+            return [replace(each, text="<search>42") for each in said]
+
+    sampling = replace(SAMPLING, stop_strings=("</search>",))
+    engine = as_generation_backend(Stopped(lambda prompt: "<search>42</search>", TOKENIZER))
+    row = {"prompt": [{"role": "user", "content": "Go."}]}
+    ids = TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+    prompts = Prompts([row], [ids], tokenizer=TOKENIZER)
+    environment = make_environment("exact_match", environment=Searches, chosen=False)
+    Searches.heard.clear()
+    assert not collect(engine, environment, prompts, sampling, seed=1).failed
+    assert Searches.heard == ["<search>42</search>"] * 2
 
 
 def test_a_class_that_ships_with_trl():

@@ -1,5 +1,6 @@
 """Environments in processes of their own."""
 
+import inspect
 import os
 import signal
 import sysconfig
@@ -10,15 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments.tools import schemas_of, tools_of
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.cluster.environments import RayWorkers
+from nemorl.runtime.cluster.environments import RayWorkers, _class_of
 from nemorl.runtime.start.settings import workers_of
 from tests.ray_session import ray_cpus
 from tests.rollout.environments.test_tools import call, played
@@ -144,6 +147,24 @@ def test_a_python_with_packages_of_its_own(generator, tmp_path):
     assert [each.outcome.turn_rewards[1] for each in found.conversations] == [7.0] * 9
     with pytest.raises(ModuleNotFoundError):
         import_module("only_there")
+
+
+class Adds:
+    @staticmethod
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        return a + b
+
+
+def test_static_methods_are_tools_in_processes():
+    proxy = _class_of(Adds)(SimpleNamespace(busy=False))
+    assert schemas_of(tools_of(proxy)) == schemas_of(tools_of(Adds))
+    assert [*inspect.signature(proxy.add).parameters] == ["a", "b"]
 
 
 class Counter:

@@ -25,6 +25,7 @@ BRIEFLY = {
 ELSEWHERE = {
     "code_reward.py": "test_code_is_judged",
     "demo.py": "tests/test_demo.py",
+    "math_reward.py": "test_mathematics_is_judged",
     "judge.py": "tests/rollout/test_judge.py",
     "puzzle.py": "tests/rollout/environments/test_sliding_puzzle.py",
     "quickstart.py": "tests/test_documentation.py",
@@ -66,6 +67,14 @@ def test_code_is_judged(capsys):
     _, *verdicts = capsys.readouterr().out.splitlines()
     assert verdicts.pop(0) == "right: [1.0, 1.0, 1.0]"
     assert len(verdicts) == 4 and all(line.endswith(": [0.0, 0.0, 0.0]") for line in verdicts)
+
+
+@pytest.mark.filterwarnings("ignore:reward 'math' took longer")
+def test_mathematics_is_judged(capsys):
+    assert run_example("math_reward.py") == 0
+    right, *others = capsys.readouterr().out.splitlines()
+    assert right == "right: [1.0, 1.0, 1.0, 1.0]"
+    assert len(others) == 3 and all(line.endswith(": [0.0, 0.0, 0.0, 0.0]") for line in others)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A conversation's context: messages as token ids, earlier turns' as the engine made them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from nemorl.data.templates import Message, Template
 from nemorl.rollout.generation import Completion, first_stop
 from nemorl.rollout.tool_calls import read_message, require_readable
 
+CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>((?:(?!<\|).)*)", re.DOTALL)
+"""A channel's name, and what is said in it."""
 Tools = Sequence[Mapping[str, Any]]
 Asked = tuple[list[Message], Tools]
 """What a prompt was made of."""
@@ -107,6 +110,8 @@ class Context:
         tools = asked[1]
         source = self._template(tools).source() if tools else ""
         message = read_message(said, completion.text, tools, source)
+        if not self.plain and CHANNEL.search(said):
+            message = {**message, **channels(said)}
         if stop := first_stop(stop_strings, said):
             message = {**message, "stop_string": stop}
         self._said.append((message, said))
@@ -136,8 +141,10 @@ class Context:
             place = next((i for i in places if left[i][0] == message), None)
             if place is not None:
                 text = left[place][1]
-                message = {"role": "assistant", "content": text.strip() if text.strip() else text}
                 del left[place:]
+                if self.plain or not CHANNEL.search(text):  # else the template takes the parts
+                    text = text.strip() if text.strip() else text
+                    message = {"role": "assistant", "content": text}
             found.append(message)
         return found[::-1]
 
@@ -148,6 +155,19 @@ class Context:
 
     def _template(self, tools: Tools) -> Template:
         return Template(self.tokenizer, None, [dict(tool) for tool in tools] or None, {})
+
+
+def channels(said: str) -> dict[str, str]:
+    """Return the content, and the thinking if any, of what a model said in gpt-oss's channels.
+
+    >>> channels("<|channel|>analysis<|message|>1+1<|end|><|channel|>final<|message|>2")
+    {'content': '2', 'thinking': '1+1'}
+    """
+    parts: dict[str, str] = {"final": ""}
+    for name, text in CHANNEL.findall(said):
+        parts[name] = parts.get(name, "") + text
+    thinking = {"thinking": parts["analysis"]} if "analysis" in parts else {}
+    return {"content": parts["final"], **thinking}
 
 
 def following(text: str, before: str, said: str, end: str, *, plain: bool = False) -> str | None:

@@ -104,6 +104,8 @@ class Sampler:
         self.messages: Sequence[Message] = [dict(message) for message in context.messages]
         self.group, self.member, self.group_size = group, member, group_size
         self.turns = list[Turn]()
+        self.over = False
+        """Whether the conversation has ended; then nothing is sampled any more."""
         self.full: ContextFull | None = None
         """Raised where the longest sequence left no room for a response."""
         self._engine, self._context, self._params = engine, context, params
@@ -111,6 +113,8 @@ class Sampler:
         self._asked = 0
 
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
+        if self.over:
+            raise RuntimeError("the conversation is over: sample before its episode returns")
         prompt = tuple(prompt)  # an episode may go on with its list
         params, number = self._params, self._asked
         self._asked += 1
@@ -253,6 +257,7 @@ class _Talk:
             max_tokens=prompts.limits.max_tokens,
         )
         outcome = await self._outcome(own_copy(row), policy)
+        policy.over = True
         turns = tuple(policy.turns)
         found = Conversation(row=row, group=group, member=member, turns=turns, outcome=outcome)
         return replace(found, cut_by=_cut_by(found, policy, prompts.limits))

@@ -148,6 +148,45 @@ def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
         assert len(examples_of(turns)) == count, name
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended: bool):
+    """gpt-oss: the final answer is the content, and reasoning is left out of the next prompt."""
+    tokenizer = tokenizers["gptoss"]
+    first = [{"role": "user", "content": "1+1?"}]
+    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
+    context = Context(tokenizer, first, prompt)
+    tokens, asked = context.prompt_of(first)
+    text = "<|channel|>analysis<|message|>one < two<|end|><|start|>assistant"
+    text += "<|channel|>final<|message|>2"
+    answer = said(tokenizer, text, ended=ended)
+    message = context.add(tokens, asked, answer)
+    assert message == {"role": "assistant", "content": "2", "thinking": "one < two"}
+    log = [*first, message, {"role": "user", "content": "sure?"}]
+    after, _ = context.prompt_of(log)
+    plain = [first[0], {"role": "assistant", "content": "2"}, log[-1]]
+    whole = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
+    assert list(after) == whole
+    turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
+    trained = [
+        [token for token, own in zip(each.input_ids, each.loss_mask, strict=True) if own]
+        for each in examples_of(turns)
+    ]
+    assert trained == [list(answer.token_ids)] * 2
+
+
+@pytest.mark.parametrize("role", ["referee", "tool"])
+@pytest.mark.parametrize("name", ["gemma", "phi3"])
+def test_an_observation_that_the_template_does_not_render_is_an_error(tokenizers, name, role):
+    tokenizer = tokenizers[name]
+    first = [{"role": "user", "content": "1+1?"}]
+    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
+    context = Context(tokenizer, first, prompt)
+    tokens, asked = context.prompt_of(first)
+    said_before = context.add(tokens, asked, said(tokenizer, "2", ended=True))
+    with pytest.raises(ValueError, match=f"the chat template .*{role}"):
+        context.prompt_of([*first, said_before, {"role": role, "content": "It rains."}])
+
+
 def test_calls_of_tools_stay_as_they_were_written(tokenizers):
     """No template writes a call with the model's own spaces."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

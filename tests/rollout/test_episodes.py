@@ -201,6 +201,20 @@ def test_a_function_is_not_an_episode(generator):
         collect(generator, first_digit, PROMPTS, SAMPLING, seed=1)
 
 
+def test_a_policy_that_is_kept_samples_no_more(generator):
+    kept = []
+
+    async def keeps(row, policy):
+        kept.append(policy)
+        await policy.chat(policy.messages)
+        return Outcome(reward=1.0)
+
+    found = collect(generator, keeps, PROMPTS, SAMPLING, seed=1)
+    with pytest.raises(RuntimeError, match="the conversation is over"):
+        asyncio.run(kept[0].chat(kept[0].messages))
+    assert [len(each.turns) for each in found.conversations] == [1] * len(found)
+
+
 def test_an_interrupt_ends_all_at_once(generator):
     class Interrupted(FunctionalRewardWrapper):
         def step(self, message_log_batch, metadata):

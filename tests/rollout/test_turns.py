@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -336,6 +337,41 @@ def test_batches_of_several_turns_get_the_stop_strings(generator):
     )
     assert len(to_token_batch(found)) == 9, "no turn was tokenized again"
     assert any(text in sampling.stop_strings for text in said)
+
+
+class Hushes:
+    """Ends the second response, and no other, at its first character."""
+
+    stops: ClassVar[tuple[str, ...]] = tuple("0123456789+=")
+
+    def __init__(self):
+        self.turn = 0
+
+    def step(self, response):
+        self.turn += 1
+        stop = self.stops if self.turn == 1 else ()
+        return TurnResult(observation="1+", done=self.turn == 3, stop=stop)
+
+
+class HushesAll(Batched):
+    def step(self, message_log_batch, metadata):
+        found = super().step(message_log_batch, metadata)
+        stops = [Hushes.stops if row["turn"] == 1 else None for row in found.metadata]
+        return replace(found, next_stop_strings=stops)
+
+
+@pytest.mark.parametrize("environment", [Hushes, HushesAll()], ids=["class", "batch"])
+def test_an_environment_ends_the_next_response_at_a_string(generator, environment):
+    sampling = replace(SAMPLING, max_new_tokens=8, ignore_eos=True)
+    made = make_environment(environment) if environment is Hushes else environment
+    found = collect(generator, made, PROMPTS, sampling, seed=1)
+    for each in found.conversations:
+        second = TOKENIZER.decode(each.turns[1].completion.token_ids)
+        ends = [place for place, letter in enumerate(second) if letter in Hushes.stops]
+        assert ends in ([], [len(second) - 1]), second
+        assert len(each.turns[0].completion.token_ids) == 8
+        assert len(each.turns[2].completion.token_ids) == 8
+    assert any(len(each.turns[1].completion.token_ids) < 8 for each in found.conversations)
 
 
 def test_a_reward_has_as_long_as_it_needs(generator):

@@ -227,6 +227,14 @@ def test_methods_that_are_async_or_a_factory():
         assert played(environment, twice, *rows(1)).rewards.tolist() == [1.5] * 2
 
 
+def test_two_tools_of_one_name_are_refused():
+    class Twice(IncrementEnv):
+        add = IncrementEnv.increment
+
+    with pytest.raises(ValueError, match="names of their own, but there are two 'increment'"):
+        make_environment(reward_func, environment=Twice)
+
+
 def test_a_factory_is_tried_once_and_what_it_makes_is_closed():
     open_ones = []
 

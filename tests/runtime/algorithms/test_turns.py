@@ -266,6 +266,42 @@ def test_calls_without_end_are_truncated():
     assert outcome.truncated and outcome.answer is None
 
 
+class Twice:
+    def step(self, response: str) -> tuple[str, float, bool]:
+        self.heard = [*getattr(self, "heard", []), response]
+        return "1+", float(len(response)), len(self.heard) == 2
+
+
+def test_a_class_with_turns_is_given_in_place_of_a_reward(tmp_path):
+    sizes = {"num_prompts_per_step": 3, "num_generations_per_prompt": 2, "max_new_tokens": 4}
+    run = {"dir": str(tmp_path), "display": "none", "plots": False, "export": False}
+    given = {"tokenizer": tiny_tokenizer(), "max_total_sequence_length": 64, **sizes}
+    result = nemorl.train(
+        tiny_model(scale=2.0), addition_rows(), Twice, max_num_steps=1, run=run, **given
+    )
+    assert result.history[0]["turns"] == 2.0
+
+
+def test_tools_are_evaluated(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tiny_model(scale=2.0).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    found = nemorl.evaluate(
+        tmp_path,
+        [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 3,
+        "last_number",
+        environment_factory="calculator",
+        chat_template=str(template),
+        max_new_tokens=4,
+        device="cpu",
+    )
+    assert len(found["answers"]) == 3 and found["metrics"]["tool_calls"] == 0.0
+
+
 def test_rewards_get_the_environments_of_tools(tmp_path):
     """TRL's environment_factory, on a model that knows no tools."""
     tokenizer = tiny_tokenizer()

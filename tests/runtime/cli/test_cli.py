@@ -320,6 +320,8 @@ def test_a_setting_by_its_last_name():
     assert grpo("--reward", "a", "b", "--stop", "1.5").reward == ("a", "b")
     assert grpo("--data", "e", "--model", "n", "--run", "r").data.train == "e"
     assert cli.parse("dpo", ["--model", "m", "--beta", "0.3"]).loss.beta == 0.3
+    led = cli.parse("grpo", [*NEEDED["grpo"], "--environment", "./file.py:Class"])
+    assert led.rollout.environment == "./file.py:Class"
 
 
 def test_a_setting_has_its_flag_in_every_command():

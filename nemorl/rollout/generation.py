@@ -183,9 +183,8 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
     >>> text_before(["b", "cd"], "abcd")
     'a'
     """
-    return text[
-        : min((text.index(stop) for stop in stop_strings if stop in text), default=len(text))
-    ]
+    stop = first_stop(stop_strings, text)
+    return text.partition(stop)[0] if stop else text
 
 
 def first_stop(stop_strings: Sequence[str], text: str) -> str:

@@ -132,7 +132,7 @@ def print_settings_of_run(
         "data.validation",
         f"must be known data sets, or others, but not both, with the run's {' and '.join(both)}",
         "both",
-        "evaluate the known ones by themselves, or give others",
+        "evaluate the known ones by themselves, or set these for all",
     )
     if shown := [f"{key} {value!r}" for key, value in kept.items()]:
         print(f"settings of the run {config.model.path}: {', '.join(shown)}", file=sys.stderr)

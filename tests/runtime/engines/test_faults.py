@@ -248,8 +248,15 @@ def driver(forked, folder):
         driving.communicate()
 
 
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
+
+
 def gone(family) -> bool:
-    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+    return not any(map(alive, family))
 
 
 def test_nothing_is_left_when_the_driver_is_killed(forked, tmp_path):

@@ -20,6 +20,7 @@ import torch
 
 from nemorl.rollout.generation import WeightSource
 from tests.ray_session import ray_cpus
+from tests.runtime.cluster.processes import soon_gone
 from tests.runtime.engines.toys import (
     MODEL,
     Toys,
@@ -248,22 +249,11 @@ def driver(forked, folder):
         driving.communicate()
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two questions
-        return False
-
-
-def gone(family) -> bool:
-    return not any(map(alive, family))
-
-
 def test_nothing_is_left_when_the_driver_is_killed(forked, tmp_path):
     with driver(forked, tmp_path) as (driving, family):
         driving.kill()
         driving.wait()
-        assert eventually(lambda: gone(family))
+        assert soon_gone(*(one.pid for one in family))
 
 
 @pytest.mark.slow
@@ -276,7 +266,7 @@ def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(forked, tmp_path):
             "ClusterLost: the Ray cluster is lost: the cluster's head"
             in errors.strip().splitlines()[-1]
         )
-        assert eventually(lambda: gone(family))
+        assert soon_gone(*(one.pid for one in family))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from nemorl.checks import closest, require
 from nemorl.data.generated import task_of
 from nemorl.rollout.code_reward import code_tests
+from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.instructions import instructions_followed
 from nemorl.rollout.processes import judged_in_processes
 
@@ -20,14 +21,22 @@ NUMBER = re.compile(
 """A sign, - or − (U+2212), does not follow a digit, letter or closing bracket, where it would be a
 minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
 """
+SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+"""Of thousands, other than a comma: LaTeX's {,}, \\, and \\!, and narrow or unbreakable spaces."""
+LATEX = re.compile(r"\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+"""A formula."""
+MONEY = r"\$"
 
-CHOICE = re.compile(
-    r"(?:(?i:answer|option|choice)(?:\s+(?i:is))?|\\boxed)"
-    r"[\s:*_$({\[\"]*(?:\\text\w*\{)?\(?([A-J])\b"
+_LETTER = r"[\s:*_$(\[{\"'`“‘>\\–-]*(?:(?:text|math)\w*\{)?\(?([A-J])\b"
+ANSWER = re.compile(
+    r"(?:(?i:(?:answer\b[^.\n]{0,60}?|option|choice|letter)\sis)\b|(?<!/)(?i:answer)(?=[*_]*\s*[:>–-])|\\boxed)"
+    rf"{_LETTER}(?!(?<=I)(?:'|\s+[a-z]))|(?i:answer){_LETTER}(?!'|\s+[a-z])"
 )
-"""A letter that is called the answer, or is in a box."""
+"""A letter that is called the answer, or is in a box; "I" may be another word."""
+OPTION = re.compile(rf"(?i:option|choice){_LETTER}")
 ALONE = re.compile(r"\W*([A-J])(?:\W*$|[).:]\s)")
 """A response that is a letter, or begins with one as a list does."""
+UNREADABLE = "needs an answer that can be read, plain text or LaTeX, but the answer is"
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 Function = TypeVar("Function", bound=Callable[..., float])
@@ -83,7 +92,7 @@ def contains_answer(prompt: str, response: str, answer: Any) -> float:
 
 
 def _number_of(answer: Any) -> Decimal:
-    found = NUMBER.findall(str(answer))
+    found = _numbers(str(answer))
     if not found:
         raise ValueError(
             f"last_number needs an answer with a number in it, but the answer is {answer!r}: use"
@@ -96,13 +105,17 @@ def _decimal(number: str) -> Decimal:
     return Decimal(number.replace(",", "").replace("−", "-"))
 
 
+def _numbers(text: str) -> list[str]:
+    return NUMBER.findall(SEPARATOR.sub("", text))
+
+
 def last_number_of(response: str) -> str | None:
     """Return the last number of a response.
 
     >>> last_number_of("1,000.50"), last_number_of("none")
     ('1000.50', None)
     """
-    found = NUMBER.findall(response)
+    found = _numbers(response)
     return found[-1].replace(",", "") if found else None
 
 
@@ -117,7 +130,7 @@ def last_number(prompt: str, response: str, answer: Any) -> float:
     >>> last_number("", "So it costs $1,000.50 today.", "500 + 500.5 = 1000.5 #### 1000.5")
     1.0
     """
-    given, wanted = NUMBER.findall(response), _number_of(answer)
+    given, wanted = _numbers(response), _number_of(answer)
     return float(bool(given) and _decimal(given[-1]) == wanted)
 
 
@@ -126,27 +139,21 @@ def _solution(answer: Any) -> str:
         raise ValueError(
             "math needs the package math-verify, which is not installed: pip install 'nemorl[math]'"
         )
-    gold = str(answer).rpartition("####")[2].strip()
+    gold = str(answer).rpartition("####")[2].replace(MONEY, "").strip()
     if not gold:
-        raise _unreadable(answer)
-    return gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}"
-
-
-def _unreadable(answer: Any) -> ValueError:
-    return ValueError(
-        f"math needs an answer that can be read, but the answer is {answer!r}: give plain text or"
-        " LaTeX"
-    )
+        raise ValueError(f"math {UNREADABLE} {answer!r}")
+    return gold if LATEX.search(gold) or "\\boxed" in gold else f"\\boxed{{{gold}}}"
 
 
 def final_of(response: str) -> str | None:
-    """Return the text of the last box, without spaces, or the last number.
+    """Return the text of the last box, else formula, without spaces, else the last number.
 
-    >>> final_of(r"so \\boxed{\\frac{1}{2}}."), final_of("It is 7.")
-    ('\\\\frac{1}{2}', '7')
+    >>> final_of(r"so \\boxed{\\frac{1}{2}}."), final_of("It is $2 x$."), final_of("It is 7.")
+    ('\\\\frac{1}{2}', '2x', '7')
     """
-    boxes = BOX.findall(response)
-    return "".join(boxes[-1].split()) if boxes else last_number_of(response)
+    response = response.replace(MONEY, "")
+    found = BOX.findall(response) or ["".join(each) for each in LATEX.findall(response)]
+    return "".join(found[-1].split()) if found else last_number_of(response)
 
 
 @answering(final_of)
@@ -168,9 +175,10 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
     # Its own time limit is a signal, for which only a main thread can wait. Ours ends the process.
     untimed: Any = None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that
-    wanted, given = (parse(text, parsing_timeout=untimed) for text in (solution, response))
+    texts = solution, response.replace(MONEY, "")
+    wanted, given = (parse(text, parsing_timeout=untimed) for text in texts)
     if not wanted:
-        raise _unreadable(answer)
+        raise ConversationFailed(f"math {UNREADABLE} {answer!r}: leave the row out")
     return float(verify(wanted, given, timeout_seconds=untimed))
 
 
@@ -180,8 +188,9 @@ def letter_of(response: str) -> str | None:
     >>> letter_of("A is wrong. **Answer: (C)**"), letter_of("B) Paris"), letter_of("A guess")
     ('C', 'B', None)
     """
-    if found := CHOICE.findall(response):
-        return found[-1]
+    for pattern in (ANSWER, OPTION):
+        if found := pattern.findall(response):
+            return "".join(found[-1])
     alone = ALONE.match(response)
     return alone and alone[1]
 

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,19 +19,25 @@ from nemorl.rollout.sandbox import Limits, ProgramResult, find_sandbox, run_prog
 
 SIDES = Path(__file__).with_name("code_sides.py").read_text()
 FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
-CHECK = re.compile(r"def check\(")
-BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^([ \t]*)```(\w*)[^\n]*\n(.*?)(?:^\1```|\Z)", re.DOTALL | re.MULTILINE)
+DEFINED = re.compile(r"^(?:def|class)\s+(\w+)", re.MULTILINE)
+STORED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+"""Statements that do not run what is in them."""
 
 
-def program_of(text: str) -> str:
-    """Return a text's last block of Python, else its last block, else the text.
+def program_of(text: str, tests: str = "") -> str:
+    """Return a text's last block of Python, else its last block, else the text; of several, one
+    that defines what tests in Python name, as others show how it is used.
 
     >>> program_of("So:\\n```python\\nprint(1)\\n```\\n")
     'print(1)\\n'
     """
-    blocks = BLOCK.findall(text)
-    python = [code for kind, code in blocks if kind.lower() in ("python", "python3", "py")]
-    return [text, *(code for _, code in blocks), *python][-1]
+    blocks = [(kind.lower(), textwrap.dedent(code)) for _, kind, code in BLOCK.findall(text)]
+    python = [code for kind, code in blocks if kind in ("python", "python3", "py")]
+    every = [text, *(code for _, code in blocks), *python]
+    named = set(re.findall(r"\w+", tests))
+    wanted = [code for code in every[1:] if named & {*DEFINED.findall(code)}]
+    return [*every, *wanted][-1]
 
 
 def read_tests(answer: Any) -> list[Any]:
@@ -43,6 +50,8 @@ def read_tests(answer: Any) -> list[Any]:
         if isinstance(answer, str):
             answer = json.loads(answer) if answer.lstrip()[:1] in ("[", "{") else [answer]
         if isinstance(answer, Mapping):  # APPS's
+            if answer.get("fn_name") or isinstance(answer["inputs"], str):
+                raise ValueError("it needs lists of texts, and no fn_name")
             pairs = zip(answer["inputs"], answer["outputs"], strict=True)
             answer = [{"input": given, "output": wanted} for given, wanted in pairs]
         tests = [
@@ -61,10 +70,27 @@ def read_tests(answer: Any) -> list[Any]:
     return tests
 
 
+def _run(test: str) -> list[ast.AST]:
+    """Return the parts of a test that run by themselves."""
+    statements = [each for each in ast.parse(test).body if not isinstance(each, STORED)]
+    return [node for each in statements for node in ast.walk(each)]
+
+
+def _lacks_call(test: str) -> bool:
+    """Return whether a test defines `check(candidate)`, and does not call it."""
+    defined = any(getattr(each, "name", "") == "check" for each in ast.parse(test).body)
+    return defined and not any(
+        isinstance(node, ast.Name) and node.id == "check" for node in _run(test)
+    )
+
+
 def _checks(test: str) -> bool:
-    """Return whether a test could fail: it has a call, an assert or a raise."""
+    """Return whether a test could fail: a call, an assert or a raise runs."""
     kinds = ast.Call, ast.Assert, ast.Raise
-    return any(isinstance(node, kinds) for node in ast.walk(ast.parse(test)))
+    nodes = ast.walk(ast.parse(test)) if _lacks_call(test) else _run(test)
+    if not any(isinstance(node, kinds) for node in nodes):
+        raise ValueError("nothing that could fail runs: call the functions of the tests")
+    return True
 
 
 def judge_program(
@@ -85,7 +111,7 @@ def judge_program(
     limits = limits or Limits()
     if isinstance(tests[0], str):
         called = f"\ncheck({entry_point})" * bool(entry_point)
-        asked = [test + called * ("def check(" in test) for test in tests]
+        asked = [test + called * _lacks_call(test) for test in tests]
         known = f"{head}\ndel {entry_point}" if head else ""
         if head:  # which comes first, but for what Python wants at the beginning
             program = "\n".join([*FUTURE.findall(program), head, FUTURE.sub("", program)])
@@ -117,8 +143,9 @@ async def code_tests(
         for each in as_messages(prompt, "prompt", "user")
         if each["role"] in ("system", "user")
     ]
-    program = program_of(as_messages(response, "response")[-1]["content"] or "")
     tests, head = read_tests(answer), program_of("\n".join(filter(None, asked)))
+    called = " ".join([entry_point, *(each for each in tests if isinstance(each, str))])
+    program = program_of(as_messages(response, "response")[-1]["content"] or "", called)
     try:
         head = head if entry_point and f"def {entry_point}(" in head and ast.parse(head) else ""
     except SyntaxError:  # it only mentions the function
@@ -139,8 +166,7 @@ async def code_tests(
 
 def _check_row(row: Mapping[str, Any]) -> None:
     for test in read_tests(row["answer"]):
-        defined = isinstance(test, str) and "def check(" in test
-        if defined and not row.get("entry_point") and "check(" not in CHECK.sub("", test):
+        if isinstance(test, str) and _lacks_call(test) and not row.get("entry_point"):
             raise ValueError(
                 "code needs the column entry_point, the function that a test's check(candidate) is"
                 f" called with, but has {', '.join(row)}"

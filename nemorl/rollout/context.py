@@ -10,7 +10,7 @@ from nemorl.checks import require
 from nemorl.data.messages import tokenize_prompt
 from nemorl.data.rendered import require_roles
 from nemorl.data.templates import Message, Template
-from nemorl.rollout.generation import Completion, first_stop
+from nemorl.rollout.generation import Completion, first_stop, text_before
 from nemorl.rollout.tool_calls import read_message, require_readable
 
 CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>((?:(?!<\|).)*)", re.DOTALL)
@@ -110,8 +110,8 @@ class Context:
         tools = asked[1]
         source = self._template(tools).source() if tools else ""
         message = read_message(said, completion.text, tools, source)
-        if not self.plain and CHANNEL.search(said):
-            message = {**message, **channels(said)}
+        if self._in_channels(said):
+            message = {**message, **channels(text_before(stop_strings, said))}
         if stop := first_stop(stop_strings, said):
             message = {**message, "stop_string": stop}
         self._said.append((message, said))
@@ -120,11 +120,21 @@ class Context:
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
         """Return a completion's text, special tokens in it included, and that of its end token."""
         ids = completion.token_ids
-        ended = bool(ids) and not completion.truncated and ids[-1] in self.tokenizer.all_special_ids
+        ended = bool(ids) and not completion.truncated and self._is_special(ids[-1])
         # With the token before it, of which some tokenizers make a space.
         before = self._decoded(prompt[-1:])
         said = self._decoded((*prompt[-1:], *(ids[:-1] if ended else ids)))
         return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
+
+    def _is_special(self, token: int) -> bool:
+        """Return whether a token is special; Llama 3.1's <|eom_id|> is in no list of names."""
+        added = self.tokenizer.added_tokens_decoder.get(token)
+        return token in self.tokenizer.all_special_ids or bool(added and added.special)
+
+    def _in_channels(self, said: str) -> bool:
+        """Return whether a model said this in channels, not only text that looks like it."""
+        found = not self.plain and CHANNEL.search(said)
+        return bool(found) and "<|channel|>" in self._template(()).source()
 
     def _decoded(self, ids: Sequence[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -142,7 +152,7 @@ class Context:
             if place is not None:
                 text = left[place][1]
                 del left[place:]
-                if self.plain or not CHANNEL.search(text):  # else the template takes the parts
+                if not self._in_channels(text):  # else the template takes the parts
                     text = text.strip() if text.strip() else text
                     message = {"role": "assistant", "content": text}
             found.append(message)

@@ -19,7 +19,7 @@ def instructions_followed(
     prompt: str, response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any]
 ) -> float:
     """Return the share, from 0 to 1, of a prompt's instructions that a response follows; its
-    reasoning is left out.
+    reasoning is left out, and 0 if it does not end.
 
     `instruction_id_list` names them, as `punctuation:no_comma`, and `kwargs` has the parameters of
     each. Needs if-verifiable. Source: IFEval (Zhou et al. 2023, arXiv 2311.07911); its strict
@@ -28,6 +28,8 @@ def instructions_followed(
     from if_verifiable.common import evaluate_instructions
     from langdetect import DetectorFactory
 
+    if prompt.rstrip().endswith("<think>") and "</think>" not in response:
+        return 0.0
     DetectorFactory.seed = 0  # else one text has one language now and another then
     names, given = list(instruction_id_list), [settings or {} for settings in kwargs]
     _, scores = evaluate_instructions(response, names, given, prompt, _checkers())
@@ -38,7 +40,20 @@ def instructions_followed(
 def _checkers() -> Mapping[str, Any]:
     from if_verifiable.ifeval import INSTRUCTION_DICT
 
-    return INSTRUCTION_DICT
+    name = "keywords:letter_frequency"
+    plain: Any = INSTRUCTION_DICT[name]
+
+    class Frequency(plain):
+        """Counts a symbol as it is, for which the package would count a letter that it draws."""
+
+        def build_description(self, *, letter: str, **given: Any) -> str:
+            if len(letter) != 1:
+                raise ValueError("letter must be one symbol")
+            description: str = super().build_description(letter=letter, **given)
+            self._letter = letter.lower()
+            return description
+
+    return {**INSTRUCTION_DICT, name: Frequency}
 
 
 def _check_row(row: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Rewards by name, case by case."""
 
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,11 @@ def test_every_reward_is_of_the_usual_kind():
         ("1e−3", 0.001, 1.0),
         ("1,,2", 12, 0.0),
         ("1,,2", 2, 1.0),
+        (r"\boxed{70{,}000}", "#### 70,000", 1.0),
+        (r"$70\,000$ in all", 70000, 1.0),
+        (r"70,\!000", 70000, 1.0),
+        ("1\u202f234\u202f567", 1234567, 1.0),
+        (r"2\,1234", 1234, 1.0),
         ("1,234,567, or so", 1234567, 1.0),
     ],
 )
@@ -103,6 +109,12 @@ def test_contains_answer_needs_one():
         ("The answer is 48", "48 + 24 = 72\n#### 72", 0.0),
         (r"\boxed{6}", r"We add. Thus $\boxed{6}$.", 1.0),
         ("1,234", 1234, 1.0),
+        (r"It costs \boxed{\$18.90}.", r"\$18.90", 1.0),
+        (r"It costs \boxed{18}.", r"\$18.90", 0.0),
+        (r"\boxed{32348}", r"\$32,\!348", 1.0),
+        (r"It costs \$18.90.", r"\$18.90", 1.0),
+        ("It costs $18.90.", "$18.90", 1.0),
+        (r"so \(\frac{1}{2}\)", r"Thus \(0.5\).", 1.0),
         ("I can't tell", "7", 0.0),
         ("", "7", 0.0),
     ],
@@ -124,9 +136,20 @@ def test_math_in_a_thread():
 
 def test_math_without_an_answer():
     with pytest.raises(
-        ValueError, match="math needs an answer that can be read, but the answer is ''"
+        ValueError, match=r"math needs an answer that can be read, .* but the answer is ''"
     ):
         math_equal("", "7", "")
+
+
+def test_an_answer_that_math_cannot_read_fails_its_conversation_alone():
+    judge = make_environment("math")
+    rows = [{"answer": answer} for answer in ("7", r"\boxed{}", "8")]
+    judge.check(rows)
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]] * 3
+    judged = judge.step(logs, rows)
+    assert judged.rewards == [1.0, 0.0, 0.0]
+    (_, failure, _) = judged.failures
+    assert re.match(r"math needs an answer that can be read, .* leave the row out", str(failure))
 
 
 def test_math_without_its_package(monkeypatch):
@@ -183,6 +206,27 @@ def test_think_format(prompt, response, expected):
         ("I think that A. is it", None),
         ("The answer is Apple", None),
         ("answer: K", None),
+        ("Answer: B\n\nOption A is incorrect because of x.", "B"),
+        ("Answer: B (Option A is wrong)", "B"),
+        ("The correct answer is C, since choice A ignores it.", "C"),
+        ("Answer A is incorrect. I choose option D.", "D"),
+        ("The answer I get is C.", "C"),
+        ("The answer is A because of x.", "A"),
+        ("The answer to the question is B.", "B"),
+        ("The answer is not A. It is B.", None),
+        ("The answer is I.", "I"),
+        ("Answer: C. I'd say so: the answer: I'm sure.", "C"),
+        (r"Answer: \( C \)", "C"),
+        (r"Answer: $\mathbf{C}$", "C"),
+        (r"\boxed{\mathrm{C}}", "C"),
+        (r"\boxed{\mathbf{(C)}}", "C"),
+        ("Answer: `C`", "C"),
+        ("Answer: “C”", "C"),
+        ("<answer>C</answer>", "C"),
+        ("<answer>C</answer>\nI checked it.", "C"),
+        ("Answer - C", "C"),
+        ("## Answer\nC", "C"),
+        ("The right letter is C.", "C"),
         ("", None),
     ],
 )
@@ -210,6 +254,9 @@ def test_choice_needs_a_letter(answer: str):
         ("math", "\\boxed{1", "1"),
         ("math", "it is 0.50", "0.50"),
         ("math", "\\boxed{\\frac{\\sqrt{2}}{3}}", "\\frac{\\sqrt{2}}{3}"),
+        ("math", r"So it is $\frac{1}{2}$.", r"\frac{1}{2}"),
+        ("math", r"It is \(x + 1\), or \[y\].", "y"),
+        ("math", r"They cost \$5 and \$6.", "6"),
         ("choice", "Answer: C", "C"),
         ("contains_answer", "2", None),
     ],

@@ -29,10 +29,21 @@ def reward(response: str, answer, prompt: str = "?", *, settings=None, **columns
         ("```\n1\n```\n```\n2\n```", "2\n"),
         ("```python\n1\n", "1\n"),
         ("```python\nx = '```'\n```", "x = '```'\n"),
+        ("1. So:\n   ```python\n   if x:\n       y\n   ```\n", "if x:\n    y\n"),
+        ('```python\ns = """\n    ```\n    """\n```', 's = """\n    ```\n    """\n'),
     ],
 )
 def test_a_program_is_the_last_block(text: str, program: str):
     assert program_of(text) == program
+
+
+def test_a_block_that_shows_how_it_is_used_is_no_program():
+    used = "```python\ndef f(x): return 2 * x\n```\nUse it:\n```python\nprint(f(3))\n```"
+    assert reward(used, "assert f(1) == 2") == 1
+    stub = 'def f(x):\n    """Double."""\n'
+    check = "def check(candidate):\n    assert candidate(1) == 2\n"
+    assert reward(used, check, stub, entry_point="f") == 1
+    assert program_of(used) == program_of(used, "g") == "print(f(3))\n"
 
 
 MBPP = [
@@ -253,6 +264,8 @@ def test_a_batch_is_judged_at_once():
         *(["assert f()", {"input": "", "output": ""}], [{"input": [1], "output": "1"}]),
         *({"input": "1", "output": "2"}, '{"inputs": ["1"]}', {"inputs": ["1"], "outputs": []}),
         *("3", '"x"', "f", ["inputs", "outputs"], "def check(candidate): pass"),
+        *("def test_f():\n    assert f(1) == 2", "class T:\n    def test(self): assert f(1) == 2"),
+        *({"inputs": "12", "outputs": "34"}, {"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}),
     ],
 )
 def test_rows_that_cannot_be_judged_are_refused_before_a_run(answer):
@@ -294,6 +307,8 @@ def test_a_check_is_called_by_itself_or_by_its_entry_point():
     check = "def check(candidate):\n    assert candidate(1) == 2\n"
     assert reward("def f(x): return x + 1", f"{check}check(f)") == 1
     assert reward("def f(x): return x", f"{check}check(f)") == 0
+    own = "def check():\n    assert f(1) == 2\ncheck()"
+    assert reward("def f(x): return x + 1", own, entry_point="f") == 1
     with pytest.raises(ValueError, match=r"needs the column entry_point, the function that a test"):
         reward("def f(x): return x + 1", check)
 

@@ -48,8 +48,8 @@ def text_of(name: str) -> str:
     return (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A token a character, and one for each special token of the template."""
+def tokenizer_of(name: str, *, listed: bool = True) -> PreTrainedTokenizerFast:
+    """A token a character, and one for each special token of the template, `listed` or not."""
     template, end = text_of(name), NAMES.get(name, "<|im_end|>" if name != "mistral" else "</s>")
     special = sorted({end, "<|im_start|>", "<bos>", "<pad>", *SPECIAL.findall(template)})
     letters = dict.fromkeys([*special, *string.printable, "é", "–"])
@@ -57,12 +57,14 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    named = ("<pad>", "<bos>", end)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token=end,
-        extra_special_tokens=[token for token in special if token not in ("<pad>", "<bos>", end)],
+        extra_special_tokens=[each for each in special if listed and each not in named],
     )
     fast.chat_template = template
     return fast
@@ -73,13 +75,13 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {name: tokenizer_of(name) for name in (*NAMES, *OURS)}
 
 
-def said(tokenizer, text: str, *, ended: bool) -> Completion:
+def said(tokenizer, text: str, *, ended: bool, stopped: bool = False) -> Completion:
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids += (tokenizer.eos_token_id,) * ended
     return Completion(
         token_ids=ids,
         logprobs=(-1.0,) * len(ids),
-        finish_reason="stop" if ended else "length",
+        finish_reason="stop" if ended or stopped else "length",
         text=text,
     )
 
@@ -172,6 +174,38 @@ def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended:
         for each in examples_of(turns)
     ]
     assert trained == [list(answer.token_ids)] * 2
+
+
+def test_text_that_looks_like_channels_stays_where_the_template_has_none(tokenizers):
+    first, text = [{"role": "user", "content": "1+1?"}], "so<|channel|>final<|message|>2"
+    context = Context(tokenizers["chatml"], first, [1])
+    tokens, asked = context.prompt_of(first)
+    message = context.add(tokens, asked, said(tokenizers["chatml"], text, ended=True))
+    assert message == {"role": "assistant", "content": text}
+
+
+def test_what_is_said_in_channels_ends_at_its_stop_string(tokenizers):
+    first = [{"role": "user", "content": "1+1?"}]
+    context = Context(tokenizers["gptoss"], first, [1])
+    tokens, asked = context.prompt_of(first)
+    text = "<|channel|>final<|message|>so <search>cats</search>"
+    answer = said(tokenizers["gptoss"], text, ended=False)
+    message = context.add(tokens, asked, answer, ["</search>"])
+    assert message["content"] == "so <search>cats"
+    assert message["stop_string"] == "</search>"
+
+
+def test_an_end_token_without_a_name_ends_a_call():
+    """Llama 3.1's <|eom_id|> is special, but in no list of the tokenizer's."""
+    tokenizer = tokenizer_of("llama3_1", listed=False)
+    assert "<|eom_id|>" not in tokenizer.all_special_tokens
+    first = [{"role": "user", "content": "1+1?"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    context = Context(tokenizer, first, [1])
+    tokens, asked = context.prompt_of(first, tools)
+    text = '<|python_tag|>{"name": "add", "parameters": {}}<|eom_id|>'
+    message = context.add(tokens, asked, said(tokenizer, text, ended=False, stopped=True))
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
 
 
 @pytest.mark.parametrize("role", ["referee", "tool"])

@@ -69,6 +69,23 @@ def test_one_text_has_one_language():
     assert len({reward("Je suis ok hello my friend", english) for _ in range(40)}) == 1
 
 
+@pytest.mark.parametrize(("response", "expected"), [("## #", 1.0), ("aeiou" * 9, 0.0)])
+def test_a_symbol_is_counted_as_it_is(response: str, expected: float):
+    """The package would draw a letter in its place."""
+    hashes = {"letter": "#", "let_frequency": 3, "let_relation": "at least"}
+    asked = ("keywords:letter_frequency", hashes)
+    assert {reward(response, asked) for _ in range(40)} == {expected}
+    with pytest.raises(ValueError, match="kwargs must fit keywords:letter_frequency"):
+        reward(response, ("keywords:letter_frequency", {**hashes, "letter": "ab"}))
+
+
+def test_reasoning_that_does_not_end_is_no_answer():
+    asked = row(NO_COMMA)
+    given = asked["instruction_id_list"], asked["kwargs"]
+    for response, expected in (("Let me see", 0.0), ("I see, so</think>Yes", 1.0)):
+        assert instructions_followed("Write.<think>\n", response, *given) == expected
+
+
 def punkt(folder: Path) -> None:
     english = folder / "tokenizers" / "punkt_tab" / "english"
     english.mkdir(parents=True)

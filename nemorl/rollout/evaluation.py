@@ -30,26 +30,23 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
     """Return how accuracy, and reward where it is another, of two evaluations of the same prompts
     differ in each slice of `summaries`: second − first, and a p-value (`paired`).
 
-    Raises: ValueError for other prompts, or another order.
+    Prompts are paired as in `by_prompt`. Raises: ValueError for other prompts.
 
     >>> record = {"data": "sums", "group": 0, "prompt": "1+1=", "correct": False, "reward": 0.0}
     >>> comparison([record], [{**record, "correct": True, "reward": 1.0}])[0]["difference"]
     1.0
     """
-    ours, theirs = (
-        [*dict.fromkeys((r["data"], r["group"], r.get("category"), r["prompt"]) for r in records)]
-        for records in (first, second)
-    )
-    if ours != theirs:
-        other = next((a[-1] for a, b in zip(ours, theirs, strict=False) if a != b), None)
+    ours, theirs = by_prompt(first), by_prompt(second)
+    if ours.keys() != theirs.keys():
+        lacked = next((f" without {key[2]!r}" for key in ours if key not in theirs), "")
         raise ValueError(
-            f"second must have the {len(ours)} prompts of first, but it has {len(theirs)}"
-            f"{'' if other is None else f', and not {other!r} in its place'}: evaluate both on the"
-            " same rows, with the same prompts and categories; a prompt whose conversations all"
-            " failed is missing, too"
+            f"second must have the {len(ours)} prompts of first, but it has {len(theirs)}{lacked}:"
+            " evaluate both on the same rows, with the same prompts and categories; a prompt whose"
+            " conversations all failed is missing, too"
         )
     rows = []
-    for (place, a), (_, b) in zip(_slices(first), _slices(second), strict=True):
+    in_pairs = ([r for key in ours for r in found[key]] for found in (ours, theirs))
+    for (place, a), (_, b) in zip(*map(_slices, in_pairs), strict=True):
         plain = all(record["reward"] == record["correct"] for record in (*a, *b))
         for name in ("accuracy",) if plain else ("accuracy", "reward"):
             key = "correct" if name == "accuracy" else name
@@ -68,6 +65,23 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
                 }
             )
     return rows
+
+
+def by_prompt(records: Records) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Return the records of each prompt, wherever it stands: by its data set, category and text,
+    and the number of equal ones before it.
+
+    >>> records = [{"data": "sums", "group": n, "prompt": "1+1="} for n in (7, 9)]
+    >>> list(by_prompt(records))
+    [('sums', None, '1+1=', 0), ('sums', None, '1+1=', 1)]
+    """
+    found: dict[tuple[Any, ...], dict[Any, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        equal = found.setdefault((record["data"], record.get("category"), record["prompt"]), {})
+        equal.setdefault(record["group"], []).append(record)
+    return {
+        (*key, n): part for key, equal in found.items() for n, part in enumerate(equal.values())
+    }
 
 
 def _slices(records: Records) -> Iterator[tuple[dict[str, Any], Records]]:

@@ -267,14 +267,26 @@ def test_comparison_by_hand():
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ([answer(0, True)], "it has 1: evaluate both .*conversations all failed is missing, too"),
-        ([answer(0, True), answer(1, True, prompt="Q: 1=")], "has 2, and not '1=' in its place"),
-        ([answer(0, True), answer(1, True, data="more")], "has 2, and not '1=' in its place"),
+        ([answer(0, True)], "it has 1 without '1=': evaluate both .* all failed is missing, too"),
+        ([answer(0, True), answer(1, True, prompt="Q: 1=")], "has 2 without '1=': evaluate"),
+        ([answer(0, True), answer(1, True, data="more")], "has 2 without '1=': evaluate"),
+        ([answer(g, True) for g in range(3)], "has 3: evaluate both"),
     ],
 )
 def test_only_evaluations_of_the_same_prompts_are_compared(second, message):
     with pytest.raises(ValueError, match=f"the 2 prompts of first, but .*{message}"):
         comparison([answer(0, False), answer(1, True)], second)
+
+
+def test_prompts_are_compared_wherever_they_stand():
+    """Equal prompts in their order."""
+    first = [answer(0, True), answer(1, False), answer(2, False), answer(3, True, prompt="0=")]
+    places = [(0, 2, "2="), (1, 0, "0="), (2, 3, "0="), (3, 1, "1=")]
+    second = [{**first[old], "group": new, "prompt": text} for new, old, text in places]
+    (line,) = comparison(first, second)
+    assert (line["num_prompts"], line["difference"], line["difference_ci"]) == (4, 0, 0)
+    second[1:3] = second[2:0:-1]
+    assert comparison(first, second)[0]["difference_ci"] == 0, "both of 0= are right"
 
 
 def test_compare(model: str, sets: list[str], tmp_path: Path, capsys):

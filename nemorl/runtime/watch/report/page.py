@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from nemorl.checks import is_number, require
-from nemorl.rollout.evaluation import comparison
+from nemorl.rollout.evaluation import by_prompt, comparison
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.store.directory import RunDirectory, to_json
@@ -269,18 +269,14 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """Return how each other run's last validation differs from the first run's: lines of
-    `comparison` over the rows that both answered, with the run's name.
+    `comparison` over the rows that both answered (`by_prompt`), with the run's name.
     """
-
-    def of(run: Gathered) -> dict[tuple[Any, ...], dict[str, Any]]:
-        return {(line["data"], line["group"], line["prompt"]): line for line in run.outcomes}
-
     found: list[dict[str, Any]] = []
     for run in runs[1:]:
-        both = of(runs[0]), of(run)
-        common = sorted(both[0].keys() & both[1].keys())
+        both = by_prompt(runs[0].outcomes), by_prompt(run.outcomes)
+        common = [key for key in both[0] if key in both[1]]
         if common:
-            lines = comparison(*([part[key] for key in common] for part in both))
+            lines = comparison(*([r for key in common for r in part[key]] for part in both))
             found += [{"run": run.name, **line} for line in lines]
     return found
 

@@ -14,11 +14,19 @@ from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.test_page import Page
 
 
-def judged(folder, rewards, *, step: int = 4, data: str = "sums") -> RunDirectory:
+def judged(
+    folder, rewards, *, step: int = 4, data="sums", first: int = 0, texts: int = 10
+) -> RunDirectory:
     directory = RunDirectory.create(folder, "")
     directory.append_metrics(step, {"reward": 0.5})
     records = [
-        {"data": data, "group": n, "prompt": f"{n}=", "reward": reward, "correct": reward >= 1}
+        {
+            "data": data,
+            "group": first + n,
+            "prompt": f"{n % texts}=",
+            "reward": reward,
+            "correct": reward >= 1,
+        }
         for n, reward in enumerate(rewards)
         if reward is not None
     ]
@@ -72,6 +80,12 @@ def test_only_rows_that_both_answered_are_compared(tmp_path):
     (line,) = tested(*runs)
     assert (line["num_prompts"], line["difference"]) == (2, 0.5)
     assert tested(runs[0], judged(tmp_path / "c", [1, 1], data="others")) == []
+    beside_others = judged(tmp_path / "f", [1, 1, 1, 1, 0], first=7, texts=4)
+    (line,) = tested(runs[0], beside_others)
+    assert (line["num_prompts"], line["difference"]) == (3, pytest.approx(2 / 3))
+    twice = judged(tmp_path / "g", [0, 0, 0, 0, 1], texts=4)
+    (line,) = tested(twice, beside_others)
+    assert (line["num_prompts"], line["difference"]) == (5, pytest.approx(3 / 5))
     shutil.rmtree(runs[1].path / "validation")
     assert tested(*runs) == []
     newest = judged(tmp_path / "d", [1, 1, 1, 1], step=10)

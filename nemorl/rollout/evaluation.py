@@ -16,14 +16,17 @@ Records = Sequence[Mapping[str, Any]]
 def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
-    A mean has NAME_ci beside it, half its interval. pass@k, and cons@k where answers were read in
-    each data set, are for k = 2, 4, … and n, the fewest answers that a prompt has.
+    Accuracy and reward have NAME_ci beside them, half the interval. pass@k, and cons@k where
+    answers were read in each data set, are for k = 2, 4, … and n, the most answers that a prompt
+    has. They are of the prompts that have k; left_out@k, where there are any, counts the others.
 
     >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
     >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]
     (0.5, 1.0)
     """
-    return [{**place, **_summary(part)} for place, part in _slices(records)]
+    most = max(Counter(_groups(records)).values())
+    sizes = sorted({2**i for i in range(1, most.bit_length())} | {most} - {1})
+    return [{**place, **_summary(part, sizes)} for place, part in _slices(records)]
 
 
 def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[str, Any]]:
@@ -97,18 +100,25 @@ def _slices(records: Records) -> Iterator[tuple[dict[str, Any], Records]]:
             yield {"data": name, "category": category}, own
 
 
-def _summary(records: Records) -> dict[str, Any]:
-    groups, correct = _groups(records), [record["correct"] for record in records]
-    answers = [record.get("extracted_answer") for record in records]
+def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
+    groups = _groups(records)
+    counts = Counter(groups)
     read = {record["data"] for record in records if record.get("extracted_answer") is not None}
-    found: dict[str, Any] = {"num_prompts": len({*groups})}
-    for name, values in ("accuracy", correct), ("reward", [r["reward"] for r in records]):
-        found[name], found[f"{name}_ci"] = interval(mean_by_prompt(values, groups))
-    fewest = min(Counter(groups).values())
-    for k in sorted({2**i for i in range(1, fewest.bit_length())} | {fewest} - {1}):
-        found[f"pass@{k}"] = float(pass_at_k(correct, groups, k).mean())
-        if read == {record["data"] for record in records}:
-            found[f"cons@{k}"] = float(cons_at_k(correct, answers, groups, k).mean())
+    found: dict[str, Any] = {"num_prompts": len(counts)}
+    for name, key in ("accuracy", "correct"), ("reward", "reward"):
+        found[name], found[f"{name}_ci"] = interval(
+            mean_by_prompt([record[key] for record in records], groups)
+        )
+    for k in sizes:
+        part = [record for record in records if counts[record["group"]] >= k]
+        correct, of = [record["correct"] for record in part], _groups(part)
+        if part:
+            found[f"pass@{k}"] = float(pass_at_k(correct, of, k).mean())
+        if part and read == {record["data"] for record in records}:
+            answers = [record.get("extracted_answer") for record in part]
+            found[f"cons@{k}"] = float(cons_at_k(correct, answers, of, k).mean())
+        if left_out := len(counts) - len({*of}):
+            found[f"left_out@{k}"] = left_out
     return found
 
 

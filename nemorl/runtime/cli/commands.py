@@ -75,11 +75,11 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
     _print_lines(once, f"{title} ({sampling}), ± 95 % confidence")
     for kind in ("pass@", "cons@"):
         kept = [
-            {name: v for name, v in line.items() if name in PLACES or name.startswith(kind)}
+            {name: v for name, v in line.items() if name.startswith((*PLACES, kind, "left_out@"))}
             for line in lines
             if line["category"] is None
         ]
-        if len(kept[0]) > len(PLACES):
+        if any(name.startswith(kind) for line in kept for name in line):
             _print_lines(kept, "")
     others = {name: value for name, value in result.items() if name.startswith("reward/")}
     others |= {**result["metrics"], "response_length": result["response_length"]}
@@ -94,7 +94,8 @@ def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:
     from rich.text import Text
 
     places = [name for name in PLACES if any(line[name] for line in lines)]
-    names = [name for name in lines[0] if name not in PLACES and not name.endswith("_ci")]
+    every = dict.fromkeys(name for line in lines for name in line)
+    names = [name for name in every if name not in PLACES and not name.endswith("_ci")]
     table = Table(box=None, pad_edge=False)
     for name in (*places, *names):
         justify: Any = "left" if name in places else "right"

@@ -117,15 +117,15 @@ def evaluate_config(
         f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
         for name in parts
     }
+    lines = summaries(answers)
     return {
-        "reward": fmean(answer["reward"] for answer in answers),
-        "accuracy": fmean(answer["correct"] for answer in answers),
+        **{name: lines[0][name] for name in ("reward", "accuracy")},
         **components,
         "metrics": metrics,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
         "num_rows": len(rows),
         **({"num_failed": len(failed)} if failed else {}),
-        "summaries": summaries(answers),
+        "summaries": lines,
         "answers": answers,
     }
 

@@ -108,6 +108,22 @@ def test_a_conversation_that_fails_costs_no_other_answers(model: str, failing: i
     assert whole["num_failed"] == 1 and len(whole["answers"]) == 4
 
 
+def test_means_are_by_prompt_where_a_conversation_failed(model: str):
+    """Not over the responses that are left: two of four answer 1+1= here."""
+    calls = Counter[str]()
+
+    def reward(response: str, answer: str) -> float:
+        calls[answer] += 1
+        if answer == "1" and calls[answer] > 2:
+            raise nemorl.ConversationFailed("no judge")
+        return float(answer)
+
+    rows = [{"prompt": f"{n}+1=", "answer": str(n)} for n in range(2)]
+    found = nemorl.evaluate(model, rows, reward, n=4, temperature=1.0, device="cpu")
+    assert len(found["answers"]) == 6
+    assert found["accuracy"] == found["reward"] == found["summaries"][0]["accuracy"] == 0.5
+
+
 class Guess:
     """Gives a reward in its second turn, and measures what it saw."""
 
@@ -156,6 +172,32 @@ def test_summaries_by_hand():
     assert [name for name in three if name.startswith("pass")] == ["pass@2", "pass@3"]
     assert "pass@2" not in summaries(rows[:1])[0]
     assert "cons@2" not in summaries([answer(0, True), answer(0, False)])[0]
+
+
+def test_a_prompt_with_few_responses_is_left_out_of_large_k_alone():
+    """Once it lowered k for all prompts."""
+    several = [answer(g, g == 0, extracted_answer=str(g)) for g in range(3) for _ in range(4)]
+    rows = [*several[:-1], answer(3, True, data="more", extracted_answer="3")]
+    everything, sums, more = summaries(rows)
+    kinds = {name for name in everything if "@" in name}
+    assert kinds == {"pass@2", "cons@2", "left_out@2", "pass@4", "cons@4", "left_out@4"}
+    assert (everything["left_out@2"], everything["left_out@4"]) == (1, 2)
+    assert everything["pass@2"] == everything["cons@2"] == pytest.approx(1 / 3)
+    assert everything["pass@4"] == everything["cons@4"] == sums["pass@4"] == 0.5
+    assert "left_out@2" not in sums and sums["left_out@4"] == 1
+    assert {name: more[name] for name in more if "@" in name} == {"left_out@2": 1, "left_out@4": 1}
+
+
+def test_columns_are_those_of_all_lines(model: str, sets: list[str], monkeypatch, capsys):
+    """All sets together have no cons@k here."""
+    rows = [answer(0, True, extracted_answer="1")] * 2
+    rows += [answer(1, True, data="more"), *[answer(2, True, data="more")] * 2]
+    found = {"summaries": summaries(rows), "answers": [], "metrics": {}, "response_length": 1.0}
+    monkeypatch.setattr("nemorl.runtime.cli.inference.evaluate_config", lambda config: found)
+    assert main(["eval", "--model", model, "--validation", *sets]) == 0
+    (votes,) = [part for part in capsys.readouterr().out.split("\ndata") if "cons@2" in part]
+    assert [line.split() for line in votes.splitlines()[1:3]] == [["all", "1"], ["sums", "100.0%"]]
+    assert votes.splitlines()[0].split() == ["left", "out@2", "cons@2"]
 
 
 def test_all_sets_have_a_vote_only_where_answers_were_read_in_each():

@@ -1,7 +1,7 @@
 """The tables of an evaluation, and of two compared, from records of answers.
 
 A record has `data` (the set's name), `group` (the prompt's number), `prompt`, `correct`, `reward`,
-and maybe `extracted_answer` and `category`.
+and maybe `extracted_answer`, `category` and `cut_by` (the limit that cut the response).
 """
 
 from collections import Counter
@@ -109,6 +109,8 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
         found[name], found[f"{name}_ci"] = interval(
             mean_by_prompt([record[key] for record in records], groups)
         )
+    cut = ["cut_by" in record for record in records]
+    found["truncated_fraction"] = float(mean_by_prompt(cut, groups).mean())
     for k in sizes:
         part = [record for record in records if counts[record["group"]] >= k]
         correct, of = [record["correct"] for record in part], _groups(part)

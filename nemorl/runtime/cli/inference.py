@@ -1,6 +1,7 @@
 """Using a model without training it: `evaluate`, `generate` and `export`."""
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,8 +63,8 @@ def evaluate(
     trust_code: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Return accuracy, mean rewards and length of a model's answers to data, the `metrics` of
-    environments, the tables of `summaries`, and the answers.
+    """Return accuracy, mean rewards and length of a model's answers to data, the share that a limit
+    cut, the `metrics` of environments, the tables of `summaries`, and the answers.
 
     The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
     model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
@@ -112,6 +113,7 @@ def evaluate_config(
             f"{len(failed)} of {count} conversations failed and are not counted, the first with"
             f" {short(failed[0], 300)}"
         )
+    _warn_of_cuts(answers, config.generation.longest_response)
     parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
     components = {
         f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))
@@ -119,7 +121,7 @@ def evaluate_config(
     }
     lines = summaries(answers)
     return {
-        **{name: lines[0][name] for name in ("reward", "accuracy")},
+        **{name: lines[0][name] for name in ("reward", "accuracy", "truncated_fraction")},
         **components,
         "metrics": metrics,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
@@ -128,6 +130,18 @@ def evaluate_config(
         "summaries": lines,
         "answers": answers,
     }
+
+
+def _warn_of_cuts(answers: Sequence[Mapping[str, Any]], limit: int) -> None:
+    """Warn of data sets of which more than 1 % of the responses reached the limit on tokens."""
+    all_of, setting = Counter(answer["data"] for answer in answers), "generation.max_new_tokens"
+    cut = Counter(answer["data"] for answer in answers if answer.get("cut_by") == setting)
+    most = [f"{cut[x]} of {all_of[x]} responses to {x}" for x in cut if cut[x] > all_of[x] / 100]
+    if most:
+        warn(
+            f"{setting} {limit} cut {', '.join(most)}, maybe before their answer: raise it to judge"
+            " whole responses"
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,7 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
     records = []
     for i, completion in enumerate(rollouts.completions):
         row, read = rollouts.rows[i], rollouts.answers[i]
-        turns = rollouts.conversations[i].turns
+        conversation = rollouts.conversations[i]
         category = None if part.category is None else row.get(part.category)
         records.append(
             {
@@ -193,7 +207,9 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
                 "correct": bool(rollouts.correct[i]),
                 **rollouts.rewards_of(i),
                 "num_tokens": int(rollouts.lengths[i]),
-                **({} if len(turns) == 1 else {"turns": said(rollouts.conversations[i])}),
+                "finish_reason": completion.finish_reason,
+                **({"cut_by": conversation.cut_by} if conversation.cut_by else {}),
+                **({} if len(conversation.turns) == 1 else {"turns": said(conversation)}),
             }
         )
     return records

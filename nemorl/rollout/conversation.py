@@ -62,6 +62,9 @@ class ConversationFailed(Exception):
     and the others go on.
     """
 
+    environment: Any = None
+    """The object of that conversation, where its process ended."""
+
 
 class EnvironmentTimeout(ConversationFailed, TimeoutError):
     """Raised for a call of an environment that takes longer than `rollout.timeout_s`."""

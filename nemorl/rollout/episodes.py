@@ -38,7 +38,7 @@ from nemorl.rollout.generation import Completion, GenerationBackend, SamplingPar
 from nemorl.rollout.prompts import Prompts, messages_of
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.rounds import Rounds, caller
-from nemorl.rollout.signature import is_async, name_of
+from nemorl.rollout.signature import ENVIRONMENT, is_async, name_of
 from nemorl.user_code import exit_is_error
 
 MOST_FAILED = 0.5
@@ -401,7 +401,9 @@ class After:
 def judged(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
 ) -> Sequence[After | Exception]:
-    """Have an environment judge conversations; the error of a call is that of all of them."""
+    """Have an environment judge conversations; the error of a call is that of all of them, but one
+    whose process ended fails alone: the others are judged again.
+    """
     name = type(environment).__name__
     try:
         with exit_is_error(f"environment {name!r}"):
@@ -410,7 +412,13 @@ def judged(
         check_counts(result, len(asked), name, *used)
         return _of_each(result, len(asked))
     except Exception as error:
-        return [error] * len(asked)
+        lost = getattr(error, "environment", None)
+        fails = [lost is not None and row.get(ENVIRONMENT[0]) is lost for _, row in asked]
+        if not any(fails):
+            return [error] * len(asked)
+        left = [one for one, fail in zip(asked, fails, strict=True) if not fail]
+        found = iter(judged(environment, left) if left else ())
+        return [error if fail else next(found) for fail in fails]
 
 
 def _of_each(result: EnvironmentReturn, size: int) -> list[After | Exception]:

@@ -125,6 +125,11 @@ def release() -> None:
             _SESSION.close()
 
 
+def is_local() -> bool:
+    """Return whether the cluster was started here: it gets no more nodes."""
+    return bool(_STATE["local"])
+
+
 def has_gpus() -> bool:
     """Return whether Ray, to which this process is connected, can be asked for GPUs.
 

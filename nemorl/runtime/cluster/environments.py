@@ -16,15 +16,19 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemorl.checks import require
 from nemorl.rollout.conversation import ConversationFailed
-from nemorl.runtime.cluster.connection import connect, release
+from nemorl.runtime.cluster.connection import check, connect, is_local, release
+from nemorl.runtime.cluster.placement import TOO_LITTLE, Bundle, ResourcesError, could_fit, table
 
 PACKAGE = Path(__file__).parents[2]
 DEFAULTS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Ray's options of a worker; rollout.worker adds to them."""
+START_S = 600.0
+"""Longest start of a worker."""
+DIED = (RayActorError, OutOfMemoryError)
 
 
 class RayWorkers:
@@ -32,8 +36,8 @@ class RayWorkers:
 
     They start when they are needed, and are used again. One whose call was given up, at its time
     limit or by cancellation, is killed, and only its own conversation fails.
-    options: of the actors, by Ray's names. Raises: ValueError for others; RayClusterError from
-    `room` where Ray can't be reached.
+    options: of the actors, by Ray's names. Raises: ValueError for others; from `room`
+    RayClusterError where Ray can't be reached, and ResourcesError where they don't fit.
     """
 
     def __init__(self, count: int, options: Mapping[str, Any]) -> None:
@@ -42,8 +46,9 @@ class RayWorkers:
         except ValueError as error:
             must = f"must be options of a Ray actor ({error})"
             require(False, "rollout.worker", must, options, "see ray.remote")
-        self._count, self._free = count, list[Any]()
+        self._count, self._options, self._free = count, options, list[Any]()
         self._connected = False
+        self._refused: ResourcesError | None = None
         self._rooms = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     @asynccontextmanager
@@ -55,11 +60,15 @@ class RayWorkers:
             connect()
             atexit.register(release)  # no garbage collection may wait for Ray
             self._connected = True
+            if is_local() and not could_fit(self._bundles()):
+                self._refused = self._refusal(TOO_LITTLE)
         loop = asyncio.get_running_loop()
         async with self._rooms.setdefault(loop, asyncio.Semaphore(self._count)):
+            if self._refused is not None:
+                raise self._refused
             process = _Process(self._free.pop() if self._free else self._actor.remote())
             try:
-                await process.ask("ready")
+                await self._started(process)
                 yield partial(_made, process, _sent(make, kind), kind)
             finally:
                 if process.busy:
@@ -68,6 +77,27 @@ class RayWorkers:
                 else:
                     self._free.append(process.actor)
 
+    async def _started(self, process: "_Process") -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                await process.ask("ready")
+        except TimeoutError:
+            check()
+            self._refused = self._refusal(f"a process was not up within {START_S:g} s")
+            raise self._refused from None
+
+    def _bundles(self) -> list[Bundle]:
+        asked = {**DEFAULTS, **self._options}
+        cpus, gpus = asked["num_cpus"] or 0, asked.get("num_gpus") or 0
+        resources = asked.get("resources") or {}
+        if not any((cpus, gpus, *resources.values())):
+            return []
+        return [Bundle(cpus=cpus, gpus=gpus, resources=resources)] * self._count
+
+    def _refusal(self, reason: str) -> ResourcesError:
+        given = f"rollout.workers is {self._count} and rollout.worker {dict(self._options)}"
+        return ResourcesError(f"{given}: {table({'worker': self._bundles()}, reason)}")
+
 
 class _Process:
     """A worker as a conversation sees it."""
@@ -75,21 +105,42 @@ class _Process:
     def __init__(self, actor: Any) -> None:
         self.actor, self.busy = actor, False
         """busy: whether a call has not returned; it can't be used then, or after its death."""
+        self.environment: Any = None
+        """The object as the conversation sees it."""
+        self._end = "is lost"
 
     async def ask(self, method: str, *args: Any) -> Any:
         if self.busy:
-            raise ConversationFailed("the process of this environment is lost")
+            raise self.failure()
         self.busy = True
         try:
             found = await getattr(self.actor, method).remote(*args)
         except RayTaskError as error:
             self.busy = False
             raise error.cause from None
-        except RayActorError as error:
-            reason = f"the process of this environment ended: {error}"
-            raise ConversationFailed(reason) from None
+        except DIED as error:
+            raise self.failure(error) from None
         self.busy = False
         return found
+
+    def attribute(self, name: str) -> Any:
+        if self.busy:
+            raise self.failure()
+        try:
+            return ray.get(self.actor.attribute.remote(name))
+        except RayTaskError as error:
+            raise error.cause from None
+        except DIED as error:
+            raise self.failure(error) from None
+
+    def failure(self, error: Exception | None = None) -> ConversationFailed:
+        """Return the error of the conversation; error: what ended the process just now."""
+        self.busy = True
+        if error is not None:
+            self._end = f"ended: {error}"
+        failed = ConversationFailed(f"the process of this environment {self._end}")
+        failed.environment = self.environment
+        return failed
 
 
 async def _made(process: _Process, make: bytes, kind: type, *args: Any, **named: Any) -> Any:
@@ -116,15 +167,13 @@ def _class_of(kind: type) -> type:
         return call
 
     def attribute(self: Any, name: str) -> Any:
-        if name.startswith("_") or self._process.busy:
+        if name.startswith("_") or name == "close":  # which the class does not have
             raise AttributeError(name)
-        try:
-            return ray.get(self._process.actor.attribute.remote(name))
-        except RayTaskError as error:
-            raise error.cause from None
+        return self._process.attribute(name)
 
     def __init__(self: Any, process: _Process) -> None:
         self._process = process
+        process.environment = self
 
     methods = inspect.getmembers(kind, inspect.isfunction)
     public = {name: remote(name, each) for name, each in methods if not name.startswith("_")}

@@ -21,6 +21,7 @@ from nemorl.runtime.cluster.connection import check, connect, release
 
 DRIVER = "driver"
 """Stands for the node of this process as the node of a bundle."""
+TOO_LITTLE = "the cluster has too little"
 
 
 class ResourcesError(ValueError):
@@ -105,8 +106,8 @@ class RayVirtualCluster:
 
     def _reserve(self, strategy: str, timeout_s: float) -> PlacementGroup:
         flat = [bundle for of_name in self._bundles.values() for bundle in of_name]
-        if not _could_fit(flat):
-            raise ResourcesError(self._table("the cluster has too little"))
+        if not could_fit(flat):
+            raise ResourcesError(table(self._bundles, TOO_LITTLE))
         group = placement_group(
             [bundle.amounts for bundle in flat],
             strategy=strategy,
@@ -117,7 +118,8 @@ class RayVirtualCluster:
         while not group.wait(1.0):
             check()
             if time.monotonic() >= deadline:
-                raise ResourcesError(self._table(f"no room was found within {timeout_s:g} s"))
+                reason = f"no room was found within {timeout_s:g} s"
+                raise ResourcesError(table(self._bundles, reason))
         return group
 
     def placement(self, name: str) -> Placement:
@@ -148,18 +150,17 @@ class RayVirtualCluster:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _table(self, reason: str) -> str:
-        """Return what was asked, by name, and what there is."""
-        rows = [("asked", name, _in_words(of_name)) for name, of_name in self._bundles.items()]
-        for node in _nodes():
-            name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-            rows.append(("node", name, _has(node["Resources"])))
-        rows.append(("free", "in all", _has(ray.available_resources())))
-        width = max(len(name) for _, name, _ in rows)
-        first = f"bundles must fit in the Ray cluster, but {reason}: ask for less, or add nodes"
-        return "\n".join(
-            [first, *(f"  {kind:5}  {name:{width}}  {text}" for kind, name, text in rows)]
-        )
+
+def table(bundles: Mapping[str, Sequence[Bundle]], reason: str) -> str:
+    """Return why bundles do not fit, what was asked, by name, and what there is."""
+    rows = [("asked", name, _in_words(of_name)) for name, of_name in bundles.items()]
+    for node in _nodes():
+        name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+        rows.append(("node", name, _has(node["Resources"])))
+    rows.append(("free", "in all", _has(ray.available_resources())))
+    width = max(len(name) for _, name, _ in rows)
+    first = f"bundles must fit in the Ray cluster, but {reason}: ask for less, or add nodes"
+    return "\n".join([first, *(f"  {kind:5}  {name:{width}}  {text}" for kind, name, text in rows)])
 
 
 def _remove(group: PlacementGroup) -> None:
@@ -188,7 +189,7 @@ def _has(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources[name]:g} {name}" for name in shown) or "nothing"
 
 
-def _could_fit(bundles: Sequence[Bundle]) -> bool:
+def could_fit(bundles: Sequence[Bundle]) -> bool:
     """Return whether each bundle fits on one of the present nodes, and all in their sum."""
     nodes = _nodes()
     alone = all(

@@ -61,7 +61,12 @@ def call(name: str, **arguments) -> str:
 
 
 def played(
-    environment, answer: Callable[[str], str], *rows: dict, tokenizer: Any = TOKENIZER, **limits
+    environment,
+    answer: Callable[[str], str],
+    *rows: dict,
+    tokenizer: Any = TOKENIZER,
+    sampling: SamplingParams = SAMPLING,
+    **limits,
 ) -> Rollouts:
     rows = [{"prompt": [{"role": "user", "content": "Go."}], **row} for row in rows or ({},)]
     ids = [
@@ -70,7 +75,7 @@ def played(
     ]
     prompts = Prompts(rows, ids, tokenizer=tokenizer, limits=Limits(**limits))
     generator = as_generation_backend(Scripted(answer, tokenizer))
-    return collect(generator, environment, prompts, SAMPLING, seed=1)
+    return collect(generator, environment, prompts, sampling, seed=1)
 
 
 class IncrementEnv:

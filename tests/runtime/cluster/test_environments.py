@@ -19,13 +19,17 @@ from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.tools import schemas_of, tools_of
+from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.cluster import environments as module
 from nemorl.runtime.cluster.environments import RayWorkers, _class_of
+from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.start.settings import workers_of
 from tests.ray_session import ray_cpus
 from tests.rollout.environments.test_tools import call, played
 from tests.rollout.test_turns import PROMPTS, SAMPLING, TOKENIZER, Batched
+from tests.runtime.cluster.processes import soon_gone
 from tests.tiny_models import tiny_model
 
 
@@ -194,6 +198,71 @@ def test_tools_and_what_a_reward_reads_of_them(workers):
         environment, lambda asked: answers["3" if "<tool_response>\n3" in asked else "Go."]
     )
     assert found.rewards.tolist() == [3.0, 3.0]
+
+
+class Marked(Counter):
+    """Three objects wait for each other; the first has its process's number."""
+
+    def reset(self, folder: str) -> None:
+        self.count = self.pid = 0
+        with suppress(FileExistsError):
+            Path(folder, "first").touch(exist_ok=False)
+            self.pid = os.getpid()
+        Path(folder, f"{os.getpid()}").touch()
+        while len([*Path(folder).iterdir()]) < 4:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_path, several):
+    sizes = list[int]()
+
+    def alone(environment, **columns) -> float:
+        if pid := environment.pid:
+            os.kill(pid, signal.SIGKILL)
+            assert soon_gone(pid)
+        return float(environment.count)
+
+    def ranked(environments, **columns) -> list[float]:
+        sizes.append(len(environments))
+        return [alone(each) for each in environments]
+
+    ray_cpus()
+    workers = RayWorkers(3, {})
+    reward = [alone, ranked] if several else ranked
+    environment = make_environment(reward, environment=Marked, workers=lambda: workers)
+    row, sampling = {"folder": str(tmp_path)}, SamplingParams(n=3)
+    found = played(environment, lambda asked: "done", row, sampling=sampling)
+    (failed,) = found.failed
+    reason = "ConversationFailed: the process of this environment ended: "
+    assert failed.outcome.reason.startswith(reason) and sizes == [3, 2]
+    assert found.rewards.tolist() == [0.0] * 2
+    after = played(environment, lambda asked: "done", row, sampling=sampling)
+    assert after.rewards.tolist() == [0.0] * 3 and not after.failed
+
+
+@pytest.mark.parametrize(
+    ("local", "reason", "number"),
+    [(True, "the cluster has too little", 0), (False, "a process was not up within 2 s", 2)],
+)
+def test_processes_without_a_place_end_the_run(generator, monkeypatch, local, reason, number):
+    tried = []
+
+    class Counted(module._Process):
+        def __init__(self, actor):
+            super().__init__(actor)
+            tried.append(actor)
+
+    ray_cpus()
+    monkeypatch.setattr(module, "START_S", 2.0)
+    monkeypatch.setattr(module, "is_local", lambda: local)
+    monkeypatch.setattr(module, "_Process", Counted)
+    workers = RayWorkers(2, {"resources": {"sandbox": 1}})
+    given = r"rollout\.workers is 2 and rollout\.worker \{'resources': \{'sandbox': 1\}\}"
+    message = rf"^{given}: bundles must fit in .* {reason}(.|\n)*asked +worker +2 x \(1 sandbox\)\n"
+    with pytest.raises(ResourcesError, match=message):
+        collect(generator, in_processes(workers), PROMPTS, SAMPLING, seed=1)
+    assert len(tried) == number  # the others do not wait as long
 
 
 def test_an_environment_of_a_file(generator, workers, tmp_path, monkeypatch):

@@ -101,16 +101,19 @@ class Judge(Server):
         said, read = None, self.read
         for options in (self.options, {**self.options, "temperature": 1.0, "seed": 1}):
             said = await _ask(self, "/chat/completions", messages=messages, **options)
+            wrong: Exception | None = None
             try:
                 said = said["choices"][0]["message"]["content"]
                 score = float(read(said) if callable(read) else re.findall(read, said)[-1])
-            except Exception:  # of `read` it may be any
+            except Exception as error:  # of `read` it may be any
+                wrong = error
                 continue
             if 0 <= score <= self.best:
                 return score / self.best
-        raise ConversationFailed(
-            f"{self.model} gave no score from 0 to {self.best:g}: {short(said, 300)}"
-        )
+        reason = f"{self.model} gave no score from 0 to {self.best:g}: {short(said, 300)}"
+        if callable(read) and wrong:
+            reason += f" ({type(wrong).__name__}: {wrong})"
+        raise ConversationFailed(reason) from wrong
 
 
 @dataclass(frozen=True, kw_only=True)

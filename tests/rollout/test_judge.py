@@ -150,9 +150,10 @@ def test_the_last_score_of_an_answer_counts(fake, said: str, score: float):
 def test_whatever_reading_a_score_raises_fails_the_conversation_alone(fake):
     fake.says("none")
     strict = judge(fake, read=lambda said: re.search(r"(\d+)", said).group(1))
-    with pytest.raises(nemorl.ConversationFailed, match="gave no score from 0 to"):
+    message = r"gave no score from 0 to 10: 'none' \(AttributeError: 'NoneType' object has no"
+    with pytest.raises(nemorl.ConversationFailed, match=message) as caught:
         ask(strict)
-    assert len(fake.asked) == 2
+    assert len(fake.asked) == 2 and isinstance(caught.value.__cause__, AttributeError)
 
 
 def test_an_answer_without_a_score_is_asked_for_once_more(fake):

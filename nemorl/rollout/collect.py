@@ -129,7 +129,8 @@ def collect(
     Raises: the exception of the first where more than MOST_FAILED of them fail.
     """
     everything = converse(generator, environment, prompts, sampling, seed=seed)
-    judge = environment if isinstance(environment, EnvironmentInterface) else None
+    judges = (environment, getattr(environment, "judge", None))
+    judge = next((each for each in judges if isinstance(each, EnvironmentInterface)), None)
     what = named(environment)
     conversations, failed = _parted(everything, what)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]

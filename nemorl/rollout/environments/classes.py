@@ -192,13 +192,14 @@ class ClassEnvironment:
 
 def kind_of(make: Callable[..., Any]) -> Any:
     """Return a class; of a factory what it says it returns, else the class of what it makes."""
-    if isinstance(make, type):
-        return make
-    if isinstance(make, partial):
-        return kind_of(make.func)
-    said = inspect.signature(make).return_annotation
+    inner = make
+    while isinstance(inner, partial):
+        inner = inner.func
+    if isinstance(inner, type):
+        return inner
+    said = inspect.signature(inner).return_annotation
     if isinstance(said, str):  # `from __future__ import annotations`
-        said = inspect.get_annotations(make, eval_str=True)["return"]
+        said = inspect.get_annotations(inner, eval_str=True)["return"]
     if isinstance(said, type) and said is not inspect.Signature.empty:
         return said
     made = make()

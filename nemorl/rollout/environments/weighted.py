@@ -94,7 +94,9 @@ class WeightedRewards:
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Let each environment change its own rewards; its metrics get its name before theirs."""
+        """Let each environment change its own rewards; its metrics get its name before theirs.
+        Other components, as `get_reward` of tools, are added as they are.
+        """
         components: dict[str, list[float]] = {}
         metrics: dict[str, float] = {}
         for name, environment in self.environments.items():
@@ -107,7 +109,9 @@ class WeightedRewards:
             )
             components[name] = [float(reward) for reward in changed["rewards"]]
             metrics |= {f"{name}/{key}": float(value) for key, value in found.items()}
-        return {**batch, "rewards": self.total(components), "components": components}, metrics
+        more = {name: of for name, of in batch["components"].items() if name not in components}
+        rewards = [sum(each) for each in zip(self.total(components), *more.values(), strict=True)]
+        return {**batch, "rewards": rewards, "components": {**components, **more}}, metrics
 
     def total(self, components: Mapping[str, Sequence[float]]) -> list[float]:
         """Return the weighted sum for each response."""

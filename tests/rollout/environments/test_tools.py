@@ -14,6 +14,7 @@ from trl.experimental.harbor._env import HarborBashEnv
 
 from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.conversation import ConversationFailed, Limits
+from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import ClassEnvironment, TurnResult
 from nemorl.rollout.generation import Completion, SamplingParams
@@ -227,9 +228,46 @@ def test_methods_that_are_async_or_a_factory():
     def make():
         return Awaited()
 
-    for factory in (Awaited, make, partial(Awaited)):
+    def chosen(kind):
+        return kind()
+
+    def said(kind) -> Awaited:
+        return kind()
+
+    given = (partial(chosen, Awaited), partial(partial(said), kind=Awaited))
+    for factory in (Awaited, make, partial(Awaited), *given):
         environment = make_environment(reward_func, environment=factory)
+        assert environment.kind is Awaited
         assert played(environment, twice, *rows(1)).rewards.tolist() == [1.5] * 2
+
+
+class Ranked(FunctionalRewardWrapper):
+    """Its rewards depend on all."""
+
+    def global_post_process_and_metrics(self, batch):
+        best = max(batch["rewards"])
+        return {**batch, "rewards": [float(each == best) for each in batch["rewards"]]}, {
+            "best": best
+        }
+
+
+def test_a_judge_changes_the_rewards_of_all_and_measures_them():
+    def judged(kind, *given) -> Rollouts:
+        reward = given if given[1:] else given[0]
+        columns = [{**row, "answer": "9"} for row in rows(1, 5)]
+        return played(make_environment(reward, environment=kind), twice, *columns)
+
+    alone = judged(IncrementEnv, Ranked(reward_func))
+    assert alone.rewards.tolist() == [0.0] * 2 + [1.0] * 2 and alone.metrics["best"] == 3.5
+    whole = judged(Scored, Ranked(reward_func))
+    assert whole.rewards.tolist() == [0.0] * 2 + [1.0] * 2 and whole.metrics["best"] == 10.5
+    several = judged(Scored, Ranked(reward_func), "exact_match")
+    assert several.rewards.tolist() == [3.0] * 2 + [8.0] * 2
+    assert {name: values.tolist() for name, values in several.components.items()} == {
+        "reward_func": [0.0] * 2 + [1.0] * 2,
+        "exact_match": [0.0] * 4,
+        "get_reward": [3.0] * 2 + [7.0] * 2,
+    }
 
 
 def test_two_tools_of_one_name_are_refused():

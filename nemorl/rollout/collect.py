@@ -190,9 +190,9 @@ def _parted(
 
 
 def _lacks_components(conversation: Conversation) -> bool:
-    """Return whether its full context ended the conversation: each reward component counts 0."""
+    """Return whether a limit ended the conversation before it had any: each counts 0."""
     outcome = conversation.outcome
-    return isinstance(outcome, Outcome) and outcome == Outcome(truncated=True)
+    return isinstance(outcome, Outcome) and outcome.truncated and not outcome.components
 
 
 def _outcome_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:

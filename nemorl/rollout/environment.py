@@ -333,7 +333,7 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
     return rows
 
 
-def check_counts(result: EnvironmentReturn, count: int, name: str, *more: str) -> None:
+def check_counts(result: Any, count: int, name: str, *more: str) -> None:
     """Raise a ValueError unless an environment returned one of everything per conversation.
 
     more: fields that are used beside rewards and whether conversations are over.
@@ -342,12 +342,11 @@ def check_counts(result: EnvironmentReturn, count: int, name: str, *more: str) -
         "rewards": result.rewards,
         "terminateds": result.terminateds,
         **{field_name: getattr(result, field_name) for field_name in more},
-        **result.components,
+        **getattr(result, "components", {}),  # NeMo RL's own have none, and no failures
     }
-    if result.answers:
-        lists["answers"] = result.answers
-    if result.failures:
-        lists["failures"] = result.failures
+    for field_name in ("answers", "failures"):
+        if given := getattr(result, field_name, None):
+            lists[field_name] = given
     for field_name, values in lists.items():
         _require_count(values, count, f"environment {name!r}", field_name)
 

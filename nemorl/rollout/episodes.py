@@ -28,7 +28,6 @@ from nemorl.rollout.conversation import (
 from nemorl.rollout.environment import (
     REMEDY,
     EnvironmentInterface,
-    EnvironmentReturn,
     MessageLog,
     Metadata,
     check_counts,
@@ -103,7 +102,7 @@ class Sampler:
         self.prompt: Sequence[int] = tuple(context.prompt)
         self.messages: Sequence[Message] = [dict(message) for message in context.messages]
         self.group, self.member, self.group_size = group, member, group_size
-        self.turns = list[Turn]()
+        self._made = dict[int, Turn]()
         self.over = False
         """Whether the conversation has ended; then nothing is sampled any more."""
         self.full: ContextFull | None = None
@@ -115,7 +114,10 @@ class Sampler:
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
         if self.over:
             raise RuntimeError("the conversation is over: sample before its episode returns")
-        prompt = tuple(prompt)  # an episode may go on with its list
+        prompt, stop = (
+            tuple(prompt),
+            [stop] if isinstance(stop, str) else stop,
+        )  # an episode may go on with its list
         params, number = self._params, self._asked
         self._asked += 1
         if stop:
@@ -142,13 +144,19 @@ class Sampler:
             completion = (await self._engine.sample(prompt, params))[0]
         else:
             completion = await self._engine.member(prompt, params, self.member)
-        self.turns.append(Turn(prompt=prompt, completion=completion))
+        self._made[number] = Turn(prompt=prompt, completion=completion)
         return completion
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What was sampled, in the order in which it was asked for."""
+        return [turn for _, turn in sorted(self._made.items())]
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Tools = (), stop: Sequence[str] = ()
     ) -> Message:
         prompt, asked = self._context.prompt_of(messages, tools)
+        stop = [stop] if isinstance(stop, str) else stop
         completion = await self.sample(prompt, stop=stop)
         stops = (*self._params.stop_strings, *stop)
         return self._context.add(prompt, asked, completion, stops)
@@ -351,9 +359,10 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
         return judged(environment, asked)
 
     async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
-        log, metadata, stop = list(policy.messages), row, tuple[str, ...]()
+        log, metadata = list(policy.messages), row
+        stop: Sequence[str] = ()
         outcome = Outcome(truncated=True)
-        for _ in range(said or DEFAULT_TURNS):
+        for turn in range(said or DEFAULT_TURNS):
             try:
                 log.append(await policy.chat(log, stop=stop))
             except ContextFull:
@@ -363,13 +372,17 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
                 outcome,
                 turn_rewards=[*outcome.turn_rewards, after.reward],
                 answer=outcome.answer if after.answer is None else after.answer,
-                components=after.components,
+                components={
+                    key: outcome.components.get(key, 0.0)
+                    + limits.discount**turn * after.components.get(key, 0.0)
+                    for key in {**outcome.components, **after.components}
+                },
                 truncated=not after.over,
             )
             if after.over:
                 break
             log.append(after.observation)
-            metadata, stop = after.metadata or metadata, after.stop
+            metadata, stop = metadata if after.metadata is None else after.metadata, after.stop
         return outcome
 
     return episode
@@ -393,7 +406,7 @@ class After:
     over: bool
     observation: Message
     metadata: Metadata | None
-    stop: tuple[str, ...]
+    stop: Sequence[str]
     answer: str | None
     components: Mapping[str, float]
 
@@ -411,7 +424,9 @@ def judged(
         used = ("observations", "metadata", "next_stop_strings")
         check_counts(result, len(asked), name, *used)
         return _of_each(result, len(asked))
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as caught:  # which its own event loop may raise
+        ended = RuntimeError(f"environment {name!r} raised {caught!r}")
+        error = caught if isinstance(caught, Exception) else ended
         lost = getattr(error, "environment", None)
         fails = [lost is not None and row.get(ENVIRONMENT[0]) is lost for _, row in asked]
         if not any(fails):
@@ -421,17 +436,18 @@ def judged(
         return [error if fail else next(found) for fail in fails]
 
 
-def _of_each(result: EnvironmentReturn, size: int) -> list[After | Exception]:
-    failures = result.failures or [None] * size
+def _of_each(result: Any, size: int) -> list[After | Exception]:
+    failures = getattr(result, "failures", None) or [None] * size
+    components = getattr(result, "components", {})  # NeMo RL's own have none
     found = [
         After(
             reward=reward,
             over=bool(over),
             observation=_observation(observation),
             metadata=metadata,
-            stop=tuple(stop or ()),
+            stop=stop or (),
             answer=answer,
-            components={key: listed(values)[i] for key, values in result.components.items()},
+            components={key: listed(values)[i] for key, values in components.items()},
         )
         for i, (reward, over, observation, metadata, stop, answer) in enumerate(
             zip(

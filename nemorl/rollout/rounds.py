@@ -216,8 +216,10 @@ class Rounds:
                     self._late[function] = error
                     requests += _in_order(self._soon.pop(function, {}))
                     _give(requests, [error] * len(requests))
-                except Exception as error:
+                except BaseException as error:
                     _give(requests, [error] * len(requests))
+                    if not isinstance(error, Exception):
+                        raise
         finally:
             del self._calling[function]
 

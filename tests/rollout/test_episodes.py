@@ -10,9 +10,10 @@ import pytest
 
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.context import Context
 from nemorl.rollout.conversation import Failure, Outcome, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.episodes import converse
+from nemorl.rollout.episodes import Engine, Sampler, converse
 from nemorl.rollout.generation import Completion, SamplingParams, checked_requests
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
@@ -408,3 +409,22 @@ def test_a_prompt_that_is_text_is_refused():
     check = inspect.unwrap(checked_requests)  # without the types, which the tests check
     with pytest.raises(ValueError, match=r"must be token ids, but prompt 0 is .*\[\"input_ids\"\]"):
         check(["1+2="], SAMPLING, vocab_size=42, max_positions=64)
+
+
+def test_turns_are_in_the_order_in_which_they_were_asked_for():
+    class Slow(Engine):
+        def __init__(self):
+            pass
+
+        async def sample(self, prompt, params):
+            await asyncio.sleep(0.05 if prompt == (1,) else 0)
+            text = f"{prompt} {' '.join(params.stop_strings)}"
+            return [Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", text=text)]
+
+    async def both():
+        await asyncio.gather(policy.sample([1]), policy.sample([2], stop="</a>"))
+
+    policy = Sampler(Slow(), Context(TOKENIZER, [], [3]), SamplingParams(), 0)
+    asyncio.run(both())
+    assert [turn.prompt for turn in policy.turns] == [(1,), (2,)]
+    assert policy.turns[1].completion.text == "(2,) </a>", "one stop string, not four"

@@ -4,7 +4,8 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -485,3 +486,64 @@ def test_an_environment_of_batches_returns_one_of_everything(generator):
 
     with pytest.raises(ValueError, match="environment 'Few' must return one of observations per"):
         collect(generator, Few(), PROMPTS, SAMPLING, seed=1)
+
+
+def test_an_environment_of_batches_that_is_cancelled_fails(generator):
+    """By an event loop of its own, say; nothing waits for it for ever."""
+
+    class Cancels(Batched):
+        def step(self, message_log_batch, metadata):
+            raise asyncio.CancelledError("its own")
+
+    for turns in (3, 1):
+        environment = Cancels()
+        environment.max_turns = turns
+        with pytest.raises(RuntimeError, match=r"'Cancels' raised CancelledError\('its own'\)"):
+            collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+
+
+def test_environments_of_batches_return_what_nemo_rls_have(generator):
+    """A result without our fields; empty metadata are metadata."""
+    heard = []
+
+    class Theirs(Batched):
+        def step(self, message_log_batch, metadata):
+            heard.extend(metadata)
+            found = super().step(message_log_batch, metadata)
+            theirs = {each.name for each in fields(found)} - {"components", "failures"}
+            given = {name: getattr(found, name) for name in theirs}
+            return SimpleNamespace(**{**given, "metadata": [{}] * len(metadata)})
+
+    found = collect(generator, Theirs(), PROMPTS, SAMPLING, seed=1)
+    assert found.rewards.tolist() == [6.0] * 9
+    assert heard.count({}) == 18
+
+
+def test_parts_of_rewards_add_up_over_turns(generator):
+    class Parts(Batched):
+        def step(self, message_log_batch, metadata):
+            found = super().step(message_log_batch, metadata)
+            has = self.always or all(found.terminateds)
+            return replace(found, components={"all": found.rewards} if has else {})
+
+    for always, parts in ((True, 1 + 0.5 * 2 + 0.25 * 3), (False, 0.25 * 3)):
+        Parts.always = always
+        prompts = replace(PROMPTS, limits=Limits(discount=0.5))
+        found = collect(generator, Parts(), prompts, SAMPLING, seed=1)
+        assert found.rewards.tolist() == [2.75] * 9
+        assert found.components["all"].tolist() == [parts] * 9
+
+
+def test_a_conversation_that_a_limit_cuts_before_its_parts_has_none_of_them(generator):
+    class Last(Batched):
+        def step(self, message_log_batch, metadata):
+            found = super().step(message_log_batch, metadata)
+            last = all(found.terminateds)
+            return replace(found, components={"all": found.rewards} if last else {})
+
+    room = len(PROMPTS.token_ids[1]) + 2 * SAMPLING.max_new_tokens + 2
+    prompts = replace(PROMPTS, limits=Limits(max_tokens=room))
+    found = collect(generator, Last(), prompts, SAMPLING, seed=1)
+    cut = torch.tensor([each.outcome.truncated for each in found.conversations])
+    assert cut.any() and not cut.all()
+    assert found.components["all"].tolist() == [0.0 if each else 3.0 for each in cut.tolist()]

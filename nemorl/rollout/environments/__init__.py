@@ -50,11 +50,13 @@ def make_environment(
     >>> list(make_environment(["exact_match", "think_format"], weights=(1, 0.2)).weights.items())
     [('exact_match', 1.0), ('think_format', 0.2)]
     """
+    judge: Callable[[], Any] = partial(make_environment, reward, weights, settings)
     if environment is None and _leads(reward):
-        environment, chosen = reward, False
+        environment, chosen, judge = reward, False, lambda: None
     if environment is not None:
-        judged = partial(make_environment, reward, weights, settings)
-        return _led(environment, judged, chosen=chosen, workers=workers)
+        more = {"reward_weights": weights, "reward_kwargs": dict(settings)}
+        given = {name: value for name, value in more.items() if value}
+        return _led(environment, judge, given, chosen=chosen, workers=workers)
     remedy = "give rollout.environment, too"
     require(workers is None, "rollout.workers", "needs an environment", None, remedy)
     if isinstance(reward, Mapping):
@@ -77,20 +79,30 @@ def make_environment(
 def _led(
     environment: Any,
     judge: Callable[[], Any],
+    given: Mapping[str, Any],
     *,
     chosen: bool,
     workers: Callable[[], Workers] | None,
 ) -> Environment:
-    """Return an environment that leads conversations; `judge()` gives the reward that it lacks."""
+    """Return an environment that leads conversations; `judge()` gives the reward that it lacks.
+
+    given: settings of reward functions.
+    """
     if isinstance(environment, str):
         require_environment(environment)
         named = ENVIRONMENTS.get(environment, environment)
         environment = function_of(named, "rollout.environment")
-    whole = isinstance(environment, EnvironmentInterface | LeadsConversations)
+    kinds, judged = EnvironmentInterface | LeadsConversations, None
+    whole = isinstance(environment, kinds) and not isinstance(environment, type)
     if whole or is_async(environment):
         leads, found = True, environment
     else:
+        must = "must be a class, a function that makes an object of it, or an episode"
+        require(callable(environment), "environment", must, environment, "give the class itself")
         kind = kind_of(environment)
+        batched = hasattr(kind, "global_post_process_and_metrics")
+        must, remedy = "must be an object where it judges batches", f"give {name_of(kind)}()"
+        require(not batched, "environment", must, environment, remedy)
         tinkers = any(hasattr(kind, name) for name in ("initial_observation", "make_envs"))
         leads, own = tinkers or hasattr(kind, "step"), hasattr(kind, "get_reward")
         judged = judge() if not leads and (chosen or not own) else None
@@ -101,7 +113,8 @@ def _led(
             workers = None
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"
-    require(not (chosen and leads), "reward", must, name, remedy)
+    for setting in (*["reward"] * (chosen and leads), *([] if judged else given)):
+        require(False, setting, must, given.get(setting, name), remedy)
     must = "is for a class with an object for each conversation, step or tools"
     require(workers is None, "rollout.workers", must, name, "remove it")
     return found

@@ -200,9 +200,15 @@ def kind_of(make: Callable[..., Any]) -> Any:
     said = inspect.signature(inner).return_annotation
     if isinstance(said, str):  # `from __future__ import annotations`
         said = inspect.get_annotations(inner, eval_str=True)["return"]
-    if isinstance(said, type) and said is not inspect.Signature.empty:
+    if isinstance(said, type) and said not in (inspect.Signature.empty, Any):
         return said
-    made = make()
+    try:
+        made = make()
+    except TypeError as error:
+        raise ValueError(
+            f"environment {name_of(make)!r} must be a class, or a function that says or shows"
+            f" without arguments what it returns ({error}): annotate it, as -> MyEnvironment"
+        ) from error
     if callable(close := getattr(made, "close", None)) and inspect.isawaitable(ends := close()):
         blocking(_awaited(ends))
     return type(made)
@@ -274,7 +280,8 @@ async def _led(
     most: int,
     read: Callable[[Any], TurnResult],
 ) -> Outcome:
-    outcome, stop = Outcome(truncated=True), tuple[str, ...]()
+    outcome = Outcome(truncated=True)
+    stop: Sequence[str] = ()
     for _ in range(most):
         try:
             message = await policy.chat(messages, stop=stop)
@@ -292,7 +299,7 @@ async def _led(
         if after.done or after.truncated:
             break
         messages = with_observation([*messages, message], after.observation)
-        stop = tuple(after.stop)
+        stop = after.stop
     return outcome
 
 

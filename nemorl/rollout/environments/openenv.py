@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from nemorl.rollout.environments.classes import TurnResult
+from nemorl.rollout.environments.tools import as_json
 
 LARGEST = 100 * 2**20
 """Bytes of a message, as in OpenEnv's own client."""
@@ -16,7 +17,7 @@ def openenv(
     url: str,
     *,
     act: Callable[[str], Mapping[str, Any]],
-    show: Callable[[Observation], str] = json.dumps,
+    show: Callable[[Observation], str] = as_json,
 ) -> "Callable[[], OpenEnv]":
     """Return an environment on a server of OpenEnv: each conversation has a session of its own.
 

@@ -148,7 +148,7 @@ async def _steps(environment: Any, policy: Policy, call: Call, most: int | None)
     return steps
 
 
-def _outcome(steps: Sequence[Step], reward: float = 0.0, **metrics: float) -> Outcome:
+def _outcome(steps: Sequence[Step], reward: float = 0.0, /, **metrics: float) -> Outcome:
     """Return the rewards of the turns, with `reward` for the last."""
     results = [result for _, _, result in steps]
     for result in reversed(results):

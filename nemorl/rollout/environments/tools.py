@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from inspect import Parameter
 from types import MethodType
 from typing import Any
 
@@ -44,6 +45,12 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
             raise ValueError(f"tools must have names of their own, but there are two {name!r}")
     found = []
     for tool in tools:
+        kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
+        if kinds & {Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY}:
+            raise ValueError(
+                f"tool {tool.__name__!r} must have parameters with names, by which the model gives"
+                " them, but has *args or a /: name them"
+            )
         try:
             found.append(get_json_schema(_without_self(tool)))
         except (DocstringParsingException, TypeHintParsingException) as error:
@@ -100,6 +107,19 @@ def _outcome(answer: str | None, used: int, failed: int, *, truncated: bool) -> 
     return Outcome(answer=answer, metrics=metrics, truncated=truncated)
 
 
+def as_json(found: Any) -> str:
+    """Return what a tool returned as the model is told it.
+
+    >>> as_json({"city": "Zürich"})
+    '{"city": "Zürich"}'
+    """
+    return json.dumps(
+        found,
+        ensure_ascii=False,
+        default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other),
+    )
+
+
 async def _result(
     asked: Mapping[str, Any],
     tools: Mapping[str, Callable[..., Any]],
@@ -117,7 +137,7 @@ async def _result(
         return f"Error: {name} can't be called so: {error}", False
     try:
         found = await call(tools[name], **arguments)
-        return (found if isinstance(found, str) else json.dumps(found, default=str)), True
+        return found if isinstance(found, str) else as_json(found), True
     except ConversationFailed:
         raise
     except Exception as error:

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch, take
 from nemorl.data.packing import segments_apart
 from nemorl.data.sources import set_names
-from nemorl.losses.rewards import informative_groups, overlong_filter
+from nemorl.losses.rewards import overlong_filter
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.runtime.algorithms.common import (
     by_segment,
@@ -26,7 +26,7 @@ from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import nearest_preset
 from nemorl.runtime.run.loop import OpenRun
-from nemorl.runtime.run.samples import by_set, compared
+from nemorl.runtime.run.samples import by_set, compared, informative
 from nemorl.runtime.watch.log import event
 
 
@@ -55,7 +55,7 @@ def grpo(run: OpenRun) -> None:
                     part = replace(part, loss_weights=weights)
                     step.log(run.trainer.train_step(segments_apart(part)[0], loss_fn))
                     num_updates += 1
-        found = compared(everything) | by_set(everything, set_names(config.data.train))
+        found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
         step.log({**found, "groups_kept": kept, "num_updates": float(num_updates)})
         if config.overlong.buffer:
@@ -82,7 +82,7 @@ def trained_tokens(
     if config.overlong.filter:
         mask = overlong_filter(mask, rollouts.truncated)
     if config.dynamic_sampling:
-        mask = mask & informative_groups(rollouts.rewards, rollouts.group_id)[:, None]
+        mask = mask & informative(rollouts, config)[:, None]
     return mask
 
 

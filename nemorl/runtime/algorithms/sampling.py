@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from nemorl.data.batch import TokenBatch, take, trim
-from nemorl.losses.rewards import informative_groups
 from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.runtime.algorithms.common import with_prev_logprobs
 from nemorl.runtime.algorithms.policy_loss import Shaping
@@ -15,6 +14,7 @@ from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
 from nemorl.runtime.run.samples import (
     Samples,
     failures_of,
+    informative,
     samples_of,
     whole_groups,
     worst_tokens,
@@ -24,8 +24,8 @@ from nemorl.runtime.run.samples import (
 def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
     """Return the responses to train on, and all that were sampled.
 
-    Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal by fresh
-    ones, in rounds. Where it finds no other, it returns the last round.
+    Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal
+    (`informative`) by fresh ones, in rounds. Where it finds no other, it returns the last round.
     """
     config = run.config
     kept: list[Rollouts] = []
@@ -36,9 +36,9 @@ def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts,
             sampled.append(step.sample(prompts.next(wanted), n=size))
             if not config.dynamic_sampling:
                 break
-            informative = informative_groups(sampled[-1].rewards, sampled[-1].group_id)
-            if informative.any():
-                kept.append(select(sampled[-1], informative.nonzero()[:, 0].tolist()))
+            differing = informative(sampled[-1], config)
+            if differing.any():
+                kept.append(select(sampled[-1], differing.nonzero()[:, 0].tolist()))
                 wanted -= len(kept[-1].group_id.unique())
             if not wanted:
                 break

@@ -113,7 +113,8 @@ def evaluate_config(
             f"{len(failed)} of {count} conversations failed and are not counted, the first with"
             f" {short(failed[0], 300)}"
         )
-    _warn_of_cuts(answers, config.generation.longest_response)
+    if config.generation.max_new_tokens is None:
+        _warn_of_cuts(answers, config.generation.longest_response)
     parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
     components = {
         f"reward/{name}": fmean(a["rewards"][name] for a in answers if name in a.get("rewards", ()))

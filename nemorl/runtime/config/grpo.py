@@ -296,8 +296,13 @@ class GRPOConfig(BaseConfig):
                 getattr(self.advantage, "baseline", "") == "length_weighted",
                 "is not for advantage.baseline length_weighted, which weights whole responses",
             ),
+            (
+                isinstance(self.loss, GSPOLoss) and not self.loss.token_gradient,
+                "is not for the loss gspo without loss.token_gradient, which gives all tokens of a"
+                " sequence their mean advantage",
+            ),
         ):
-            remedy = "remove one of them"
+            remedy = "change one of them"
             require(not (by_turn and free), "advantage.level", requirement, "turn", remedy)
         require(
             self.num_generations_per_prompt > 1 or not compares_groups,

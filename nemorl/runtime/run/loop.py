@@ -19,6 +19,7 @@ from nemorl.data.stream import StreamedRows
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Rollouts, collect
+from nemorl.rollout.conversation import segments_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
@@ -30,6 +31,7 @@ from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
+    ENVIRONMENT,
     Samples,
     by_set,
     compared,
@@ -476,7 +478,8 @@ class Step:
                 seed=taken.seed,
             )
         self.run.taken = taken
-        self._tokens += sum(map(len, found.prompts)) + int(found.lengths.sum())
+        ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
+        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
         return found
 
     def log(
@@ -485,20 +488,24 @@ class Step:
         samples: Rollouts | Samples | None = None,
     ) -> None:
         """Add measurements of this step: numbers, or metrics as a training step returns them, of
-        which those of one name are combined. samples: for the sample log; of `Rollouts` mean and
+        which those of one name are combined, and a number of that name is logged as
+        environment/NAME. samples: for the sample log; of `Rollouts` mean and
         spread of the reward, accuracy and length are logged as well, and equal rewards warned of.
         """
         if isinstance(samples, Rollouts):
             sets = by_set(samples, set_names(self.run.config.data.train))
-            metrics = {**compared(samples), **sets, **metrics}
+            self.log({**compared(samples, self.run.config), **sets})
             count = self.run.config.run.samples_per_step
             rows = whole_groups(samples.group_id.tolist(), count)
             samples = samples_of(samples, None, rows) + failures_of(samples, count)
         for name, value in metrics.items():
-            if isinstance(value, Metric):
-                before = self._logged.get(name)
-                earlier = {name: before} if isinstance(before, Metric) else {}
-                value = merge(earlier, {name: value})[name]
+            before = self._logged.get(name)
+            if isinstance(value, Metric) and isinstance(before, Metric):
+                value = merge({name: before}, {name: value})[name]
+            elif isinstance(value, Metric) and before is not None:
+                self._logged[ENVIRONMENT + name] = before
+            elif isinstance(before, Metric):
+                name = ENVIRONMENT + name
             self._logged[name] = value
         self.samples = [*self.samples, *(samples or ())]
 

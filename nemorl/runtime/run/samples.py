@@ -7,14 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.rewards import informative_groups
-from nemorl.rollout.collect import Rollouts, select
+from nemorl.rollout.collect import Rollouts, select, turn_returns
 from nemorl.rollout.conversation import Conversation, Failure, examples_of
 from nemorl.rollout.prompts import prompt_text
 
 Samples = list[dict[str, Any]]
 """Rows of the sample log."""
+ENVIRONMENT = "environment/"
+"""Begins the name of an environment's metric that is also one of nemorl's."""
 MOST_FAILURES = 4
 """Failed conversations that are logged in a step."""
 
@@ -22,12 +28,11 @@ MOST_FAILURES = 4
 def measured(rollouts: Rollouts) -> dict[str, float]:
     """Return rewards, accuracy (see `Rollouts.correct`), sampled tokens and turns of conversations
     on average, the reward of each turn where there are several, the share of conversations that
-    failed, and their number by the kind of error.
+    failed, and their number by the kind of error. What environments measure is beside them.
     """
     ends = [each.outcome for each in rollouts.failed]
     failed = [type(end.error).__name__ for end in ends if isinstance(end, Failure)]
     found = {
-        **rollouts.metrics,
         **rollouts.reward_metrics(),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
@@ -40,7 +45,10 @@ def measured(rollouts: Rollouts) -> dict[str, float]:
         for turn, rewards in enumerate(zip_longest(*given), start=1):
             there = [reward for reward in rewards if reward is not None]
             found[f"reward/turn_{turn}"] = sum(there) / len(there)
-    return found
+        cut = [turn.completion.truncated for c in rollouts.conversations for turn in c.turns]
+        found["truncated_turns"] = sum(cut) / len(cut)
+    theirs = rollouts.metrics.items()
+    return {f"{ENVIRONMENT * (key in found)}{key}": x for key, x in theirs} | found
 
 
 def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
@@ -81,16 +89,27 @@ def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
     ]
 
 
-def compared(rollouts: Rollouts) -> dict[str, float]:
+def informative(rollouts: Rollouts, config: Any = None) -> Bool[Tensor, "batch"]:
+    """Return whether the responses to each one's prompt differ in what is compared: in the reward,
+    or with `advantage.level` turn in the return of a turn.
+    """
+    if getattr(getattr(config, "advantage", None), "level", None) != "turn":
+        return informative_groups(rollouts.rewards, rollouts.group_id)
+    differ = informative_groups(*turn_returns(rollouts, discount=config.rollout.discount))
+    groups = rollouts.group_id.repeat_interleave(rollouts.num_turns)
+    return torch.isin(rollouts.group_id, groups[differ])
+
+
+def compared(rollouts: Rollouts, config: Any = None) -> dict[str, float]:
     """Return `measured`, and how far the rewards differ: their standard deviation, and the share of
-    prompts whose responses differ in reward; neither where there is only one to compare.
+    prompts whose responses differ (`informative`); neither where there is only one to compare.
     """
     found, groups = measured(rollouts), rollouts.group_id
     if len(rollouts) > 1:
         found["reward_std"] = float(rollouts.rewards.std(correction=0))
     if len(rollouts) > len(groups.unique()):
-        informative = informative_groups(rollouts.rewards, groups)
-        found["informative_groups"] = len(groups[informative].unique()) / len(groups.unique())
+        differing = groups[informative(rollouts, config)]
+        found["informative_groups"] = len(differing.unique()) / len(groups.unique())
     return found
 
 

@@ -20,7 +20,8 @@ class SignalWatch(Callback):
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         reward, rounding = metrics.get("reward", math.nan), 1e-6
-        if metrics.get("reward_std", math.inf) <= rounding * abs(reward):
+        differ = metrics.get("informative_groups", 0) > 0  # of equal rewards, in those of turns
+        if not differ and metrics.get("reward_std", math.inf) <= rounding * abs(reward):
             found = f"all responses had the reward {reward:g}"
         elif metrics.get("informative_groups") == 0:
             found = "all responses to each prompt had the same reward"

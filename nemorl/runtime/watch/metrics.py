@@ -55,9 +55,13 @@ SECTIONS = {
     },
     "Conversations": {
         "turns": Metric("Turns", "of the model in a conversation", "turns", usual=1),
+        "truncated_turns": Metric(
+            "Truncated responses", "share of all turns' responses cut by a limit on tokens"
+        ),
         "failed_fraction": Metric("Failed", "share that is left out after an error", "failed", 0),
         "failed/": Metric("", "conversations that failed with this error"),
         "reward/turn_": Metric("", "mean reward of the conversations that had this turn"),
+        "environment/": Metric("", "measured by the environment"),
     },
     "Sampler": {
         "token_mult_prob_error": Metric(

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -24,8 +25,8 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Limits
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.environments.tinker import TinkerEnvironment
-from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.environments.tinker import TinkerEnvironment, _outcome
+from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.data.tokenizers_small import character_tokenizer
@@ -325,3 +326,10 @@ def test_a_builder_whose_task_was_cancelled_fails_its_members(generator):
     (reason,) = {each.outcome.reason for each in found.failed}
     assert "a task that was cancelled" in reason
     assert found.group_id.tolist() == [1] * 3 + [2] * 3
+
+
+def test_metrics_of_any_name_are_measured():
+    result = SimpleNamespace(reward=0.5, metrics={"steps": 3.0}, episode_done=True)
+    said = Completion(token_ids=(1,), logprobs=(0.0,), finish_reason="stop", text="")
+    found = _outcome([(None, said, result)], 1.0, **{"reward": 2.0})
+    assert found.turn_rewards == [1.5] and found.metrics == {"steps": 3.0, "reward": 2.0}

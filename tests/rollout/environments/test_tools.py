@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from skyrl_gym.envs.aime.env import AIMEEnv
 from skyrl_gym.envs.gsm8k.env import GSM8kEnv
 from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
@@ -14,9 +16,10 @@ from trl.experimental.harbor._env import HarborBashEnv
 
 from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.conversation import ConversationFailed, Limits
-from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import ClassEnvironment, TurnResult
+from nemorl.rollout.environments.tools import as_json
 from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
@@ -465,3 +468,44 @@ def test_metrics_of_turns_and_of_the_end_are_both_kept():
 
     found = played(make_environment(Both), lambda prompt: "x")
     assert found.metrics == {"moves": 3.0, "score": 1.0}
+
+
+def test_settings_of_rewards_beside_an_environment_that_rewards_itself_are_refused():
+    for given in ({"settings": {"limit": 5}}, {"weights": (2.0, 3.0)}):
+        with pytest.raises(ValueError, match=r"^reward_\w+ must be left out with an environment"):
+            make_environment(Scored, **given)
+
+
+def test_a_class_in_place_of_an_object_or_an_object_in_place_of_a_class_is_named():
+    with pytest.raises(ValueError, match="must have get_reward"):
+        make_environment(IncrementEnv)
+    with pytest.raises(ValueError, match=": give the class itself"):
+        make_environment(reward_func, environment=IncrementEnv())
+    with pytest.raises(ValueError, match=r"judges batches.*give Environment\w+\(\)"):
+        make_environment(reward_func, environment=EnvironmentInterface, chosen=False)
+
+    def made(number) -> Any:
+        return IncrementEnv()
+
+    with pytest.raises(ValueError, match=r"missing 1 required .* annotate it, as -> MyEnvironment"):
+        make_environment(reward_func, environment=made)
+
+
+def test_a_tool_without_names_for_its_arguments_is_refused():
+    class Adds(IncrementEnv):
+        def add(self, *numbers: int) -> int:
+            """Add.
+
+            Args:
+                numbers: To add.
+            """
+            return sum(numbers)
+
+    with pytest.raises(ValueError, match=r"tool 'add' must have parameters with names"):
+        make_environment(reward_func, environment=Adds)
+
+
+def test_results_of_tools_are_told_as_they_are():
+    assert as_json({"city": "Zürich"}) == '{"city": "Zürich"}'
+    assert as_json([torch.tensor(3), torch.tensor([1, 2])]) == "[3, [1, 2]]"
+    assert as_json({"when": date(2026, 1, 2)}) == '{"when": "2026-01-02"}'

@@ -99,6 +99,9 @@ def test_a_run_trains_on_the_formulas_of_its_turns(tmp_path, monkeypatch, level,
             torch.testing.assert_close(batch.loss_weights[row], torch.tensor(weights + rest))
     lines = of_phase(result, "train")
     assert all(line["turns"] == 2 for line in lines)
+    for line, found in zip(lines, rollouts, strict=True):
+        tokens = to_token_batch(found).num_tokens
+        assert line["tokens_per_second"] * line["seconds"] == pytest.approx(tokens)
     assert any(line.get("failed/KeyError", 0) > 0 for line in lines)
     failed = sum(len(each.failed) for each in rollouts)
     total = failed + sum(map(len, rollouts))
@@ -350,6 +353,9 @@ def test_settings_of_turns_that_do_not_fit():
     config = nemorl.GRPOConfig(advantage=GroupAdvantage(level="turn"))
     with pytest.raises(ValueError, match=r"advantage\.level is not for overlong\.buffer"):
         replace(config, overlong=replace(config.overlong, buffer=0.2))
+    with pytest.raises(ValueError, match=r"advantage\.level is not for the loss gspo without"):
+        replace(config, loss=nemorl.GSPOLoss())
+    replace(config, loss=nemorl.GSPOLoss(token_gradient=True))
     with pytest.raises(ValueError, match=r"rollout\.timeout_s must be positive, but it is 0"):
         RolloutConfig(timeout_s=0)
     with pytest.raises(ValueError, match=r"rollout\.discount must be from 0 to 1, but it is 2"):
@@ -379,3 +385,12 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
         match=r"rollout\.environment must be .* or name a class or an episode, but .* 'no_such'",
     ):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
+
+
+def test_a_metric_of_an_environment_is_not_taken_for_the_trainers(tmp_path):
+    class Lost(Digits):
+        def step(self, response: str) -> nemorl.TurnResult:
+            return replace(super().step(response), metrics={"loss": 9.0})
+
+    lines = of_phase(run(grpo_config(tmp_path), reward=Lost), "train")
+    assert all(line["environment/loss"] == 9 and abs(line["loss"]) < 9 for line in lines)

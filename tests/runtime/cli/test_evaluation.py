@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -124,11 +125,16 @@ def test_means_are_by_prompt_where_a_conversation_failed(model: str):
     assert found["accuracy"] == found["reward"] == found["summaries"][0]["accuracy"] == 0.5
 
 
-def test_responses_that_the_limit_on_tokens_cut_are_counted(model: str, tmp_path: Path, capsys):
+def test_responses_that_the_limit_on_tokens_cut_are_counted(tmp_path: Path, capsys):
+    tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
     sums = write(tmp_path / "sums.jsonl", addition_rows()[:6])
     long = write(tmp_path / "long.jsonl", [{"prompt": "1+" * 30, "answer": "1"}] * 2)
-    options: Any = {"device": "cpu", "max_new_tokens": 4, "generation__ignore_eos": True}
-    said = r"^generation\.max_new_tokens 4 cut 6 of 6 responses to sums, 2 of 2 responses to long,"
+    options: Any = {"device": "cpu", "generation__ignore_eos": True}
+    said = (
+        r"^generation\.max_new_tokens 256 cut 6 of 6 responses to sums, 2 of 2 responses to long,"
+    )
     with pytest.warns(UserWarning, match=said):
         found = nemorl.evaluate(model, [sums, long], **options)
     assert found["truncated_fraction"] == 1
@@ -136,7 +142,8 @@ def test_responses_that_the_limit_on_tokens_cut_are_counted(model: str, tmp_path
     for each in found["answers"]:
         assert (each["finish_reason"], each["cut_by"]) == ("length", "generation.max_new_tokens")
     command = ["eval", "--model", model, "--validation", sums, *CPU]
-    with pytest.warns(UserWarning, match="cut 6 of 6"):
+    with warnings.catch_warnings():  # the limit was chosen
+        warnings.simplefilter("error")
         assert main([*command, "--generation.ignore-eos"]) == 0
     out = capsys.readouterr().out
     assert "truncated fraction" in out and "100.0%" in out
@@ -154,7 +161,7 @@ def test_a_share_of_more_than_one_percent_is_warned_of(
         for n in range(count)
     ]
     monkeypatch.setattr("nemorl.runtime.cli.inference._records", lambda *_: records)
-    found = nemorl.evaluate(model, addition_rows()[:1], device="cpu", max_new_tokens=4)
+    found = nemorl.evaluate(model, addition_rows()[:1], device="cpu")
     assert found["summaries"][1]["truncated_fraction"] == cut / 100
     said = f"cut {cut} of 100 responses to sums, maybe"
     assert any(said in str(each.message) for each in recwarn) == warned

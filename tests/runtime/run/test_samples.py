@@ -20,6 +20,7 @@ from nemorl.runtime.run.samples import (
     by_set,
     compared,
     failures_of,
+    informative,
     measured,
     outcomes_of,
     samples_of,
@@ -54,10 +55,14 @@ class Fails(Ends):
 
 
 def test_turns_are_measured_over_the_conversations_that_had_them(generator):
-    found = measured(collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1))
+    rollouts = collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
+    found = measured(rollouts)
     turns = {name: value for name, value in found.items() if "turn" in name}
+    cut = [turn.completion.truncated for each in rollouts.conversations for turn in each.turns]
+    assert 9 < sum(cut) < len(cut) == 18
     assert turns == {"turns": 2, "turn": 2, "reward/turn_1": 1, "reward/turn_2": 2} | {
-        "reward/turn_3": 3
+        "reward/turn_3": 3,
+        "truncated_turns": sum(cut) / 18,
     }
     assert found["failed_fraction"] == 0 and not any("failed/" in name for name in found)
     single = measured(
@@ -294,3 +299,36 @@ def test_a_column_environment_that_is_no_name_is_left_alone(generator):
         generator, make_environment(Ends), replace(PROMPTS, rows=rows), SAMPLING, seed=1
     )
     assert by_set(found, ["sums"]) == {}
+
+
+def test_groups_are_informative_by_what_is_compared(generator):
+    """[1, 0] and [0, 1] are equal rewards, but not equal turns."""
+
+    class Turns(Count):
+        made = 0
+
+        def reset(self, answer: str) -> str:
+            self.first = Turns.made % 2
+            Turns.made += 1
+            return super().reset(answer)
+
+        def step(self, response: str) -> TurnResult:
+            found = super().step(response)
+            return replace(found, reward=float(self.turn % 2 == self.first), done=self.turn == 2)
+
+    sampling = replace(SAMPLING, n=2)
+    found = collect(generator, make_environment(Turns), PROMPTS, sampling, seed=1)
+    assert found.rewards.tolist() == [1.0] * 6
+    by_turn = nemorl.GRPOConfig(advantage=nemorl.GroupAdvantage(level="turn"))
+    assert not informative(found, nemorl.GRPOConfig()).any() and informative(found, by_turn).all()
+    assert compared(found, by_turn)["informative_groups"] == 1
+    assert compared(found)["informative_groups"] == 0
+
+
+def test_metrics_of_environments_replace_none_of_ours(generator):
+    class Wins(Ends):
+        def step(self, response: str) -> TurnResult:
+            return replace(super().step(response), metrics={"reward": 9.0, "own": 1.0})
+
+    found = measured(collect(generator, make_environment(Wins), PROMPTS, SAMPLING, seed=1))
+    assert found["environment/reward"] == 9 and found["own"] == 1 and found["reward"] < 9

@@ -53,6 +53,12 @@ def test_where_all_responses_are_right_harder_prompts_are_the_advice():
         SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
 
 
+def test_equal_rewards_of_other_turns_are_a_signal(recwarn):
+    metrics = {"reward": 1.0, "reward_std": 0.0, "informative_groups": 0.5, "num_updates": 1.0}
+    SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
+    assert not recwarn.list
+
+
 def test_one_response_per_prompt_is_compared_with_none_of_its_group(tmp_path: Path):
     advantage = nemorl.GroupAdvantage(baseline="batch_mean", scale="batch_std")
     config = grpo_config(tmp_path, num_generations_per_prompt=1, advantage=advantage, steps=1)

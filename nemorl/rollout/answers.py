@@ -23,17 +23,25 @@ minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a 
 """
 SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 """Of thousands, other than a comma: LaTeX's {,}, \\, and \\!, and narrow or unbreakable spaces."""
-LATEX = re.compile(r"\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-"""A formula."""
+LATEX = re.compile(
+    r"\$\$(.+?)\$\$|\$(?![\s$])([^$]+?)(?<!\s)\$(?!\d)"
+    r"|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]",
+    re.DOTALL,
+)
+"""A formula; two prices in dollars are none."""
 MONEY = r"\$"
 
 _LETTER = r"[\s:*_$(\[{\"'`“‘>\\–-]*(?:(?:text|math)\w*\{)?\(?([A-J])\b"
+_WORD = r"(?!(?<=I)(?:'|\s+[a-z]))"
+"""Where "I" is no letter of an answer."""
 ANSWER = re.compile(
-    r"(?:(?i:(?:answer\b[^.\n]{0,60}?|option|choice|letter)\sis)\b|(?<!/)(?i:answer)(?=[*_]*\s*[:>–-])|\\boxed)"
-    rf"{_LETTER}(?!(?<=I)(?:'|\s+[a-z]))|(?i:answer){_LETTER}(?!'|\s+[a-z])"
+    r"(?:(?<!/)(?i:answer)(?=[*_]*\s*[:>–-])"
+    r"|(?i:(?:answer\b[^.:\n]{0,60}?|option|choice|letter)\sis)\b|\\boxed)"
+    rf"{_LETTER}{_WORD}|(?i:answer){_LETTER}(?!'|\s+[a-z])"
 )
-"""A letter that is called the answer, or is in a box; "I" may be another word."""
-OPTION = re.compile(rf"(?i:option|choice){_LETTER}")
+"""A letter that is called the answer, or is in a box."""
+OPTION = re.compile(rf"(?i:answer|option|choice){_LETTER}{_WORD}")
+"""A letter that is only named, and maybe refused."""
 ALONE = re.compile(r"\W*([A-J])(?:\W*$|[).:]\s)")
 """A response that is a letter, or begins with one as a list does."""
 UNREADABLE = "needs an answer that can be read, plain text or LaTeX, but the answer is"

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,12 +31,24 @@ def program_of(text: str, tests: str = "") -> str:
     >>> program_of("So:\\n```python\\nprint(1)\\n```\\n")
     'print(1)\\n'
     """
-    blocks = [(kind.lower(), textwrap.dedent(code)) for _, kind, code in BLOCK.findall(text)]
+    found = BLOCK.findall(text)
+    blocks = [
+        (kind.lower(), re.sub(f"^{indent}", "", code, flags=re.MULTILINE))
+        for indent, kind, code in found[: 0 if found and _parses(text) else None]
+    ]
     python = [code for kind, code in blocks if kind in ("python", "python3", "py")]
     every = [text, *(code for _, code in blocks), *python]
     named = set(re.findall(r"\w+", tests))
     wanted = [code for code in every[1:] if named & {*DEFINED.findall(code)}]
     return [*every, *wanted][-1]
+
+
+def _parses(text: str) -> bool:
+    """Return whether a text is Python, in which a block would be in a docstring."""
+    try:
+        return bool(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
 
 
 def read_tests(answer: Any) -> list[Any]:
@@ -77,11 +88,14 @@ def _run(test: str) -> list[ast.AST]:
 
 
 def _lacks_call(test: str) -> bool:
-    """Return whether a test defines `check(candidate)`, and does not call it."""
-    defined = any(getattr(each, "name", "") == "check" for each in ast.parse(test).body)
-    return defined and not any(
-        isinstance(node, ast.Name) and node.id == "check" for node in _run(test)
-    )
+    """Return whether a test defines `check(candidate)`, and nothing else in it calls that."""
+    defined, called = False, False
+    for each in ast.parse(test).body:
+        if isinstance(each, ast.FunctionDef) and each.name == "check":
+            defined = True
+        else:
+            called |= any(getattr(node, "id", "") == "check" for node in ast.walk(each))
+    return defined and not called
 
 
 def _checks(test: str) -> bool:

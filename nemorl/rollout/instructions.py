@@ -19,7 +19,7 @@ def instructions_followed(
     prompt: str, response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any]
 ) -> float:
     """Return the share, from 0 to 1, of a prompt's instructions that a response follows; its
-    reasoning is left out, and 0 if it does not end.
+    reasoning is left out, and 0 if it has an open <think>.
 
     `instruction_id_list` names them, as `punctuation:no_comma`, and `kwargs` has the parameters of
     each. Needs if-verifiable. Source: IFEval (Zhou et al. 2023, arXiv 2311.07911); its strict

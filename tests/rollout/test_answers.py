@@ -11,6 +11,7 @@ from nemorl.rollout.answers import (
     REWARDS,
     choice,
     contains_answer,
+    final_of,
     last_number,
     letter_of,
     math_equal,
@@ -213,6 +214,14 @@ def test_think_format(prompt, response, expected):
         ("The answer I get is C.", "C"),
         ("The answer is A because of x.", "A"),
         ("The answer to the question is B.", "B"),
+        ("Answer: B, because the blood type is A.", "B"),
+        ("**Answer:** C – the limiting reagent is A", "C"),
+        ("The correct answer: B, where the rate is I = V/R", "B"),
+        ("Answer B is correct.", "B"),
+        ("Therefore, answer C is correct.", "C"),
+        ("Final Answer: The final answer is $\\boxed{C}$", "C"),
+        ("Thus option (D) is the answer", "D"),
+        ("The best choice is option A, as I think.", "A"),
         ("The answer is not A. It is B.", None),
         ("The answer is I.", "I"),
         ("Answer: C. I'd say so: the answer: I'm sure.", "C"),
@@ -257,6 +266,10 @@ def test_choice_needs_a_letter(answer: str):
         ("math", r"So it is $\frac{1}{2}$.", r"\frac{1}{2}"),
         ("math", r"It is \(x + 1\), or \[y\].", "y"),
         ("math", r"They cost \$5 and \$6.", "6"),
+        ("math", "She makes 9 * $2 = $18 every day. The answer is 18.", "18"),
+        ("math", "Each costs $5, so two cost $10. The answer is 10.", "10"),
+        ("math", "$$x = 5$$", "x=5"),
+        ("math", "$$y=5$$\nSo the answer is $5$.", "5"),
         ("choice", "Answer: C", "C"),
         ("contains_answer", "2", None),
     ],
@@ -265,3 +278,9 @@ def test_what_was_read_as_the_answer_is_returned(reward: str, response: str, ans
     log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": response}]
     row = {"answer": "C" if reward == "choice" else "2"}
     assert make_environment(reward).step([log], [row]).answers == [answer]
+
+
+def test_formulas_that_do_not_end_are_looked_for_once():
+    """Else a response that repeats itself takes minutes."""
+    assert final_of("\\(" * 100_000) is None
+    assert final_of("\\[ x " * 100_000) is None

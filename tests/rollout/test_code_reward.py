@@ -30,11 +30,13 @@ def reward(response: str, answer, prompt: str = "?", *, settings=None, **columns
         ("```python\n1\n", "1\n"),
         ("```python\nx = '```'\n```", "x = '```'\n"),
         ("1. So:\n   ```python\n   if x:\n       y\n   ```\n", "if x:\n    y\n"),
+        ("```python\n    return x + 1\n```", "    return x + 1\n"),
+        ('def f(x):\n    """\n    ```\n    f(1)\n    ```\n    """\n', None),
         ('```python\ns = """\n    ```\n    """\n```', 's = """\n    ```\n    """\n'),
     ],
 )
-def test_a_program_is_the_last_block(text: str, program: str):
-    assert program_of(text) == program
+def test_a_program_is_the_last_block(text: str, program: str | None):
+    assert program_of(text) == (text if program is None else program)
 
 
 def test_a_block_that_shows_how_it_is_used_is_no_program():
@@ -307,6 +309,9 @@ def test_a_check_is_called_by_itself_or_by_its_entry_point():
     check = "def check(candidate):\n    assert candidate(1) == 2\n"
     assert reward("def f(x): return x + 1", f"{check}check(f)") == 1
     assert reward("def f(x): return x", f"{check}check(f)") == 0
+    through = f"{check}def test():\n    check(f)\n\ntest()"
+    assert reward("def f(x): return x + 1", through) == 1
+    assert reward("def f(x): return x", through) == 0
     own = "def check():\n    assert f(1) == 2\ncheck()"
     assert reward("def f(x): return x + 1", own, entry_point="f") == 1
     with pytest.raises(ValueError, match=r"needs the column entry_point, the function that a test"):

@@ -26,7 +26,7 @@ from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import nearest_preset
 from nemorl.runtime.run.loop import OpenRun
-from nemorl.runtime.run.samples import by_set, compared, informative
+from nemorl.runtime.run.samples import beside, by_set, compared, informative
 from nemorl.runtime.watch.log import event
 
 
@@ -57,11 +57,12 @@ def grpo(run: OpenRun) -> None:
                     num_updates += 1
         found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
-        step.log({**found, "groups_kept": kept, "num_updates": float(num_updates)})
+        own = {"groups_kept": kept, "num_updates": float(num_updates)}
         if config.overlong.buffer:
-            step.log({"shaped_reward": float(shaping(everything).mean())})
+            own["shaped_reward"] = float(shaping(everything).mean())
         if not num_updates:
-            step.log({"loss": 0.0, "grad_norm": 0.0})
+            own |= {"loss": 0.0, "grad_norm": 0.0}
+        step.log(beside(own, found))
 
 
 def say_preset(config: GRPOConfig) -> None:

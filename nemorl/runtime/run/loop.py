@@ -33,6 +33,7 @@ from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
     ENVIRONMENT,
     Samples,
+    beside,
     by_set,
     compared,
     failures_of,
@@ -535,7 +536,7 @@ class Step:
         seconds = time.perf_counter() - self._begin
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
         tokens = self._tokens or found.get("num_tokens", 0.0)
-        return {**found, "seconds": seconds, **parts, "tokens_per_second": tokens / seconds}
+        return beside({"seconds": seconds, **parts, "tokens_per_second": tokens / seconds}, found)
 
 
 class Steps(Iterator[Step]):

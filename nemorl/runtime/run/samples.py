@@ -47,8 +47,16 @@ def measured(rollouts: Rollouts) -> dict[str, float]:
             found[f"reward/turn_{turn}"] = sum(there) / len(there)
         cut = [turn.completion.truncated for c in rollouts.conversations for turn in c.turns]
         found["truncated_turns"] = sum(cut) / len(cut)
-    theirs = rollouts.metrics.items()
-    return {f"{ENVIRONMENT * (key in found)}{key}": x for key, x in theirs} | found
+    return beside(found, rollouts.metrics)
+
+
+def beside(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Return both, those of an environment that have one of our names as environment/NAME.
+
+    >>> beside({"loss": 0.5}, {"loss": 1.0, "wins": 2.0})
+    {'environment/loss': 1.0, 'wins': 2.0, 'loss': 0.5}
+    """
+    return {f"{ENVIRONMENT * (key in ours)}{key}": x for key, x in theirs.items()} | {**ours}
 
 
 def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
@@ -104,13 +112,13 @@ def compared(rollouts: Rollouts, config: Any = None) -> dict[str, float]:
     """Return `measured`, and how far the rewards differ: their standard deviation, and the share of
     prompts whose responses differ (`informative`); neither where there is only one to compare.
     """
-    found, groups = measured(rollouts), rollouts.group_id
+    found, groups = dict[str, float](), rollouts.group_id
     if len(rollouts) > 1:
         found["reward_std"] = float(rollouts.rewards.std(correction=0))
     if len(rollouts) > len(groups.unique()):
         differing = groups[informative(rollouts, config)]
         found["informative_groups"] = len(differing.unique()) / len(groups.unique())
-    return found
+    return beside(found, measured(rollouts))
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -390,7 +390,8 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
 def test_a_metric_of_an_environment_is_not_taken_for_the_trainers(tmp_path):
     class Lost(Digits):
         def step(self, response: str) -> nemorl.TurnResult:
-            return replace(super().step(response), metrics={"loss": 9.0})
+            return replace(super().step(response), metrics={"loss": 9.0, "seconds": 8.0})
 
     lines = of_phase(run(grpo_config(tmp_path), reward=Lost), "train")
     assert all(line["environment/loss"] == 9 and abs(line["loss"]) < 9 for line in lines)
+    assert all(line["environment/seconds"] == 8 and line["seconds"] != 8 for line in lines)

@@ -326,9 +326,14 @@ def test_groups_are_informative_by_what_is_compared(generator):
 
 
 def test_metrics_of_environments_replace_none_of_ours(generator):
+    given = {"reward": 9.0, "reward_std": 8.0, "own": 1.0}
+
     class Wins(Ends):
         def step(self, response: str) -> TurnResult:
-            return replace(super().step(response), metrics={"reward": 9.0, "own": 1.0})
+            return replace(super().step(response), metrics=given)
 
-    found = measured(collect(generator, make_environment(Wins), PROMPTS, SAMPLING, seed=1))
+    rollouts = collect(generator, make_environment(Wins), PROMPTS, SAMPLING, seed=1)
+    found = measured(rollouts)
     assert found["environment/reward"] == 9 and found["own"] == 1 and found["reward"] < 9
+    found = compared(rollouts)
+    assert found["environment/reward_std"] == 8 and found["reward_std"] < 8

@@ -140,8 +140,7 @@ function groupCard(members) {
   const found = make("article", "sample together"), list = make("div", "responses"), meta = make("div", "meta");
   const prompt = promptOf(members.find((sample) => sample.turns) ?? members[0]);
   const judged = members.filter((sample) => !sample.failure), failed = members.length - judged.length;
-  const rewards = (sample) => String([sample.reward, ...(sample.turns ?? []).map((turn) => turn.reward)]);
-  const equal = judged.length > 1 && judged.every((sample) => rewards(sample) === rewards(judged[0]));
+  const equal = judged.length > 1 && judged.every((sample) => sample.reward === judged[0].reward && !sample.advantages?.some(Boolean));
   const shared = Object.keys(members[0].chips).filter((name) => name !== "advantage" && members.every((sample) => sample.chips[name] === members[0].chips[name]));
   meta.append(make("span", "", `group ${members[0].group}: ${members.length} responses${failed ? `, ${failed} failed` : ""}${equal ? ", all with the same reward: nothing to learn from" : ""}`));
   chips(meta, Object.fromEntries(shared.map((name) => [name, members[0].chips[name]])));

@@ -32,12 +32,15 @@ LATEX = re.compile(
 MONEY = r"\$"
 
 _LETTER = r"[\s:*_$(\[{\"'`“‘>\\–-]*(?:(?:text|math)\w*\{)?\(?([A-J])\b"
-_WORD = r"(?!(?<=I)(?:'|\s+[a-z]))"
+_WORD = r"(?!(?<=I)(?:'|\s+(?!(?:is|as|and|because|since)\b)[a-z]))"
 """Where "I" is no letter of an answer."""
 ANSWER = re.compile(
     r"(?:(?<!/)(?i:answer)(?=[*_]*\s*[:>–-])"
+    r"|(?i:(?:correct|right|best|final|chosen)\s+(?:option|choice))(?=[*_]*\s*[:–-])"
     r"|(?i:(?:answer\b[^.:\n]{0,60}?|option|choice|letter)\sis)\b|\\boxed)"
     rf"{_LETTER}{_WORD}|(?i:answer){_LETTER}(?!'|\s+[a-z])"
+    r"|(?i:option|choice|answer)[\s*_(]+([A-J])\b[)\]*_]*\s+(?i:is\s+(?:the\s+)?"
+    r"(?:best|correct|right|answer)\b)"
 )
 """A letter that is called the answer, or is in a box."""
 OPTION = re.compile(rf"(?i:answer|option|choice){_LETTER}{_WORD}")
@@ -154,14 +157,20 @@ def _solution(answer: Any) -> str:
 
 
 def final_of(response: str) -> str | None:
-    """Return the text of the last box, else formula, without spaces, else the last number.
+    """Return the text of the last box, without spaces; else of the last formula, or the last number
+    after it.
 
     >>> final_of(r"so \\boxed{\\frac{1}{2}}."), final_of("It is $2 x$."), final_of("It is 7.")
     ('\\\\frac{1}{2}', '2x', '7')
     """
     response = response.replace(MONEY, "")
-    found = BOX.findall(response) or ["".join(each) for each in LATEX.findall(response)]
-    return "".join(found[-1].split()) if found else last_number_of(response)
+    boxes, formulas = BOX.findall(response), [*LATEX.finditer(response)]
+    if boxes:
+        return "".join(boxes[-1].split())
+    number = last_number_of(response[formulas[-1].end() :] if formulas else response)
+    if number or not formulas:
+        return number
+    return "".join("".join(filter(None, formulas[-1].groups())).split())
 
 
 @answering(final_of)

@@ -38,7 +38,7 @@ def program_of(text: str, tests: str = "") -> str:
     ]
     python = [code for kind, code in blocks if kind in ("python", "python3", "py")]
     every = [text, *(code for _, code in blocks), *python]
-    named = set(re.findall(r"\w+", tests))
+    named = {*re.findall(r"\w+", tests)} - {*DEFINED.findall(tests)}
     wanted = [code for code in every[1:] if named & {*DEFINED.findall(code)}]
     return [*every, *wanted][-1]
 
@@ -89,13 +89,14 @@ def _run(test: str) -> list[ast.AST]:
 
 def _lacks_call(test: str) -> bool:
     """Return whether a test defines `check(candidate)`, and nothing else in it calls that."""
-    defined, called = False, False
-    for each in ast.parse(test).body:
-        if isinstance(each, ast.FunctionDef) and each.name == "check":
-            defined = True
-        else:
-            called |= any(getattr(node, "id", "") == "check" for node in ast.walk(each))
-    return defined and not called
+    functions = {
+        each.name: {getattr(node, "id", "") for node in ast.walk(each)}
+        for each in ast.parse(test).body
+        if isinstance(each, STORED)
+    }
+    run = {getattr(node, "id", "") for node in _run(test)}
+    called = run.union(*(names for name, names in functions.items() if name in run))
+    return "check" in functions and "check" not in called
 
 
 def _checks(test: str) -> bool:
@@ -158,7 +159,7 @@ async def code_tests(
         if each["role"] in ("system", "user")
     ]
     tests, head = read_tests(answer), program_of("\n".join(filter(None, asked)))
-    called = " ".join([entry_point, *(each for each in tests if isinstance(each, str))])
+    called = "\n".join([entry_point, *(each for each in tests if isinstance(each, str))])
     program = program_of(as_messages(response, "response")[-1]["content"] or "", called)
     try:
         head = head if entry_point and f"def {entry_point}(" in head and ast.parse(head) else ""

@@ -45,6 +45,8 @@ def test_a_block_that_shows_how_it_is_used_is_no_program():
     stub = 'def f(x):\n    """Double."""\n'
     check = "def check(candidate):\n    assert candidate(1) == 2\n"
     assert reward(used, check, stub, entry_point="f") == 1
+    checked = f"{used}\n```python\ndef check(f): pass\n```"
+    assert reward(checked, check, stub, entry_point="f") == 1
     assert program_of(used) == program_of(used, "g") == "print(f(3))\n"
 
 
@@ -312,6 +314,12 @@ def test_a_check_is_called_by_itself_or_by_its_entry_point():
     through = f"{check}def test():\n    check(f)\n\ntest()"
     assert reward("def f(x): return x + 1", through) == 1
     assert reward("def f(x): return x", through) == 0
+    guarded = f"{check}if __name__ == '__main__':\n    check(f)"
+    assert reward("def f(x): return x + 1", guarded) == 1
+    assert reward("def f(x): return x", guarded) == 0
+    unused = f"{check}def test():\n    check(f)\n"
+    assert reward("def f(x): return x + 1", unused, entry_point="f") == 1
+    assert reward("def f(x): return x", unused, entry_point="f") == 0
     own = "def check():\n    assert f(1) == 2\ncheck()"
     assert reward("def f(x): return x + 1", own, entry_point="f") == 1
     with pytest.raises(ValueError, match=r"needs the column entry_point, the function that a test"):

@@ -19,6 +19,8 @@ from tests.forked import forked_python
 
 # A name that is no folder is refused at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests read vLLM's messages. TRL, which other tests import, would turn them off.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 # The user's key is not for tests.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="nemorl-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)

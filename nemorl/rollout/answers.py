@@ -47,7 +47,10 @@ OPTION = re.compile(rf"(?i:answer|option|choice){_LETTER}{_WORD}")
 """A letter that is only named, and maybe refused."""
 ALONE = re.compile(r"\W*([A-J])(?:\W*$|[).:]\s)")
 """A response that is a letter, or begins with one as a list does."""
-UNREADABLE = "needs an answer that can be read, plain text or LaTeX, but the answer is"
+UNREADABLE = (
+    "math needs an answer that can be read, plain text or LaTeX, but the answer is {!r}: leave the"
+    " row out"
+)
 BOX = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 Function = TypeVar("Function", bound=Callable[..., float])
@@ -152,7 +155,7 @@ def _solution(answer: Any) -> str:
         )
     gold = str(answer).rpartition("####")[2].replace(MONEY, "").strip()
     if not gold:
-        raise ValueError(f"math {UNREADABLE} {answer!r}")
+        raise ValueError(UNREADABLE.format(answer))
     return gold if LATEX.search(gold) or "\\boxed" in gold else f"\\boxed{{{gold}}}"
 
 
@@ -195,7 +198,7 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
     texts = solution, response.replace(MONEY, "")
     wanted, given = (parse(text, parsing_timeout=untimed) for text in texts)
     if not wanted:
-        raise ConversationFailed(f"math {UNREADABLE} {answer!r}: leave the row out")
+        raise ConversationFailed(UNREADABLE.format(answer))
     return float(verify(wanted, given, timeout_seconds=untimed))
 
 

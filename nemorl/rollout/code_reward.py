@@ -81,7 +81,7 @@ def read_tests(answer: Any) -> list[Any]:
     return tests
 
 
-def _run(test: str) -> list[ast.AST]:
+def _nodes_that_run(test: str) -> list[ast.AST]:
     """Return the parts of a test that run by themselves."""
     statements = [each for each in ast.parse(test).body if not isinstance(each, STORED)]
     return [node for each in statements for node in ast.walk(each)]
@@ -94,7 +94,7 @@ def _lacks_call(test: str) -> bool:
         for each in ast.parse(test).body
         if isinstance(each, STORED)
     }
-    run = {getattr(node, "id", "") for node in _run(test)}
+    run = {getattr(node, "id", "") for node in _nodes_that_run(test)}
     called = run.union(*(names for name, names in functions.items() if name in run))
     return "check" in functions and "check" not in called
 
@@ -102,7 +102,7 @@ def _lacks_call(test: str) -> bool:
 def _checks(test: str) -> bool:
     """Return whether a test could fail: a call, an assert or a raise runs."""
     kinds = ast.Call, ast.Assert, ast.Raise
-    nodes = ast.walk(ast.parse(test)) if _lacks_call(test) else _run(test)
+    nodes = ast.walk(ast.parse(test)) if _lacks_call(test) else _nodes_that_run(test)
     if not any(isinstance(node, kinds) for node in nodes):
         raise ValueError("nothing that could fail runs: call the functions of the tests")
     return True

@@ -114,10 +114,8 @@ class Sampler:
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str | int] = ()) -> Completion:
         if self.over:
             raise RuntimeError("the conversation is over: sample before its episode returns")
-        prompt, stop = (
-            tuple(prompt),
-            [stop] if isinstance(stop, str) else stop,
-        )  # an episode may go on with its list
+        prompt = tuple(prompt)  # an episode may go on with its list
+        stop = [stop] if isinstance(stop, str) else stop
         params, number = self._params, self._asked
         self._asked += 1
         if stop:

@@ -13,7 +13,15 @@ from typing import Any, Literal
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.spellings import LIBRARIES, Absent, settings_in
-from nemorl.runtime.config.tree import by_name, field_docs, fields_of, leaves, to_dict, variants
+from nemorl.runtime.config.tree import (
+    by_name,
+    field_docs,
+    fields_of,
+    key_of,
+    leaves,
+    to_dict,
+    variants,
+)
 from nemorl.runtime.start.registry import ALGORITHMS
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -59,7 +67,7 @@ def page() -> str:
         values = [(field, hint) for field, hint in own if not variants(hint)]
         parts.append(table(cls, values, ""))
         parts += [
-            section(f"### `{field.name}`", field.name, hint)
+            section(f"### `{key_of(field.name)}`", key_of(field.name), hint)
             for field, hint in own
             if variants(hint)
         ]

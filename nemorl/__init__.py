@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.cluster.placement import Bundle as Bundle
     from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
     from nemorl.runtime.cluster.worker_group import RayWorkerGroup as RayWorkerGroup
+    from nemorl.runtime.config.asynchrony import AsyncConfig as AsyncConfig
     from nemorl.runtime.config.base import BaseConfig as BaseConfig
     from nemorl.runtime.config.data import DataConfig as DataConfig
     from nemorl.runtime.config.dpo import DPOConfig as DPOConfig
@@ -155,6 +156,7 @@ _NAMES = {
     "nemorl.runtime.algorithms.policy_loss": ["policy_loss"],
     "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
+    "nemorl.runtime.config.asynchrony": ["AsyncConfig"],
     "nemorl.runtime.config.base": ["BaseConfig"],
     "nemorl.runtime.config.data": ["DataConfig"],
     "nemorl.runtime.config.run": ["RunConfig"],

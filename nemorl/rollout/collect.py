@@ -129,6 +129,15 @@ def collect(
     Raises: the exception of the first where more than MOST_FAILED of them fail.
     """
     everything = converse(generator, environment, prompts, sampling, seed=seed)
+    return as_rollouts(everything, environment, sampling)
+
+
+def as_rollouts(
+    everything: Sequence[Conversation], environment: Environment, sampling: SamplingParams
+) -> Rollouts:
+    """Return conversations that have ended with the rewards that the environment's global
+    post-processing leaves them. Raises as `collect`.
+    """
     judges = (environment, getattr(environment, "judge", None))
     judge = next((each for each in judges if isinstance(each, EnvironmentInterface)), None)
     what = named(environment)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -33,7 +33,7 @@ from nemorl.rollout.environment import (
     check_counts,
     listed,
 )
-from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+from nemorl.rollout.generation import Completion, GenerationBackend, Samples, SamplingParams
 from nemorl.rollout.prompts import Prompts, messages_of
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.rounds import Rounds, caller
@@ -52,7 +52,7 @@ Request = tuple[tuple[int, ...], SamplingParams]
 class Engine:
     """A generator for the conversations of one call of `converse`."""
 
-    generator: GenerationBackend
+    generator: Samples
     rounds: Rounds
     shared: dict[Request, asyncio.Task[list[Completion]]] = field(default_factory=dict)
     """Requests of which each member of a group has a sample."""
@@ -61,7 +61,7 @@ class Engine:
         """Return `params.n` completions. An error of the generator ends all conversations."""
         try:
             found = await self.generator.sample(prompt, params)
-            name = type(self.generator).__name__
+            name = type(getattr(self.generator, "engine", self.generator)).__name__
             fits, remedy = f"must return {params.n} completions", "return `n` for a prompt"
             require(len(found) == params.n, f"{name}.sample", fits, len(found), remedy)
             return found
@@ -186,29 +186,52 @@ def converse(
     with another seed, up to ATTEMPTS times, where less than two members of its group are left
     otherwise. What the generator raises ends all.
     """
-    if not isinstance(environment, EnvironmentInterface | LeadsConversations):
-        written = "must be an EnvironmentInterface or an episode, async def episode(row, policy)"
-        remedy = "write async def, or wrap a reward function in FunctionalRewardWrapper"
-        require(is_async(environment), "environment", written, environment, remedy)
+    check_environment(environment)
     places = [(index, member) for index in range(len(prompts)) for member in range(sampling.n)]
     found: dict[tuple[int, int], Conversation] = {}
     attempt, missing = 0, places
     while missing and attempt < ATTEMPTS:
         rounds = Rounds()
-        talk = _Talk(
-            engine=Engine(generator=generator, rounds=rounds),
-            episode=episode_of(environment, rounds, prompts.limits),
-            name=named(environment),
-            prompts=prompts,
-            sampling=sampling,
-            seed=seed,
-            attempt=attempt,
-            sizes=Counter(index for index, _ in missing),
-        )
-        work = [talk.conversation(*place) for place in missing]
-        found |= zip(missing, rounds.run(work), strict=True)
+        talk = _Talk.about(generator, environment, prompts, sampling, seed, rounds, attempt)
+        found |= zip(missing, rounds.run(talk.conversations(missing)), strict=True)
+        ended = len(_failed(found)) > MOST_FAILED * len(found)
+        missing, attempt = [] if ended else _missing(found, sampling.n), attempt + 1
+    return [found[place] for place in places]
+
+
+async def converse_beside(
+    generator: Samples,
+    environment: Environment,
+    prompts: Prompts,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    beside: Rounds,
+) -> list[Conversation]:
+    """Run `sampling.n` episodes for one prompt, as `converse`, on the event loop that runs.
+
+    prompts: one, with its number. beside: `Rounds` of that event loop. A group all of whose
+    conversations fail ends nothing.
+    """
+    (group,) = prompts.groups
+    places = [(0, member) for member in range(sampling.n)]
+    found: dict[tuple[int, int], Conversation] = {}
+    attempt, missing = 0, places
+    while missing and attempt < ATTEMPTS:
+        rounds = Rounds(beside=beside, number=group)
+        talk = _Talk.about(generator, environment, prompts, sampling, seed, rounds, attempt)
+        talks = await rounds.led(talk.conversations(missing))
+        found |= zip(missing, talks, strict=True)
         missing, attempt = _missing(found, sampling.n), attempt + 1
     return [found[place] for place in places]
+
+
+def check_environment(environment: Any) -> None:
+    """Raise ValueError for what leads no conversations."""
+    if not isinstance(environment, EnvironmentInterface | LeadsConversations):
+        written = "must be an EnvironmentInterface or an episode, async def episode(row, policy)"
+        remedy = "write async def, or wrap a reward function in FunctionalRewardWrapper"
+        require(is_async(environment), "environment", written, environment, remedy)
 
 
 def named(environment: Environment) -> str:
@@ -223,13 +246,13 @@ def named(environment: Environment) -> str:
     return f"{kind} {name_of(environment)!r}"
 
 
+def _failed(found: Mapping[tuple[int, int], Conversation]) -> list[tuple[int, int]]:
+    return [place for place, each in found.items() if isinstance(each.outcome, Failure)]
+
+
 def _missing(found: Mapping[tuple[int, int], Conversation], size: int) -> list[tuple[int, int]]:
-    """Return the failed members of groups in which less than two are left to compare; none where
-    so many have failed that the run ends.
-    """
-    failed = [place for place, each in found.items() if isinstance(each.outcome, Failure)]
-    if len(failed) > MOST_FAILED * len(found):
-        return []
+    """Return the failed members of groups in which less than two are left to compare."""
+    failed = _failed(found)
     left = Counter(index for index, _ in found.keys() - set(failed))
     return [place for place in failed if left[place[0]] < min(2, size)]
 
@@ -245,11 +268,37 @@ class _Talk:
     sampling: SamplingParams
     seed: int
     attempt: int
-    sizes: Mapping[int, int]
-    """Conversations about each row."""
 
-    async def conversation(self, index: int, member: int) -> Conversation:
-        """Lead a conversation to its end."""
+    @classmethod
+    def about(
+        cls,
+        generator: Samples,
+        environment: Environment,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        seed: int,
+        rounds: Rounds,
+        attempt: int,
+    ) -> "_Talk":
+        return cls(
+            engine=Engine(generator=generator, rounds=rounds),
+            episode=episode_of(environment, rounds, prompts.limits),
+            name=named(environment),
+            prompts=prompts,
+            sampling=sampling,
+            seed=seed,
+            attempt=attempt,
+        )
+
+    def conversations(
+        self, places: Sequence[tuple[int, int]]
+    ) -> list[Coroutine[Any, Any, Conversation]]:
+        """Return the conversations of rows and members."""
+        sizes = Counter(index for index, _ in places)
+        return [self.conversation(*place, sizes[place[0]]) for place in places]
+
+    async def conversation(self, index: int, member: int, size: int) -> Conversation:
+        """Lead a conversation to its end; `size`: conversations about its row."""
         prompts = self.prompts
         row, group = prompts.rows[index], prompts.groups[index] if prompts.groups else index
         policy = Sampler(
@@ -258,7 +307,7 @@ class _Talk:
             replace(self.sampling, seed=derive_seed(self.seed, group)),
             member,
             group=group,
-            group_size=self.sizes[index],
+            group_size=size,
             attempt=self.attempt,
             max_tokens=prompts.limits.max_tokens,
         )
@@ -351,7 +400,8 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
     said = limits.max_turns or getattr(environment, "max_turns", None)
     call = caller(rounds, named(environment), limits.timeout_s)
     several = (said or 1) > 1 and getattr(environment, "max_turns", None) != 1
-    ask = partial(rounds.at_once, call=call) if several else rounds.together
+    at_once = partial(rounds.at_once, call=call, owner=environment)
+    ask = at_once if several else rounds.together
 
     def step(asked: Sequence[tuple[MessageLog, Metadata]]) -> Sequence[After | Exception]:
         return judged(environment, asked)

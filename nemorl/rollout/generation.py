@@ -252,6 +252,14 @@ class Weights(WeightSource):
 
 
 @runtime_checkable
+class Samples(Protocol):
+    """The part of a `GenerationBackend` that conversations need."""
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Return `params.n` completions of a prompt (token ids)."""
+
+
+@runtime_checkable
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions (tests: test_generation_conformance.py).
 
@@ -306,7 +314,8 @@ class GenerationBackend(Protocol):
         """Free memory while the trainer works. May be repeated.
 
         A new request is an error then; unfinished ones may pause until `wake`. An engine that
-        shares no device with the trainer has nothing to free: it does nothing, and requests go on.
+        shares no device with the trainer has nothing to free: it does nothing, and requests go on;
+        it says so by an attribute `sleeps` that is False.
         """
 
     def wake(self) -> None:

@@ -85,10 +85,25 @@ THREADS = 64
 
 Request = tuple[Any, asyncio.Future]
 """An item, and what gets the answer."""
-Asked = dict[Callable, dict[int, Request]]
+Place = tuple[int, int]
+"""Numbers of a coroutine and of its `Rounds`."""
+Asked = dict[Any, dict[Place, Request]]
 """By function and coroutine."""
-_PLACE = ContextVar("_PLACE", default=0)
-"""The number of the coroutine that runs."""
+_PLACE: ContextVar[Place] = ContextVar("_PLACE", default=(0, 0))
+"""The place of the coroutine that runs."""
+
+
+class _Shared:
+    """What `Rounds` on one event loop have in common."""
+
+    def __init__(self) -> None:
+        self.soon: Asked = {}
+        self.calling: dict[Any, asyncio.Task[None]] = {}
+        self.late: dict[Any, EnvironmentTimeout] = {}
+        """By function, which is not called again: its last call may still go on."""
+        self.free = asyncio.Semaphore(THREADS)
+        self.judging = asyncio.Lock()
+        """Held while a function of `together` is called in a thread."""
 
 
 class Rounds:
@@ -100,17 +115,19 @@ class Rounds:
     - `at_once`: a function of a batch is called, by a `caller`, with what it has been asked since
       its last call.
     - `in_thread`: a function is called in a thread, by a caller that holds `free`.
+
+    Several may share an event loop (`led`): each is a group of coroutines of its own, which
+    `together` waits for alone. Calls of functions of batches come one after the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: "Rounds | None" = None, number: int = 0) -> None:
+        """beside: another on the same event loop. number: orders what both ask `at_once`."""
+        self.number = number
         self._asked: Asked = {}
-        self._calling: dict[Callable, asyncio.Task[None]] = {}
-        self._soon: Asked = {}
-        self._late: dict[Callable, EnvironmentTimeout] = {}
-        """By function, which is not called again: its last call may still go on."""
+        self._shared: _Shared = _Shared() if beside is None else beside._shared
         self._open = self._waiting = self._outside = 0
         self._error: BaseException | None = None
-        self.free = asyncio.Semaphore(THREADS)
+        self._tasks: list[asyncio.Task[Any]] = []
         self.over = False
         """Whether the coroutines that are left are being cancelled."""
 
@@ -142,21 +159,35 @@ class Rounds:
         function: Callable[[Sequence[Any]], Sequence[T | Exception]],
         item: Any,
         call: Callable[..., Awaitable[Any]],
+        *,
+        owner: Any = None,
     ) -> T:
-        """Return what will be `function(items)` for this item, or raise it if it is an error."""
-        if function in self._late:
-            raise self._late[function]
-        future = self._future(self._soon, function, item)
-        if function not in self._calling:
-            self._calling[function] = asyncio.create_task(self._call(function, call))
+        """Return what will be `function(items)` for this item, or raise it if it is an error.
+
+        owner: functions of one owner count as the same.
+        """
+        key, shared = function if owner is None else id(owner), self._shared
+        if key in shared.late:
+            raise shared.late[key]
+        future = self._future(shared.soon, key, item)
+        if key not in shared.calling:
+            shared.calling[key] = asyncio.create_task(self._call(function, key, call))
         return _result(await future)
 
-    def _future(self, asked: Asked, function: Callable, item: Any) -> asyncio.Future:
+    def _future(self, asked: Asked, key: Any, item: Any) -> asyncio.Future:
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
-        asked.setdefault(function, {})[_PLACE.get()] = (item, future)
+        asked.setdefault(key, {})[_PLACE.get()] = (item, future)
         return future
+
+    @property
+    def free(self) -> asyncio.Semaphore:
+        return self._shared.free
+
+    def renew(self) -> None:
+        """Call functions again whose last call took too long."""
+        self._shared.late.clear()
 
     async def in_thread(self, function: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what a blocking function returns, called in a thread."""
@@ -198,39 +229,66 @@ class Rounds:
             finally:
                 self.over = True
 
+    async def led(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Return what the coroutines return, as `run`, on the event loop that runs: functions that
+        are asked `together` are called in a thread. Cancelled, it cancels them.
+        """
+        self._open = len(work)
+        try:
+            tasks = await self._begin(work)
+            while self._open:
+                for function, requests in self._taken():
+                    async with self._shared.judging:
+                        found = await self.in_thread(function, [item for item, _ in requests])
+                    _give(requests, found)
+                await self._all_wait()
+            return [task.result() for task in tasks]
+        finally:
+            self.over = True
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def _answer(self) -> None:
         """Call each function with what it was asked together."""
-        asked, self._asked, self._waiting = self._asked, {}, 0
-        for function, each in asked.items():
-            requests = _in_order(each)
+        for function, requests in self._taken():
             _give(requests, function([item for item, _ in requests]))
 
-    async def _call(self, function: Callable, call: Callable[..., Awaitable[Any]]) -> None:
+    def _taken(self) -> list[tuple[Callable, list[Request]]]:
+        """Return what was asked together, by function."""
+        asked, self._asked, self._waiting = self._asked, {}, 0
+        return [(function, _in_order(each)) for function, each in asked.items()]
+
+    async def _call(
+        self, function: Callable, key: Any, call: Callable[..., Awaitable[Any]]
+    ) -> None:
         """Call a function with what it is asked, until nothing is left."""
+        shared = self._shared
         try:
-            while asked := self._soon.pop(function, {}):
+            while asked := shared.soon.pop(key, {}):
                 requests = _in_order(asked)
                 try:
                     _give(requests, await call(function, [item for item, _ in requests]))
                 except EnvironmentTimeout as error:
-                    self._late[function] = error
-                    requests += _in_order(self._soon.pop(function, {}))
+                    shared.late[key] = error
+                    requests += _in_order(shared.soon.pop(key, {}))
                     _give(requests, [error] * len(requests))
                 except BaseException as error:
                     _give(requests, [error] * len(requests))
                     if not isinstance(error, Exception):
                         raise
         finally:
-            del self._calling[function]
+            del shared.calling[key]
 
     async def _begin(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[asyncio.Task[T]]:
         self._idle = asyncio.Event()
         tasks = [asyncio.create_task(self._counted(*each)) for each in enumerate(work)]
+        self._tasks = [*tasks]
         await self._all_wait()
         return tasks
 
     async def _counted(self, place: int, work: Coroutine[Any, Any, T]) -> T:
-        _PLACE.set(place)
+        _PLACE.set((self.number, place))
         try:
             return await work
         finally:
@@ -252,7 +310,7 @@ class Rounds:
             self._idle.set()
 
 
-def _in_order(asked: Mapping[int, Request]) -> list[Request]:
+def _in_order(asked: Mapping[Place, Request]) -> list[Request]:
     """Return requests in the order of the coroutines, whoever came first."""
     return [asked[place] for place in sorted(asked)]
 

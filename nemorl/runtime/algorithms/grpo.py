@@ -36,12 +36,14 @@ def grpo(run: OpenRun) -> None:
     An optimizer step from which nothing can be learned is not taken: Adam's momentum would move the
     weights all the same.
     """
-    config, prompts = run.config, run.prompts()
+    config = run.config
+    count, size = config.num_prompts_per_step, config.num_generations_per_prompt
+    groups = run.groups(run.prompts(), count=count, n=size)
     say_preset(config)
     shaping, advantages = make_shaping(config), make_advantages(config)
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
     for step in run.steps(config.max_num_steps):
-        rollouts, everything = roll_out(run, step, prompts)
+        rollouts, everything = roll_out(run, groups)
         with step.timed("train"):
             batch = with_logprobs(run, to_token_batch(rollouts))
             batch = replace(batch, loss_mask=trained_tokens(config, rollouts, batch))

@@ -5,12 +5,15 @@ that the sample log shows.
 from dataclasses import replace
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take, trim
 from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.runtime.algorithms.common import with_prev_logprobs
 from nemorl.runtime.algorithms.policy_loss import Shaping
-from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
+from nemorl.runtime.run.groups import GroupStream
+from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.samples import (
     Samples,
     failures_of,
@@ -21,29 +24,41 @@ from nemorl.runtime.run.samples import (
 )
 
 
-def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
+def roll_out(run: OpenRun, groups: GroupStream) -> tuple[Rollouts, Rollouts]:
     """Return the responses to train on, and all that were sampled.
 
     Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal
     (`informative`) by fresh ones, in rounds. Where it finds no other, it returns the last round.
     """
     config = run.config
+    if not config.dynamic_sampling:
+        everything = groups.next()
+        return everything, everything
     kept: list[Rollouts] = []
     sampled: list[Rollouts] = []
-    wanted, size = config.num_prompts_per_step, config.num_generations_per_prompt
+    rejected: list[Rollouts] = []
+    wanted = config.num_prompts_per_step
     with run.sampling():
-        for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
-            sampled.append(step.sample(prompts.next(wanted), n=size))
-            if not config.dynamic_sampling:
-                break
+        for _ in range(config.max_sampling_rounds):
+            for each in rejected:
+                groups.drop(each, "uninformative")
+            sampled.append(groups.next(wanted))
             differing = informative(sampled[-1], config)
+            rejected = [] if differing.all() else [part(sampled[-1], ~differing)]
             if differing.any():
-                kept.append(select(sampled[-1], differing.nonzero()[:, 0].tolist()))
+                kept.append(part(sampled[-1], differing))
                 wanted -= len(kept[-1].group_id.unique())
             if not wanted:
                 break
+    for each in rejected if kept else ():
+        groups.drop(each, "uninformative")
     everything = join(sampled)
     return replace(join(kept or sampled[-1:]), failed=everything.failed), everything
+
+
+def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
+    """Return the chosen responses."""
+    return select(rollouts, chosen.nonzero()[:, 0].tolist())
 
 
 def compared_samples(

@@ -82,6 +82,7 @@ COMMON = {
     "loss.name",
     "advantage.name",
     "kl.coef",
+    "async.max_staleness",
 }
 """The settings of sections that `--help` shows without being asked for their section."""
 RARE = {

@@ -15,7 +15,16 @@ from nemorl.parallel.planner.config import PlanConfig
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig
-from nemorl.runtime.config.tree import defaults, flat, leaves, located, nested, to_dict, unused
+from nemorl.runtime.config.tree import (
+    defaults,
+    flat,
+    key_of,
+    leaves,
+    located,
+    nested,
+    to_dict,
+    unused,
+)
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.start.registry import ALGORITHMS
@@ -144,7 +153,9 @@ def used_by_plan(file: Mapping[str, Any]) -> dict[str, Any]:
     """
     own, hidden, usual = defaults(PlanConfig), unused(PlanConfig), flat(defaults(BaseConfig))
     free = {key: usual.get(key) for key, value in flat(own).items() if value is None}
-    of_runs = {each.name for algorithm in ALGORITHMS.values() for each in fields(algorithm.config)}
+    of_runs = {
+        key_of(each.name) for algorithm in ALGORITHMS.values() for each in fields(algorithm.config)
+    }
     found = {name: value for name, value in file.items() if name in own or name not in of_runs}
     for name, section in found.items():
         if isinstance(section, Mapping):

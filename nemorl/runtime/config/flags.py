@@ -24,6 +24,7 @@ from nemorl.runtime.config.tree import (
     command_of,
     defaults,
     field_docs,
+    key_of,
     kinds,
     leaves,
     to_dict,
@@ -246,15 +247,16 @@ def _with_defaults(
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     tree, fields = defaults(cls) | dict(tree), []
     for name in (field.name for field in dataclasses.fields(cls)):
-        hint, about, key = hints[name], docs.get(name, ""), prefix + name
-        value: Any = tree.get(name)
+        hint, about, key = hints[name], docs.get(name, ""), prefix + key_of(name)
+        value: Any = tree.get(key_of(name))
         markers = getattr(hint, "__metadata__", ())
         section = variants(hint.__origin__ if markers else hint)
         if section:
             names = by_name(section) if len(section) > 1 else None
             member = names[value["name"]] if names else section[0]
             value = _with_defaults(member, value, visible, f"{key}.", names)
-            hint = Annotated[(value, *markers)] if markers else value
+            named = (tyro.conf.arg(name=key_of(name)),) if key_of(name) != name else ()
+            hint = Annotated[(value, *markers, *named)] if markers or named else value
             about = f"{inspect.getdoc(value)} {about}"
         else:
             how: dict[str, Any] = {"help_behavior_hint": _hint(value)}
@@ -273,7 +275,7 @@ def _with_defaults(
             ]
             value = tuple(value) if isinstance(value, list) else value
         options: dict[str, Any] = {"metadata": {"help": about}}
-        if name in tree and not (section and _required(value)):
+        if key_of(name) in tree and not (section and _required(value)):
             factory = value if section else functools.partial(copy.copy, value)
             options["default_factory"] = factory
         fields.append((name, hint, dataclasses.field(**options)))

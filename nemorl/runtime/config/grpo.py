@@ -7,6 +7,7 @@ from pydantic import Field
 
 from nemorl.checks import at_least, require
 from nemorl.rollout.config import RolloutConfig
+from nemorl.runtime.config.asynchrony import AsyncConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.own import OwnFunction
 
@@ -237,6 +238,7 @@ class GRPOConfig(BaseConfig):
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     gap: GapConfig = field(default_factory=GapConfig)
+    async_: Annotated[AsyncConfig, Field(alias="async")] = field(default_factory=AsyncConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: str | tuple[str, ...] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
@@ -327,6 +329,22 @@ class GRPOConfig(BaseConfig):
             " importance_weights",
             self.off_policy.mode,
             "give it one, and multiply the terms by it",
+        )
+        require(
+            self.async_.max_staleness < self.max_num_steps or not self.async_.max_staleness,
+            "async.max_staleness",
+            f"must be below max_num_steps ({self.max_num_steps}): no more steps are sampled ahead",
+            self.async_.max_staleness,
+            "1 to 4 is usual",
+        )
+        traits = self.generation.traits
+        require(
+            self.async_.in_flight != "wait" or not (traits.embedded or traits.shares_model),
+            "async.in_flight",
+            f"must be keep or abort with generation.backend {self.generation.backend}, which"
+            " samples with the trainer's own weights: the old ones are gone",
+            "wait",
+            "use keep, or --generation.backend vllm",
         )
         responses = self.num_prompts_per_step * self.num_generations_per_prompt
         require(

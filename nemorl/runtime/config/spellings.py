@@ -22,11 +22,6 @@ TOOLS = Absent(
     "tools are the methods of a class, rollout.environment (in Python: environment_factory)",
     "environments.md#tools",
 )
-ASYNC = Absent(
-    "sampling and training take turns, so no sample is older than the policy; a loop of your own"
-    " may train on what is finished first",
-    "extending.md#generation-one-request-at-a-time",
-)
 QUANTIZED = Absent(
     "weights are quantized under LoRA alone, to 4 bits (lora.quantize); parallel.param_dtype"
     " bfloat16 and parallel.cpu_offload take less memory, too",
@@ -119,8 +114,8 @@ NEMO_RL: dict[str, str | Absent] = {
     "checkpointing.metric_name": "run.metric",
     "logger.wandb_enabled": "run.loggers",
     "logger.wandb.project": "run.project",
-    "grpo.async_grpo.enabled": ASYNC,
-    "async_rl": ASYNC,
+    "grpo.async_grpo.enabled": "async.max_staleness",
+    "async_rl": "async.max_staleness",
     "grpo.max_rollout_turns": "rollout.max_turns",
     "grpo.batch_multiplier": "max_sampling_rounds",
     "policy.dtensor_cfg.enabled": "trainer.backend dtensor",
@@ -364,10 +359,10 @@ PRIME_RL: dict[str, str | Absent] = {
     "deployment.num_infer_gpus": "generation.num_replicas",
     "trainer_gpu_ids": "parallel.dp_shard",
     "inference_gpu_ids": "generation.num_replicas",
-    "max_async_level": ASYNC,
-    "async_level": ASYNC,
-    "max_off_policy_steps": ASYNC,
-    "max_inflight_rollouts": ASYNC,
+    "max_async_level": "async.max_staleness",
+    "async_level": "async.max_staleness",
+    "max_off_policy_steps": "async.max_staleness",
+    "max_inflight_rollouts": "async.max_staleness",
     "orchestrator.env": Absent(
         "give a class with turns or tools (rollout.environment), or a reward", "environments.md"
     ),
@@ -447,7 +442,7 @@ WORDS: dict[str, str | Absent] = {
     "wandb_project": "run.project",
     "early_stopping": "run.stop_when",
     "random_seed": "run.seed",
-    **dict.fromkeys(("async", "asynchronous", "staleness"), ASYNC),
+    **dict.fromkeys(("asynchronous", "staleness"), "async.max_staleness"),
     **dict.fromkeys(("turns", "multi_turn", "max_tool_calls"), "rollout.max_turns"),
     **dict.fromkeys(("quantization", "fp8"), QUANTIZED),
     "qlora": "lora.quantize",

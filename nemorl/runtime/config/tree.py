@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +39,20 @@ def from_dict(cls: type[Config], mapping: Mapping[str, Any]) -> Config:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain values, ready for YAML or JSON."""
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(config, dict_factory=_by_key)
+
+
+def _by_key(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {key_of(name): value for name, value in pairs}
+
+
+def key_of(name: str) -> str:
+    """Return the key of a field: a Python keyword has an underscore behind it there.
+
+    >>> key_of("async_"), key_of("max_staleness")
+    ('async', 'max_staleness')
+    """
+    return name.removesuffix("_")
 
 
 def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False) -> Config:
@@ -67,15 +80,16 @@ def _comments(config: Any, prefix: str = "") -> dict[str, str]:
     cls: Any = type(config)
     docs = field_docs(cls)
     for field, hint in fields_of(cls):
+        key = key_of(field.name)
         value, about = getattr(config, field.name), docs.get(field.name, "")
         literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]
         choices = [each for part in literals for each in typing.get_args(part)]
         if dataclasses.is_dataclass(value):
             about, several = inspect.getdoc(value) or "", len(variants(hint)) > 1
             choices = [*by_name(variants(hint))] if several else []
-            found |= _comments(value, f"{prefix}{field.name}.")
+            found |= _comments(value, f"{prefix}{key}.")
         one_of = f"One of {', '.join(map(str, choices))}." if len(choices) > 1 else ""
-        found[f"{prefix}{field.name}"] = f"{about} {one_of}".strip()
+        found[f"{prefix}{key}"] = f"{about} {one_of}".strip()
     return found
 
 
@@ -298,10 +312,11 @@ def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for field, hint in fields_of(cls):
+        key = prefix + key_of(field.name)
         if not variants(hint):
-            found[prefix + field.name] = hint
+            found[key] = hint
         for variant in variants(hint):
-            found |= leaves(variant, f"{prefix}{field.name}.")
+            found |= leaves(variant, f"{key}.")
     hidden = unused(cls)
     return {key: hint for key, hint in found.items() if key not in hidden}
 
@@ -316,10 +331,10 @@ def defaults(cls: type) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(cls):
         if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
+            found[key_of(field.name)] = field.default
         elif field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-            found[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+            found[key_of(field.name)] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return found
 
 
@@ -356,7 +371,8 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
             hint = by_name(section)[step]
         elif section:
             keys.append(step)
-            owner, hint = section[0], typing.get_type_hints(section[0]).get(step)
+            hints = {key_of(name): hint for name, hint in typing.get_type_hints(section[0]).items()}
+            owner, hint = section[0], hints.get(step)
     key = ".".join(keys)
     if kind == "unexpected_keyword_argument":
         return _unknown_key(cls, owner, key, value)
@@ -402,7 +418,7 @@ def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
 def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
     section, _, name = key.rpartition(".")
     prefix = f"{section}." if section else ""
-    names, keys = [field.name for field in dataclasses.fields(owner)], leaves(cls)
+    names, keys = [key_of(field.name) for field in dataclasses.fields(owner)], leaves(cls)
     same = [each for each in keys if each.rpartition(".")[2] == name]
     elsewhere = [each for each in same if not means_another(name, each)]
     if elsewhere:

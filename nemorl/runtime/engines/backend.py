@@ -77,6 +77,11 @@ class VLLMGenerationBackend:
         finally:
             release()
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
+        return not self._awake
+
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         requests = self._requests([prompt], params)
         return self._completions(requests, [await self._running.sample(*requests[0])])

@@ -1,6 +1,7 @@
 """An open run and its steps: what happens around the lines of a training loop."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from nemorl.data.stream import StreamedRows
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import segments_of
+from nemorl.rollout.conversation import Conversation, segments_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
@@ -28,6 +29,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
+from nemorl.runtime.run.groups import GroupStream
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
@@ -47,7 +49,7 @@ from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.errors import memory_advice
 from nemorl.runtime.store.files import NotWritten, check_writer
-from nemorl.runtime.store.state import LoopState, Run
+from nemorl.runtime.store.state import LoopState, OpenGroup, Run
 from nemorl.warn import warn
 
 Validate = Callable[[], tuple[dict[str, float], Samples]]
@@ -135,6 +137,8 @@ class OpenRun:
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
         """Rows of the orders, by name."""
+        self.synced: dict[int, int] = {}
+        """Finished steps when the generator last got a version of the weights, by version."""
         self.missed: set[int] = set()
         """Numbers of groups that were not sampled before the end of their step."""
         questions = any(row.get("answer") is not None for row in validation_rows)
@@ -147,6 +151,7 @@ class OpenRun:
         """The callbacks of the loop, once it begins."""
         self._models = Models(config.optimizer.schedule, self.num_updates)
         self._steps: Steps | None = None
+        self._streams: list[GroupStream] = []
         self._over = self._awake = False
 
     @property
@@ -279,10 +284,54 @@ class OpenRun:
         self.num_steps, self._steps = last_step, Steps(self, last_step, validate)
         return self._steps
 
+    def groups(
+        self,
+        prompts: "PromptStream",
+        environment: Environment | None = None,
+        *,
+        count: int,
+        n: int = 1,
+        params: SamplingParams | None = None,
+    ) -> GroupStream:
+        """Return a stream of groups, `count` for each step: its `next()` gives the `n` responses
+        to each of the next prompts, sampled ahead with async.max_staleness of 1 or more.
+
+        environment, params: as of `Step.sample`. Raises: ValueError for an engine that can't change
+        weights as async.in_flight says.
+        """
+        self._open()
+        at_least(1, count=count, n=n)
+        environment, params = self.asked(environment, params)
+        stream = GroupStream(self, prompts, environment, count=count, n=n, params=params)
+        self._streams.append(stream)
+        return stream
+
+    def asked(
+        self, environment: Environment | None, params: SamplingParams | None
+    ) -> tuple[Environment, SamplingParams]:
+        """Return what responses are sampled with: the run's own where nothing is given."""
+        environment = environment or self.environment
+        if environment is None:
+            raise ValueError(
+                "environment must judge the responses, but there is none: pass one, or give"
+                " open_run a config with a reward"
+            )
+        return environment, params or self.config.generation.sampling_params()
+
+    @property
+    def step(self) -> "Step":
+        """The present step. Raises RuntimeError outside of the loop over `steps`."""
+        if self._steps is None or self._steps.step is None:
+            raise RuntimeError("there is no step now: use it in the loop over run.steps(…)")
+        return self._steps.step
+
     @contextmanager
     def sampling(self) -> Iterator[GenerationBackend]:
         """Have the generator awake with the trainer's present weights in the block, and asleep
         after it: the trainer needs its memory. May be nested.
+
+        What is sampled ahead (`groups`) goes on inside of the block, and after it in an engine that
+        does not sleep.
         """
         generator, nested = self.generator, self._awake
         step = None if self._steps is None else self._steps.step
@@ -291,8 +340,13 @@ class OpenRun:
                 shared = self._live().shares_weights
                 self._maker.make_room(self, [self.trainer], keep_weights=shared)
                 self._maker.make_room(self, self._models.all)
+                if not shared:
+                    generator.wake()
+            changed = self._update(generator)
+            if not nested and shared:  # no token comes from new weights under an old version
                 generator.wake()
-            sync_weights(self.trainer, generator)
+            for stream in self._streams if changed or not nested else ():
+                stream.after_update(changed=changed)
         self._awake = True
         try:
             yield generator
@@ -300,7 +354,19 @@ class OpenRun:
             check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
             if not nested:
+                for stream in self._streams if getattr(generator, "sleeps", True) else ():
+                    stream.pause()
                 generator.sleep()
+
+    def _update(self, generator: GenerationBackend) -> bool:
+        """Give the generator the trainer's weights, and return whether they changed."""
+        changed = generator.policy_version != self.trainer.step
+        for stream in self._streams if changed else ():
+            stream.before_update()
+        keeps = not self._streams or self.config.async_.in_flight != "wait"
+        sync_weights(self.trainer, generator, in_flight="keep" if keeps else "wait")
+        self.synced[self.trainer.step] = self.state.step
+        return changed
 
     @property
     def view(self) -> Run:
@@ -319,6 +385,12 @@ class OpenRun:
         if self._steps is not None:
             self._steps.finish()
 
+    def end_step(self) -> None:
+        """Advance the state by the present step."""
+        self.state = self.taken = self.taken.advance()
+        for stream in self._streams:
+            stream.end_step()
+
     def fail(self, error: BaseException) -> BaseException:
         """Tell the callbacks of an error, and return the one to raise: a signal that waited comes
         first.
@@ -334,6 +406,8 @@ class OpenRun:
 
     def close(self) -> None:
         self._over = True
+        for stream in self._streams:
+            stream.close()
 
     def _open(self) -> None:
         check_writer(self.directory)
@@ -414,6 +488,18 @@ class PromptStream:
         run._live()
         step = run.state.step + 1 + ahead
         run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=step)
+        return self._of(groups)
+
+    def ahead(self, count: int) -> Prompts:
+        """Return the next `count` prompts to sample for a step that is not known yet: they are open
+        until a step trains on them (`GroupStream`).
+        """
+        run, rows = self.rows.run, self.rows
+        run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=None)
+        return self._of(groups)
+
+    def _of(self, groups: Sequence[OpenGroup]) -> Prompts:
+        rows = self.rows
         last = max(group.row for group in groups)
         fits = f"must have the rows of the groups that are open, up to number {last + 1}"
         remedy = "resume with the data of that run"
@@ -433,7 +519,7 @@ class Step:
         self.samples: Samples = []
         self._logged: dict[str, Metric | float] = {}
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
-        self._tokens = 0
+        self._tokens, self._ages = 0, Counter[int]()
         self._before, self._updates = run.taken, run.view.updates
         if (generator := run._live().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
@@ -462,13 +548,7 @@ class Step:
                 f" group {min(missed)} was taken for an earlier one, and a resumed run would lose"
                 " it: take prompts for the next step by prompts.next(count, ahead=1)"
             )
-        environment = environment or self.run.environment
-        if environment is None:
-            raise ValueError(
-                "environment must judge the responses, but there is none: pass one, or give"
-                " open_run a config with a reward"
-            )
-        params = params or self.run.config.generation.sampling_params()
+        environment, params = self.run.asked(environment, params)
         taken, groups = self.run.taken.sample(prompts.groups, len(prompts))
         with self.run.sampling() as generator, self.timed("generate"):
             found = collect(
@@ -479,9 +559,31 @@ class Step:
                 seed=taken.seed,
             )
         self.run.taken = taken
-        ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
-        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
+        self.count(found.conversations)
         return found
+
+    def count(self, conversations: Iterable[Conversation]) -> None:
+        """Add to the step's tokens_per_second."""
+        ends = [part[-1] for each in conversations for part in segments_of(each.turns)]
+        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
+
+    def aged(self, conversations: Iterable[Conversation], *, most: int) -> None:
+        """Add to the metrics of staleness: how many steps older the weights are that sampled a
+        token than the ones that this step trains.
+
+        Raises: RuntimeError for a token that is older than `most`.
+        """
+        for each in conversations:
+            for turn in each.turns:
+                for version, number in Counter(turn.completion.policy_versions).items():
+                    self._ages[self.number - 1 - self.run.synced[version]] += number
+        oldest = max(self._ages, default=0)
+        if oldest > most:
+            raise RuntimeError(
+                f"no token of step {self.number} may be older than {most} steps"
+                f" (async.max_staleness), but one is {oldest} steps old: resume the run from its"
+                " last checkpoint, and report this"
+            )
 
     def log(
         self,
@@ -534,6 +636,11 @@ class Step:
         numbers = {**self._logged, **read}  # in the order in which they were logged
         found = {name: float(value) for name, value in numbers.items()}  # type: ignore[arg-type]
         seconds = time.perf_counter() - self._begin
+        if total := self._ages.total():
+            mean = sum(age * number for age, number in self._ages.items()) / total
+            found |= {"staleness/mean": mean, "staleness/max": float(max(self._ages))}
+            shares = sorted(self._ages.items())
+            found |= {f"staleness/{age}": number / total for age, number in shares}
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
         tokens = self._tokens or found.get("num_tokens", 0.0)
         return beside({"seconds": seconds, **parts, "tokens_per_second": tokens / seconds}, found)
@@ -549,6 +656,7 @@ class Steps(Iterator[Step]):
         self._update, self._epoch = ExitStack(), -1
         self._validated = self._first = self._updates = 0
         self._metrics: dict[str, float] = {}
+        self._groups: dict[str, Any] = {}
 
     def __next__(self) -> Step:
         if not self.begun:
@@ -620,10 +728,8 @@ class Steps(Iterator[Step]):
             with self._update:
                 self._metrics = step.metrics()
                 self.step, whole = None, True
-                taken = self.run.taken
-                self.run.state = self.run.taken = taken.advance()
-                closed = set(taken.open_groups) - set(self.run.taken.open_groups)
-                self.run.missed |= {group.ordinal for group in closed if not group.sampled}
+                self._groups = self._noted_groups()
+                self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
                 answers = self._validation()
@@ -638,6 +744,19 @@ class Steps(Iterator[Step]):
                 self._call("on_epoch_begin", passed)
             self._call("on_epoch_end", passed, self._metrics)
 
+    def _noted_groups(self) -> dict[str, Any]:
+        """Return what became of the groups of the present step, for groups.jsonl."""
+        run, taken = self.run, self.run.taken
+        closed = taken.closing()
+        missed = tuple(group.ordinal for group in closed if not group.sampled)
+        run.missed |= {*missed}
+        ends = {group.ordinal for group in closed}
+        return {
+            "trained": [group.ordinal for group in closed if group.sampled],
+            "dropped": {**taken.dropped, **({"not sampled": missed} if missed else {})},
+            "open": [g.ordinal for g in taken.open_groups if g.ordinal not in ends],
+        }
+
     def _epoch_of(self, cursors: Mapping[str, int]) -> int:
         return cursors.get("train", 0) // self.run.num_rows.get("train", 1)
 
@@ -651,6 +770,8 @@ class Steps(Iterator[Step]):
     def _record(self, samples: Samples) -> None:
         step = self.run.state.step
         try:
+            if any(self._groups.values()):
+                RunDirectory(self.run.directory).append_groups(step, self._groups)
             if samples:
                 self._call("on_samples", step, samples)
         finally:  # the last hook of a step: a checkpoint covers all that was recorded before it

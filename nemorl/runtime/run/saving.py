@@ -214,7 +214,8 @@ class CheckpointCallback(Callback):
     def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
-        for file in (directory.metrics, directory.samples / f"step_{step}.jsonl"):
+        samples = directory.samples / f"step_{step}.jsonl"
+        for file in (directory.metrics, directory.groups, samples):
             if file.exists():
                 flush(file)
         publish = checkpoint.begin(

@@ -14,7 +14,12 @@ from nemorl.data.batch import Example, collate
 from nemorl.models.adapters import Adapters
 from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
 from nemorl.rollout.conversation import with_last
-from nemorl.rollout.generation import GenerationBackend, SamplingParams, WeightSource
+from nemorl.rollout.generation import (
+    GenerationBackend,
+    InFlight,
+    SamplingParams,
+    WeightSource,
+)
 from nemorl.rollout.rounds import blocking
 
 T = TypeVar("T")
@@ -121,7 +126,9 @@ def _held(lock: threading.RLock, method: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def sync_weights(trainer: Any, generator: GenerationBackend) -> None:
+def sync_weights(
+    trainer: Any, generator: GenerationBackend, *, in_flight: InFlight = "keep"
+) -> None:
     """Give the generator the trainer's newest weights, unless it has them already; their version,
     which completions carry, is the trainer's `step`. Blocks, also where an event loop runs, as in a
     notebook.
@@ -129,7 +136,7 @@ def sync_weights(trainer: Any, generator: GenerationBackend) -> None:
     Raises what the generator raises; then nothing can be generated until an update succeeds.
     """
     if generator.policy_version != trainer.step:
-        blocking(generator.update_weights(TrainerWeights(trainer)))
+        blocking(generator.update_weights(TrainerWeights(trainer), in_flight=in_flight))
 
 
 def check_agreement(

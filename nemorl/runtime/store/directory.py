@@ -4,6 +4,8 @@
                              the seal of the code that it names
     data.json                sequence lengths of the data sets
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
+    groups.jsonl             per line step, and numbers of groups: trained on, dropped (by reason)
+                             and open at its end
     samples/step_N.jsonl     a few responses of step N
     validation/step_N.jsonl  how each answer of the validation after step N was judged
     checkpoints/step_N/      see `checkpoint`
@@ -53,6 +55,7 @@ class RunDirectory:
         self.name = path.resolve().name
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.groups = path / "groups.jsonl"
         self.record = path / "run.json"
         self.log = path / "log.jsonl"
         self.data = path / "data.json"
@@ -175,6 +178,11 @@ class RunDirectory:
         """Return the lines of metrics.jsonl."""
         return read_lines(self.metrics, {"step": is_count, "time": is_time, "phase": is_phase})
 
+    def append_groups(self, step: int, groups: Mapping[str, Any]) -> None:
+        """Append a line to groups.jsonl."""
+        with writing("the numbers of the groups", self.groups):
+            append_lines(self.groups, [{"step": step, **groups}])
+
     def append_samples(
         self, step: int, samples: Iterable[Mapping[str, Any]], *, folder: str = "samples"
     ) -> None:
@@ -206,6 +214,10 @@ class RunDirectory:
         if self.metrics.exists():
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             write_atomically(self.metrics, "".join(lines), "the metrics")
+        if self.groups.exists():
+            groups = read_lines(self.groups, {"step": is_count})
+            text = "".join(json.dumps(line) + "\n" for line in groups if line["step"] <= step)
+            write_atomically(self.groups, text, "the numbers of the groups")
         for folder in ("samples", "validation"):
             for number, file in self.sample_files(folder).items():
                 if number > step:

@@ -25,8 +25,16 @@ class OpenGroup:
     row: int
     """Index of its row there."""
     step: int | None = None
-    """Step that trains on it; None: a resumed run has yet to take it again."""
+    """Step that trains on it. None: it is in flight, or, not `sampled`, a resumed run has yet to
+    take it again.
+    """
     sampled: bool = False
+    """Whether its responses were asked for."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a resumed run has yet to take it again."""
+        return self.step is None and not self.sampled
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class LoopState:
     """Groups numbered so far."""
     open_groups: tuple[OpenGroup, ...] = ()
     """Groups taken and not yet trained on, by number."""
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Groups that the present step takes and does not train on, by reason."""
     data: Sequence[Digest] = field(default_factory=list, repr=False)
     """Digests of the data sets to train and to validate on."""
 
@@ -69,18 +79,20 @@ class LoopState:
         return replace(self, cursors=cursors), order.take(cursor, count)
 
     def take_groups(
-        self, name: str, order: RowOrder | StreamedRows, count: int, *, step: int
+        self, name: str, order: RowOrder | StreamedRows, count: int, *, step: int | None
     ) -> tuple["LoopState", list[OpenGroup]]:
         """Return the state after the next `count` prompts of an order, and their groups, open until
-        `step` ends. Those that a resumed run has yet to take again come first.
+        `step` ends; None: sampled from now on, for a step that is not known yet (`assign`). Those
+        that a resumed run has yet to take again come first.
         """
-        waiting = [g for g in self.open_groups if g.stream == name and g.step is None][:count]
+        waiting = [g for g in self.open_groups if g.stream == name and g.waits][:count]
         state, rows = self.take(name, order, count - len(waiting))
         numbers = range(self.groups, self.groups + len(rows))
         new = [
             OpenGroup(ordinal=n, stream=name, row=row) for n, row in zip(numbers, rows, strict=True)
         ]
-        taken = [replace(group, step=step) for group in (*waiting, *new)]
+        sampled = step is None
+        taken = [replace(group, step=step, sampled=sampled) for group in (*waiting, *new)]
         return replace(state, groups=numbers.stop)._with(taken), taken
 
     def sample(self, groups: Sequence[int], count: int) -> tuple["LoopState", list[int]]:
@@ -96,15 +108,34 @@ class LoopState:
                 sampled.append(replace(fresh.pop(number), sampled=True))
                 found.append(number)
             else:
+                here = self.step + 1
+                own = OpenGroup(ordinal=next_number, stream="", row=-1, step=here, sampled=True)
+                sampled.append(own)
                 found.append(next_number)
                 next_number += 1
         return replace(self, groups=next_number)._with(sampled), found
 
+    def assign(self, groups: Sequence[int]) -> "LoopState":
+        """Return the state in which the present step trains on groups that were in flight."""
+        numbers, step = {*groups}, self.step + 1
+        return self._with([replace(g, step=step) for g in self.open_groups if g.ordinal in numbers])
+
+    def drop(self, groups: Sequence[int], reason: str) -> "LoopState":
+        """Return the state in which no step trains on groups."""
+        numbers = {*groups}
+        left = tuple(g for g in self.open_groups if g.ordinal not in numbers)
+        dropped = {**self.dropped, reason: (*self.dropped.get(reason, ()), *groups)}
+        return replace(self, open_groups=left, dropped=dropped)
+
+    def closing(self) -> list[OpenGroup]:
+        """Return the groups that the end of the present step closes."""
+        return [g for g in self.open_groups if g.step is not None and g.step <= self.step + 1]
+
     def advance(self) -> "LoopState":
         """Return the state after a step, which closes its groups."""
-        step = self.step + 1
-        still_open = [g for g in self.open_groups if g.step is None or g.step > step]
-        return replace(self, step=step, open_groups=tuple(still_open))
+        closed = {g.ordinal for g in self.closing()}
+        still_open = tuple(g for g in self.open_groups if g.ordinal not in closed)
+        return replace(self, step=self.step + 1, open_groups=still_open, dropped={})
 
     def _with(self, groups: Sequence[OpenGroup]) -> "LoopState":
         found = {group.ordinal: group for group in (*self.open_groups, *groups)}

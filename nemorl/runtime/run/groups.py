@@ -1,0 +1,182 @@
+"""Groups of responses for the steps of a run, sampled ahead of them (`OpenRun.groups`)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemorl.rollout.admission import (
+    Action,
+    Admission,
+    Begin,
+    Drop,
+    Dropped,
+    Event,
+    Finished,
+    Hand,
+    Trained,
+    Updated,
+    Wanted,
+    decide,
+)
+from nemorl.rollout.background import Background
+from nemorl.rollout.collect import Rollouts, as_rollouts
+from nemorl.rollout.conversation import Conversation
+from nemorl.rollout.environments import Environment
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
+from nemorl.runtime.config.asynchrony import AsyncConfig
+
+
+class GroupStream:
+    """Groups of responses in the order of their prompts, `count` for each step.
+
+    With async.max_staleness K of 1 or more they are sampled up to K steps ahead, while the trainer
+    steps: `next` waits only for what is not done. With 0, `next` samples them.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        prompts: Any,
+        environment: Environment,
+        *,
+        count: int,
+        n: int,
+        params: SamplingParams,
+    ) -> None:
+        """run, prompts: an `OpenRun` and a `PromptStream` of it."""
+        self.run, self.prompts, self.environment = run, prompts, environment
+        self.count, self.n, self.params = count, n, params
+        self.settings: AsyncConfig = run.config.async_
+        self._admission = Admission(staleness=self.settings.max_staleness, batch=count)
+        self._background: Background | None = None
+        self._prompts: dict[int, Prompts] = {}
+        """Prompts of open groups by their place in the stream, with their numbers in the run."""
+        self._found: dict[int, list[Conversation]] = {}
+        """Conversations of groups that are done, by place."""
+        self._handed: Sequence[int] | None = None
+
+    def next(self, count: int | None = None) -> Rollouts:
+        """Return the responses to the next `count` prompts (None: the stream's `count`), which the
+        present step trains on.
+
+        Raises: RuntimeError outside of a step; the exception of the first failed conversation where
+        most of them fail.
+        """
+        step, count = self.run.step, count or self.count
+        if self.settings.max_staleness:
+            groups, found = self._taken(count)
+        else:
+            prompts = self.prompts.next(count)
+            groups = prompts.groups
+            found = step.sample(prompts, self.environment, n=self.n, params=self.params)
+        step.aged(found.conversations, most=self.settings.max_staleness)
+        if failed := {*groups} - {*found.group_id.tolist()}:
+            self._drop(sorted(failed), "failed")
+        return found
+
+    def _taken(self, count: int) -> tuple[Sequence[int], Rollouts]:
+        """Wait for the next groups; return their numbers and what was sampled for them."""
+        step = self.run.step
+        with self.run.sampling(), step.timed("generate"):
+            self._feed(Wanted(count))
+            while self._handed is None:
+                assert self._background is not None
+                self._note(*self._background.next_ended())
+        places, self._handed = self._handed, None
+        groups = [self._prompts[place].groups[0] for place in places]
+        self.run.taken = self.run.taken.assign(groups)
+        talks = [each for place in places for each in self._found.pop(place)]
+        step.count(talks)
+        return groups, as_rollouts(talks, self.environment, self.params)
+
+    def drop(self, rollouts: Rollouts, reason: str) -> None:
+        """Count the groups of some responses as dropped: the step does not train on them. Others
+        may be taken in their place.
+
+        reason: a word, such as "uninformative".
+        """
+        self._drop(sorted({*rollouts.group_id.tolist()}), reason)
+
+    def _drop(self, groups: Sequence[int], reason: str) -> None:
+        self.run.taken = self.run.taken.drop(groups, reason)
+        if self._background is not None:
+            places = [p for p, each in self._prompts.items() if each.groups[0] in groups]
+            self._forget(places)
+            self._feed(Dropped(tuple(places)))
+
+    def before_update(self) -> None:
+        """Stop what is in flight, if it is drawn again."""
+        if self._background and self.settings.in_flight == "abort":
+            open_ones = [each.groups[0] for each in self._prompts.values()]
+            self._background.stop(open_ones)
+            for group, talks in self._background.ended():
+                self._note(group, talks)
+
+    def after_update(self, *, changed: bool) -> None:
+        """Begin what may begin with the weights that engines have now, and what was stopped."""
+        if not self.settings.max_staleness:
+            return
+        state = replace(self._admission, step=self.run.state.step, last=self.run.num_steps)
+        self._admission = state
+        if self._background is None:
+            self._background = Background(
+                self.run.generator,
+                self.environment,
+                replace(self.params, n=self.n),
+                seed=self.run.state.seed,
+            )
+        self._background.resume()
+        self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
+
+    def pause(self) -> None:
+        """Have new requests wait while the engine sleeps."""
+        if self._background is not None:
+            self._background.pause()
+
+    def end_step(self) -> None:
+        """Note that the present step has trained on what it took."""
+        if self._background is not None:
+            self._forget([group.number for group in self._admission.open if group.handed])
+            self._feed(Trained())
+
+    def close(self) -> None:
+        """End what is in flight."""
+        if self._background is not None:
+            self._background.close()
+
+    def _note(self, group: int, talks: list[Conversation]) -> None:
+        """Take in a group that has ended, unless it was dropped meanwhile."""
+        for place, prompts in self._prompts.items():
+            if prompts.groups[0] == group and place not in self._found:
+                self._found[place] = talks
+                self._feed(Finished(place))
+                return
+
+    def _feed(self, event: Event) -> None:
+        self._admission, actions = decide(self._admission, event)
+        self._act(actions)
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        assert self._background is not None
+        begun = [action.number for action in actions if isinstance(action, Begin)]
+        new = [place for place in begun if place not in self._prompts]
+        if new:
+            prompts = self.prompts.ahead(len(new))
+            self._prompts |= {place: prompts.take([i]) for i, place in enumerate(new)}
+        for action in actions:
+            match action:
+                case Drop(number, reason):
+                    group = self._prompts[number].groups[0]
+                    self._background.stop([group])
+                    self.run.taken = self.run.taken.drop([group], reason)
+                    self._forget([number])
+                case Hand(numbers):
+                    self._handed = numbers
+        if begun:
+            self._background.begin([self._prompts[place] for place in begun])
+
+    def _forget(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._prompts.pop(place, None)
+            self._found.pop(place, None)

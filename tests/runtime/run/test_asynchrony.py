@@ -1,0 +1,198 @@
+"""Runs that sample ahead: the same prompts in the same steps, nothing too old, lost or doubled."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.losses import policy
+from nemorl.losses.advantages import advantages, to_tokens
+from nemorl.losses.masks import token_mean_weights
+from nemorl.rollout.collect import to_token_batch
+from tests.runtime.runs import (
+    addition_rows,
+    digits,
+    grpo_config,
+    numbers,
+    of_phase,
+    start,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+LOSS = nemorl.policy_loss(policy.clipped, off_policy={})
+
+
+def ahead(folder: Path, staleness: int, **options: Any) -> Any:
+    """A configuration that samples ahead."""
+    section = {name: options.pop(name) for name in ("in_flight", "replay") if name in options}
+    chosen = nemorl.AsyncConfig(max_staleness=staleness, **section)
+    return grpo_config(folder, async_=chosen, **options)
+
+
+def lines(folder: Path, name: str = "groups.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def prove(folder: Path, steps: int, count: int = 6) -> None:
+    """Each group was taken once, in order, and each step has as many as it asked for."""
+    found = lines(folder)
+    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    trained = [number for line in found for number in line["trained"]]
+    dropped = [n for line in found for each in line["dropped"].values() for n in each]
+    taken = Counter([*trained, *dropped, *found[-1]["open"]])
+    assert taken == Counter(range(len(taken)))
+    assert {len(line["trained"]) for line in found} == {count}
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
+    staleness: int, in_flight: str, tmp_path: Path
+):
+    steps = 6
+    start(grpo_config(tmp_path / "straight", steps=steps))
+    found = start(ahead(tmp_path / "ahead", staleness, in_flight=in_flight, steps=steps))
+    straight = [line["trained"] for line in lines(tmp_path / "straight")]
+    assert [line["trained"] for line in lines(tmp_path / "ahead")] == straight
+    prove(tmp_path / "ahead", steps)
+    oldest = [line["staleness/max"] for line in of_phase(found, "train")]
+    assert oldest == [min(step, staleness) for step in range(steps)]
+    shares = [
+        sum(line[key] for key in line if key.removeprefix("staleness/").isdigit())
+        for line in of_phase(found, "train")
+    ]
+    assert shares == pytest.approx([1.0] * steps)
+
+
+def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
+    """Bit for bit: a loop over `run.groups`, and one over `step.sample`."""
+    for name in ("groups", "sample"):
+        with nemorl.open_run(
+            grpo_config(tmp_path / name, steps=4),
+            model=tiny_model(scale=2.0),
+            tokenizer=tiny_tokenizer(),
+            train=addition_rows(),
+            reward=digits,
+        ) as run:
+            prompts = run.prompts()
+            groups = run.groups(prompts, count=6, n=4)
+            for step in run.steps(4):
+                found = groups.next() if name == "groups" else step.sample(prompts.next(6), n=4)
+                learn(run, step, found)
+    history = [
+        [
+            {key: value for key, value in numbers(line).items() if "staleness" not in key}
+            for line in lines(tmp_path / name, "metrics.jsonl")
+        ]
+        for name in ("groups", "sample")
+    ]
+    assert history[0] == history[1]
+    samples = [
+        (tmp_path / name / "samples/step_4.jsonl").read_text() for name in ("groups", "sample")
+    ]
+    assert samples[0] == samples[1]
+
+
+def learn(run: Any, step: Any, found: Any) -> None:
+    batch = to_token_batch(found)
+    better = to_tokens(advantages(found.rewards, found.group_id), batch.loss_mask)
+    weights = token_mean_weights(batch.loss_mask)
+    batch = replace(batch, advantages=better, loss_weights=weights)
+    step.log(run.trainer.train_step(batch, LOSS), samples=found)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_dynamic_sampling_draws_as_many_as_it_drops(staleness: int, tmp_path: Path):
+    config = ahead(tmp_path, staleness, steps=5, dynamic_sampling=True, max_sampling_rounds=60)
+
+    def sometimes(prompt: str, response: str) -> float:
+        return float(response[:1].isdigit()) if prompt[0] in "246" else 0.0
+
+    found = start(config, reward=sometimes)
+    rejected = [n for line in lines(tmp_path) for n in line["dropped"].get("uninformative", [])]
+    assert len(rejected) > 5
+    prove(tmp_path, 5)
+    assert max(line["staleness/max"] for line in of_phase(found, "train")) <= staleness
+
+
+def test_conversations_that_fail_leave_their_groups(tmp_path: Path):
+    """A group of which all fail is dropped by name; others have fewer members."""
+
+    def fails(prompt: str, response: str) -> float:
+        if prompt.startswith("3") or response.startswith("1"):
+            raise nemorl.ConversationFailed("no")
+        return digits(prompt, response)
+
+    found = start(ahead(tmp_path, 2, steps=6), reward=fails)
+    groups = lines(tmp_path)
+    failed = [n for line in groups for n in line["dropped"].get("failed", [])]
+    trained = [n for line in groups for n in line["trained"]]
+    assert failed and sorted([*failed, *trained]) == list(range(36))
+    assert any(line["failed_fraction"] > 0 for line in of_phase(found, "train"))
+
+
+def test_an_engine_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from nemorl.rollout.torch_backend import TorchGenerationBackend
+
+    draw, passes = TorchGenerationBackend._draw, []
+
+    def broken(self: Any, work: Any) -> torch.Tensor:
+        passes.append(1)
+        if len(passes) > 30:
+            raise FloatingPointError("the logits are not finite")
+        return draw(self, work)
+
+    monkeypatch.setattr(TorchGenerationBackend, "_draw", broken)
+    with pytest.raises(FloatingPointError, match="the logits are not finite"):
+        start(ahead(tmp_path, 2, steps=30))
+
+
+def test_tokens_carry_the_version_that_sampled_them(tmp_path: Path):
+    """With `keep` long responses go on with new weights, and each token has its own version."""
+    versions = list[tuple[int, ...]]()
+
+    with nemorl.open_run(
+        ahead(
+            tmp_path,
+            2,
+            steps=6,
+            generation=nemorl.GenerationConfig(max_new_tokens=20, max_batch_size=8),
+        ),
+        model=tiny_model(scale=2.0),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as run:
+        groups = run.groups(run.prompts(), count=6, n=4)
+        for step in run.steps(6):
+            found = groups.next()
+            for each in found.completions:
+                assert list(each.policy_versions) == sorted(each.policy_versions)
+                versions.append(each.policy_versions)
+            learn(run, step, found)
+    assert any(len(set(each)) > 1 for each in versions)
+
+
+def test_refusals(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"async.max_staleness must be below max_num_steps \(4\)"):
+        ahead(tmp_path, 4)
+    with pytest.raises(ValueError, match="in_flight must be keep or abort with gen"):
+        ahead(tmp_path, 1, in_flight="wait")
+    with pytest.raises(ValueError, match=r"in_flight is for async.max_staleness of 1"):
+        nemorl.AsyncConfig(in_flight="abort")
+    with (
+        nemorl.open_run(
+            grpo_config(tmp_path),
+            model=tiny_model(),
+            tokenizer=tiny_tokenizer(),
+            train=addition_rows(),
+            reward=digits,
+        ) as run,
+        pytest.raises(RuntimeError, match="there is no step now"),
+    ):
+        run.groups(run.prompts(), count=2).next()

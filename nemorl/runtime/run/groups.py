@@ -87,6 +87,10 @@ class GroupStream:
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)
         talks = [each for place in places for each in self._found.pop(place)]
+        begun = {group.number: group.begun for group in self._admission.open}
+        self.run.schedule.note(
+            talks, {group: begun[place] for group, place in zip(groups, places, strict=True)}
+        )
         step.count(talks)
         return groups, as_rollouts(talks, self.environment, self.params)
 

@@ -44,6 +44,7 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
+from nemorl.runtime.run.schedule import ScheduleFile
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.store.directory import RunDirectory
@@ -152,6 +153,10 @@ class OpenRun:
         self._models = Models(config.optimizer.schedule, self.num_updates)
         self._steps: Steps | None = None
         self._streams: list[GroupStream] = []
+        self.schedule: ScheduleFile | None = None
+        """Of a run that samples ahead."""
+        if hasattr(config, "async_") and config.async_.max_staleness:
+            self.schedule = ScheduleFile(config, RunDirectory(directory))
         self._over = self._awake = False
 
     @property
@@ -354,6 +359,8 @@ class OpenRun:
             check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
             if not nested:
+                if self.schedule is not None:
+                    self.schedule.wait()
                 for stream in self._streams if getattr(generator, "sleeps", True) else ():
                     stream.pause()
                 generator.sleep()
@@ -388,6 +395,8 @@ class OpenRun:
     def end_step(self) -> None:
         """Advance the state by the present step."""
         self.state = self.taken = self.taken.advance()
+        if self.schedule is not None:
+            self.schedule.end_step(self.state.step, self.trainer.step)
         for stream in self._streams:
             stream.end_step()
 
@@ -420,6 +429,8 @@ class OpenRun:
             self._maker.make_room(self, self._models.frozen.values())  # an engine may start
             self.live = self._maker.parts(self)
             self.state = self.taken = self.live.state
+            if self.schedule is not None and self.live.generator is not None:
+                self.schedule.attach(self.live.generator)
         return self.live
 
 

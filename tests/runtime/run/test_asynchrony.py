@@ -1,6 +1,8 @@
 """Runs that sample ahead: the same prompts in the same steps, nothing too old, lost or doubled."""
 
+import asyncio
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from nemorl.losses import policy
 from nemorl.losses.advantages import advantages, to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
+from nemorl.rollout.environments.classes import ClassEnvironment
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -196,3 +199,54 @@ def test_refusals(tmp_path: Path):
         pytest.raises(RuntimeError, match="there is no step now"),
     ):
         run.groups(run.prompts(), count=2).next()
+
+
+async def waits(prompt: str, response: str) -> float:
+    """A reward that takes a time of its own, which no seed decides."""
+    await asyncio.sleep(random.SystemRandom().random() / 50)
+    return digits(prompt, response)
+
+
+class Talk:
+    """An environment of several turns, each after a time of its own."""
+
+    max_turns = 3
+
+    async def step(self, response: str) -> nemorl.TurnResult:
+        await asyncio.sleep(random.SystemRandom().random() / 50)
+        done = response[:1] in "0123"
+        return nemorl.TurnResult(observation="go on", reward=digits("", response), done=done)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+def test_a_recorded_schedule_is_repeated_bit_for_bit(in_flight: str, tmp_path: Path):
+    """Though turns and rewards take times that no seed decides."""
+    options: dict[str, Any] = {
+        "in_flight": in_flight,
+        "steps": 6,
+        "generation": nemorl.GenerationConfig(max_new_tokens=6, max_batch_size=8),
+        "data": nemorl.DataConfig(max_total_sequence_length=60),
+        "run": {"val_period": 2},
+    }
+    given: dict[str, Any] = {"validation": addition_rows(7)}
+    for name, more in (("first", {}), ("other", {}), ("replay", {"replay": True})):
+        if more:
+            more = {"replay": str(tmp_path / "first" / "schedule.jsonl")}
+        config = ahead(tmp_path / name, 2, **options, **more)
+        nemorl.run(
+            config,
+            model=tiny_model(scale=2.0),
+            tokenizer=tiny_tokenizer(),
+            train=addition_rows(),
+            environment=ClassEnvironment(Talk),
+            **given,
+        )
+    first, other, replay = (
+        list(map(numbers, lines(tmp_path / name, "metrics.jsonl")))
+        for name in ("first", "other", "replay")
+    )
+    assert replay == first and other != first
+    files = [tmp_path / name / "samples/step_6.jsonl" for name in ("first", "replay")]
+    assert files[0].read_text() == files[1].read_text()
+    schedules = [tmp_path / name / "schedule.jsonl" for name in ("first", "replay")]
+    assert schedules[0].read_text() == schedules[1].read_text()

@@ -213,7 +213,9 @@ class GapConfig:
     """
 
     warn: float | None = 1.05
-    """Gap from which to warn, and again whenever its excess over 1 has doubled. None: never."""
+    """Gap from which to warn, and again whenever its excess over 1 has doubled. None: never. Steps
+    that train on tokens of older weights (async.max_staleness) are not warned of.
+    """
     stop: float | None = None
     """Gap that ends the run with an error. None: never."""
 
@@ -330,22 +332,7 @@ class GRPOConfig(BaseConfig):
             self.off_policy.mode,
             "give it one, and multiply the terms by it",
         )
-        require(
-            self.async_.max_staleness < self.max_num_steps or not self.async_.max_staleness,
-            "async.max_staleness",
-            f"must be below max_num_steps ({self.max_num_steps}): no more steps are sampled ahead",
-            self.async_.max_staleness,
-            "1 to 4 is usual",
-        )
-        traits = self.generation.traits
-        require(
-            self.async_.in_flight != "wait" or not (traits.embedded or traits.shares_model),
-            "async.in_flight",
-            f"must be keep or abort with generation.backend {self.generation.backend}, which"
-            " samples with the trainer's own weights: the old ones are gone",
-            "wait",
-            "use keep, or --generation.backend vllm",
-        )
+        self._check_async()
         responses = self.num_prompts_per_step * self.num_generations_per_prompt
         require(
             responses % (self.train_global_batch_size or 1) == 0,
@@ -361,6 +348,24 @@ class GRPOConfig(BaseConfig):
             "must be above 0 for training",
             self.generation.temperature,
             "1.0 is usual",
+        )
+
+    def _check_async(self) -> None:
+        require(
+            self.async_.max_staleness < self.max_num_steps or not self.async_.max_staleness,
+            "async.max_staleness",
+            f"must be below max_num_steps ({self.max_num_steps}): no more steps are sampled ahead",
+            self.async_.max_staleness,
+            "1 to 4 is usual",
+        )
+        traits = self.generation.traits
+        require(
+            self.async_.in_flight != "wait" or not (traits.embedded or traits.shares_model),
+            "async.in_flight",
+            f"must be keep or abort with generation.backend {self.generation.backend}, which"
+            " samples with the trainer's own weights: the old ones are gone",
+            "wait",
+            "use keep, or --generation.backend vllm",
         )
 
     @property

@@ -36,6 +36,7 @@ class ScheduleFile:
 
     def __init__(self, config: Any, directory: RunDirectory) -> None:
         self.directory, self.path = directory, config.async_.replay
+        self._counts = config.generation.traits.repeats
         settings = flat(to_dict(config)).items()
         self.settings = {
             name: value
@@ -51,11 +52,11 @@ class ScheduleFile:
 
     def attach(self, generator: GenerationBackend) -> None:
         """Have the engine's passes recorded, or repeated."""
-        if not hasattr(generator, "schedule"):
+        if not self._counts:
             return
         moments = [_moment(each) for line in self._repeats for each in line["engine"]]
         self._engine = Replay(moments) if self.path else Schedule(records=True)
-        generator.schedule = self._engine
+        generator.schedule = self._engine  # type: ignore[attr-defined]
 
     def wait(self) -> None:
         """Wait until the engine may fall asleep."""
@@ -102,7 +103,7 @@ class ScheduleFile:
         once = "must be of a run that was not resumed: what was in flight then was drawn again"
         require(len(headers) == 1, what, once, self.path, "name that of another run")
         require(
-            config.generation.backend == "torch",
+            self._counts,
             "generation.backend",
             "must be torch with async.replay, which repeats the passes of the embedded engine",
             config.generation.backend,

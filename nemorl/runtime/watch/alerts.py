@@ -48,7 +48,8 @@ class SignalWatch(Callback):
 
 class GapWatch(Callback):
     """Warn where sampler and trainer disagree, and end the run with a FloatingPointError where they
-    disagree too much (see `GapConfig`). It comes after the checkpoints, so that it can name the
+    disagree too much (see `GapConfig`). Steps that train on tokens of older weights are not warned
+    of. It comes after the checkpoints, so that it can name the
     newest one from before.
     """
 
@@ -78,6 +79,8 @@ class GapWatch(Callback):
         if self.config.stop is not None and not value <= self.config.stop:
             self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")
             raise self.error
+        if metrics.get("staleness/max") and value < math.inf:
+            return  # older weights are another distribution: that is no fault of the sampler
         if self.next_warning is not None and not value <= self.next_warning:
             self.next_warning = 1 + 2 * (value - 1) if value < math.inf else None
             remedy = "off_policy.mode truncate corrects for what can't be avoided."

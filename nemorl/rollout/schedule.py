@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nemorl.rollout.scheduler import Request
 
-STUCK_S = 600.0
+STUCK_S = 300.0
 """Seconds after which a request that does not come ends a replay."""
 
 
@@ -83,7 +83,7 @@ class Replay(Schedule):
         moment = self._next
         if moment is None or moment.passes > self.passes:
             return []
-        if isinstance(moment, Slept) or not all(self._came[seed] for seed in moment.seeds):
+        if isinstance(moment, Slept) or not all(map(self._waits, moment.seeds)):
             return None
         self._ahead.popleft()
         return super().arrived([self._came[seed].popleft() for seed in moment.seeds])
@@ -104,6 +104,13 @@ class Replay(Schedule):
         if self._ahead:
             self._ahead.popleft()
         super().slept()
+
+    def _waits(self, seed: int) -> bool:
+        """Return whether a request of this seed waits; ones that were given up are forgotten."""
+        came = self._came[seed]
+        while came and came[0].future.done():
+            came.popleft()
+        return bool(came)
 
     @property
     def _next(self) -> Moment | None:

@@ -47,7 +47,7 @@ class GroupStream:
         """run, prompts: an `OpenRun` and a `PromptStream` of it."""
         self.run, self.prompts, self.environment = run, prompts, environment
         self.count, self.n, self.params = count, n, params
-        self.settings: AsyncConfig = run.config.async_
+        self.settings: AsyncConfig = getattr(run.config, "async_", AsyncConfig())
         self._admission = Admission(staleness=self.settings.max_staleness, batch=count)
         self._background: Background | None = None
         self._prompts: dict[int, Prompts] = {}
@@ -111,11 +111,20 @@ class GroupStream:
 
     def before_update(self) -> None:
         """Stop what is in flight, if it is drawn again."""
-        if self._background and self.settings.in_flight == "abort":
-            open_ones = [each.groups[0] for each in self._prompts.values()]
-            self._background.stop(open_ones)
-            for group, talks in self._background.ended():
-                self._note(group, talks)
+        if self._background is None or self.settings.in_flight != "abort":
+            return
+        expected = self.run.schedule.expected_again
+        while expected is not None and {*self._in_flight()} - {*expected}:
+            self._note(*self._background.next_ended())
+        self._background.stop([*self._in_flight()])
+        for group, talks in self._background.ended():
+            self._note(group, talks)
+        self.run.schedule.note_again([*self._in_flight()])
+
+    def _in_flight(self) -> dict[int, int]:
+        """Return the places of the groups that are not done, by number."""
+        open_ones = [group.number for group in self._admission.open if not group.done]
+        return {self._prompts[place].groups[0]: place for place in open_ones}
 
     def after_update(self, *, changed: bool) -> None:
         """Begin what may begin with the weights that engines have now, and what was stopped."""
@@ -150,12 +159,15 @@ class GroupStream:
             self._background.close()
 
     def _note(self, group: int, talks: list[Conversation]) -> None:
-        """Take in a group that has ended, unless it was dropped meanwhile."""
-        for place, prompts in self._prompts.items():
-            if prompts.groups[0] == group and place not in self._found:
-                self._found[place] = talks
-                self._feed(Finished(place))
-                return
+        """Take in a group that has ended, unless it was dropped meanwhile, or is drawn again in the
+        run that this one repeats.
+        """
+        if group in (self.run.schedule.expected_again or ()):
+            return
+        place = self._in_flight().get(group)
+        if place is not None:
+            self._found[place] = talks
+            self._feed(Finished(place))
 
     def _feed(self, event: Event) -> None:
         self._admission, actions = decide(self._admission, event)

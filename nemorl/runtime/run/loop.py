@@ -301,8 +301,7 @@ class OpenRun:
         """Return a stream of groups, `count` for each step: its `next()` gives the `n` responses
         to each of the next prompts, sampled ahead with async.max_staleness of 1 or more.
 
-        environment, params: as of `Step.sample`. Raises: ValueError for an engine that can't change
-        weights as async.in_flight says.
+        environment, params: as of `Step.sample`.
         """
         self._open()
         at_least(1, count=count, n=n)
@@ -587,6 +586,12 @@ class Step:
         for each in conversations:
             for turn in each.turns:
                 for version, number in Counter(turn.completion.policy_versions).items():
+                    if version not in self.run.synced:
+                        raise RuntimeError(
+                            f"tokens must carry a version of the trainer's weights, but the engine"
+                            f" gave {version}: completions have policy_versions of the last"
+                            " update_weights"
+                        )
                     self._ages[self.number - 1 - self.run.synced[version]] += number
         oldest = max(self._ages, default=0)
         if oldest > most:

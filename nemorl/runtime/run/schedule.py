@@ -5,10 +5,13 @@ Its first line has the settings. Then there is a line per step:
     step, version    the step, and the version of the weights that it began with
     groups           per group: group, begun (steps behind the weights that it began with), and
                      spans: per conversation [version, tokens] in the order of its tokens
+    again            with async.in_flight abort, per update of the weights: the groups that were
+                     drawn again
     engine           of the embedded engine [passes, seeds] and [passes]: before which pass it took
                      requests, and fell asleep (`nemorl.rollout.schedule`)
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -47,6 +50,8 @@ class ScheduleFile:
         self._repeats: list[dict[str, Any]] = []
         self._engine: Schedule | None = None
         self._begun = False
+        self._again = list[list[int]]()
+        self._expected = deque[list[int]]()
         if self.path is not None:
             self._read(config)
 
@@ -69,12 +74,25 @@ class ScheduleFile:
             spans = [_spans(each) for each in members]
             self._groups.append({"group": group, "begun": begun[group], "spans": spans})
 
+    @property
+    def expected_again(self) -> Sequence[int] | None:
+        """The groups that the next update of a replay draws again; None: the ones in flight."""
+        return self._expected[0] if self._expected else None
+
+    def note_again(self, groups: Sequence[int]) -> None:
+        """Note the groups that an update draws again."""
+        self._again.append(list(groups))
+        if self._expected:
+            self._expected.popleft()
+
     def end_step(self, step: int, version: int) -> None:
         """Write the line of a step.
 
         Raises: RuntimeError where a replay differs from what it repeats.
         """
         line: dict[str, Any] = {"step": step, "version": version, "groups": self._groups}
+        if self._again:
+            line["again"], self._again = self._again, []
         if self._engine is not None:
             line["engine"] = [_written(each) for each in self._engine.moments]
             self._engine.moments = []
@@ -100,6 +118,8 @@ class ScheduleFile:
         lines = read_lines(path)
         headers = [line for line in lines if "settings" in line]
         require(len(headers) > 0 and lines[0] == headers[0], what, fits, self.path, remedy)
+        fits = "must be false with async.replay: a run is repeated from its beginning"
+        require(not config.run.resume, "run.resume", fits, config.run.resume, "remove one")
         once = "must be of a run that was not resumed: what was in flight then was drawn again"
         require(len(headers) == 1, what, once, self.path, "name that of another run")
         require(
@@ -109,8 +129,6 @@ class ScheduleFile:
             config.generation.backend,
             "remove async.replay: versions and spans of each token are in the file",
         )
-        fits, remedy = "must be false with async.replay: a run is repeated from its begin", "remove"
-        require(not config.run.resume, "run.resume", fits, config.run.resume, f"{remedy} one")
         theirs = headers[0]["settings"]
         for name in sorted({*theirs, *self.settings}):
             ours = _plain(self.settings.get(name))
@@ -122,6 +140,7 @@ class ScheduleFile:
                 "set it, or replay another run",
             )
         self._repeats = [line for line in lines if "settings" not in line]
+        self._expected.extend(each for line in self._repeats for each in line.get("again", ()))
 
 
 def _plain(value: Any) -> Any:

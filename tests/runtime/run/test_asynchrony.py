@@ -17,6 +17,7 @@ from nemorl.losses.advantages import advantages, to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.environments.classes import ClassEnvironment
+from tests.examples import EXAMPLES, load_example, visiting
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -26,6 +27,12 @@ from tests.runtime.runs import (
     start,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def not_stuck_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemorl.rollout.schedule.STUCK_S", 30.0)
+
 
 LOSS = nemorl.policy_loss(policy.clipped, off_policy={})
 
@@ -99,6 +106,25 @@ def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
         (tmp_path / name / "samples/step_4.jsonl").read_text() for name in ("groups", "sample")
     ]
     assert samples[0] == samples[1]
+
+
+def test_the_example_is_the_synchronous_one_but_for_two_lines(tmp_path: Path):
+    def body(name: str) -> list[str]:
+        text = (EXAMPLES / f"{name}.py").read_text()
+        return text[text.index("def main") : text.index("    return run.result")].splitlines()
+
+    ours, theirs = body("async_loop"), body("grpo_loop")
+    changed = [line for line in ours if line not in theirs]
+    assert [line for line in changed if "  # " in line] == changed[-2:]
+    assert len((EXAMPLES / "async_loop.py").read_text().splitlines()) <= 60
+    with visiting():
+        flags = load_example("grpo_loop").demonstration(
+            tmp_path, "--async.max-staleness=2", "--max-num-steps=4", "--run.display=none"
+        )
+        example = load_example("async_loop")
+        found = example.main(nemorl.cli(nemorl.GRPOConfig, flags))
+    assert of_phase(found, "train")[-1]["staleness/max"] == 2
+    prove(tmp_path / "run", 4, count=9)
 
 
 def learn(run: Any, step: Any, found: Any) -> None:
@@ -250,3 +276,53 @@ def test_a_recorded_schedule_is_repeated_bit_for_bit(in_flight: str, tmp_path: P
     assert files[0].read_text() == files[1].read_text()
     schedules = [tmp_path / name / "schedule.jsonl" for name in ("first", "replay")]
     assert schedules[0].read_text() == schedules[1].read_text()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    start(ahead(folder, 1, steps=3))
+    return folder / "schedule.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"steps": 4}, r"max_num_steps must be 3, as in the run of async.replay, but it is 4"),
+        ({"staleness": 2}, r"async.max_staleness must be 1, as in the run of async.replay"),
+        (
+            {"generation": nemorl.GenerationConfig(backend="vllm", max_new_tokens=4)},
+            r"generation.backend must be torch with async.replay, .* but it is 'vllm'",
+        ),
+        ({"file": "groups.jsonl"}, r"async.replay must be the schedule.jsonl of a run, but it is"),
+        ({"file": "none.jsonl"}, r"async.replay must be the schedule.jsonl of a run, but it is"),
+    ],
+)
+def test_what_can_not_be_repeated(
+    options: dict[str, Any], error: str, recorded: Path, tmp_path: Path
+):
+    """It is refused before the model is loaded."""
+    options = {"steps": 3, "staleness": 1, "file": recorded.name, **options}
+    file = recorded.parent / options.pop("file")
+    config = ahead(tmp_path / "run", options.pop("staleness"), replay=str(file), **options)
+    with pytest.raises(ValueError, match=error):
+        start(config, hidden_size=128, head_dim=32)
+
+
+def test_a_schedule_of_a_resumed_run_is_refused(tmp_path: Path):
+    start(ahead(tmp_path / "run", 1, steps=2))
+    resumed = ahead(tmp_path / "run", 1, steps=3, run={"resume": True})
+    start(resumed)
+    file = str(tmp_path / "run/schedule.jsonl")
+    resumed = ahead(tmp_path / "run", 1, steps=4, run={"resume": True}, replay=file)
+    with pytest.raises(ValueError, match=r"run.resume must be false with async.replay"):
+        start(resumed)
+    config = ahead(tmp_path / "again", 1, steps=3, replay=file)
+    with pytest.raises(ValueError, match=r"async.replay must be of a run that was not resumed"):
+        start(config)
+
+
+def test_a_replay_of_other_data_says_where_it_differs(recorded: Path, tmp_path: Path):
+    config = ahead(tmp_path, 1, steps=3, replay=str(recorded))
+    with pytest.raises(RuntimeError, match=r"step \d must repeat .*schedule.jsonl, but its "):
+        start(config, rows=addition_rows()[::-1], scale=1.0)

@@ -1,0 +1,80 @@
+"""Runs that sample ahead with engines of their own: requests live across steps and deaths."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemorl
+from tests.ray_session import ray_cpus
+from tests.runtime.engines.shared import CACHE, shared_replicas, small_model
+from tests.runtime.run.test_asynchrony import ahead, lines, prove
+from tests.runtime.runs import addition_rows, digits, of_phase
+from tests.tiny_models import tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")
+STEPS = 6
+
+
+class Harm(nemorl.Callback):
+    """A signal to a replica's process after a step, and another after the next one."""
+
+    def __init__(self, step: int, *signals: int) -> None:
+        self.step, self.signals, self.pid = step, list(signals), 0
+
+    def on_step_end(self, trainer: nemorl.Run, step: int, metrics: dict[str, float]) -> None:
+        if step >= self.step and self.signals:
+            generator: Any = trainer.generator
+            self.pid = self.pid or generator._engines.running()[0].place.pid
+            os.kill(self.pid, self.signals.pop(0))
+
+
+def run(folder: Path, staleness: int, *callbacks: Any, **options: Any) -> nemorl.TrainResult:
+    generation = {
+        **{"backend": "vllm", "num_replicas": 2, "colocated": False, "engine": CACHE},
+        **{"max_new_tokens": 40, "max_batch_size": 8, "timeout_s": 10.0},
+        "log_dir": str(folder / "logs"),
+        **options.pop("generation", {}),
+    }
+    config = ahead(
+        folder,
+        staleness,
+        steps=STEPS,
+        generation=nemorl.GenerationConfig(**generation),
+        data=nemorl.DataConfig(max_total_sequence_length=60),
+        **options,
+    )
+    ray_cpus()
+    with shared_replicas(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nemorl.run(
+            config,
+            model=small_model(scale=2.0),
+            tokenizer=tiny_tokenizer(),
+            train=addition_rows(),
+            reward=digits,
+            callbacks=callbacks,
+        )
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
+def test_replicas_sample_while_the_trainer_steps(in_flight: str, tmp_path: Path):
+    found = of_phase(run(tmp_path, 2, in_flight=in_flight), "train")
+    prove(tmp_path, STEPS)
+    oldest = max(line["staleness/max"] for line in found)
+    assert oldest <= 2 and (oldest > 0 or in_flight == "abort")
+    groups = [g for line in lines(tmp_path, "schedule.jsonl")[1:] for g in line["groups"]]
+    changed = [span for group in groups for span in group["spans"] if len(span) > 1]
+    assert in_flight == "keep" or not changed, "a response of one version each"
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGKILL,), (signal.SIGSTOP,)])
+def test_a_replica_that_is_lost_loses_no_prompt(signals: tuple[int, ...], tmp_path: Path):
+    """Its requests are answered by the other, with the weights that are newest then."""
+    found = of_phase(run(tmp_path, 2, Harm(2, *signals)), "train")
+    prove(tmp_path, STEPS)
+    assert max(line["staleness/max"] for line in found) <= 2
+    assert sum(line["generation/replica_0/restarts"] for line in found) >= 1

@@ -39,6 +39,8 @@ class TokenBatch:
     prev_logprobs: PerToken | None = None
     generation_logprobs: PerToken | None = None
     reference_logprobs: PerToken | None = None
+    policy_versions: Int[Tensor, "batch seq"] | None = None
+    """Version of the weights that sampled each token; -1 off the sampler's tokens."""
     routed_experts: Int[Tensor, "batch seq layers topk"] | None = None
     """The experts that the sampler chose for each token, for `trainer.router_replay`; -1 where the
     trainer's router chooses: off the sampler's tokens, and for the last one, which it only drew.
@@ -63,9 +65,10 @@ DTYPES = {
     "input_ids": torch.int64,
     "loss_mask": torch.bool,
     "response_mask": torch.bool,
+    "policy_versions": torch.int64,
     "routed_experts": torch.int16,
 }
-FREE = {"routed_experts": -1}
+FREE = {"policy_versions": -1, "routed_experts": -1}
 """What stands in free places, if not 0."""
 register_pytree(TokenBatch, constant="logprob_kind")
 

@@ -25,6 +25,8 @@ class Example:
     prev_logprobs: Sequence[float] | None = None
     generation_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
+    policy_versions: Sequence[int] | None = None
+    """Version of the weights that sampled each token; -1 of tokens that no model sampled."""
     routed_experts: Any = None
     """`[tokens, layers, topk]`, of lists or a tensor: the experts that the sampler chose for each
     token; -1 where it chose none.

@@ -85,7 +85,7 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
 
     An index of the plan is a row of `batch` with all its segments: those (the two answers of a
     preference pair) stay together, in order. Free places hold 0, among
-    experts -1.
+    versions and experts -1.
     Raises: ValueError where the plan lacks or repeats a row.
 
     >>> from nemorl.data.batch import collate

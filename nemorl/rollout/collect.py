@@ -278,12 +278,16 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """Return one row per conversation, all that was sampled trained on, with `generation_logprobs`.
+    """Return one row per conversation, all that was sampled trained on, with `generation_logprobs`,
+    and `policy_versions` where all completions have them.
 
     Where a prompt rewrites what was before, a row has several segments.
     """
     found = [examples_of(each.turns) for each in rollouts.conversations]
-    batch = collate([one for each in found for one in each], logprob_kind=rollouts.kind)
+    examples = [one for each in found for one in each]
+    if any(one.policy_versions is None for one in examples):
+        examples = [replace(one, policy_versions=None) for one in examples]
+    batch = collate(examples, logprob_kind=rollouts.kind)
     if len(batch) == len(found):
         return batch
     places = iter(range(len(batch)))

@@ -150,7 +150,8 @@ Episode = Callable[[Mapping[str, Any], Policy], Awaitable[Outcome]]
 
 
 def examples_of(turns: Sequence[Turn]) -> list[Example]:
-    """Return the tokens of a conversation, sampled ones trained on, with `generation_logprobs`.
+    """Return the tokens of a conversation, sampled ones trained on, with `generation_logprobs`, and
+    `policy_versions` where the completions have them.
 
     Turns are one example as long as each prompt begins with all tokens before it, as the engine
     made them. A prompt that rewrites them begins another. Nothing is tokenized again.
@@ -195,16 +196,20 @@ def turns_of(turns: Sequence[Turn]) -> list[int]:
 
 def _example(turns: Sequence[Turn]) -> Example:
     first, last = len(turns[0].prompt), turns[-1]
-    sampled, logprobs = list[bool](), list[float]()
+    said = [turn.completion for turn in turns]
+    known = all(len(each.policy_versions) == len(each.token_ids) for each in said)
+    sampled, logprobs, versions = list[bool](), list[float](), list[int]()
     for turn in turns:
         given = len(turn.prompt) - len(sampled)
         sampled += [False] * given + [True] * len(turn.completion.token_ids)
         logprobs += [0.0] * given + list(turn.completion.logprobs)
+        versions += [-1] * given + list(turn.completion.policy_versions)
     return Example(
         input_ids=[*last.prompt, *last.completion.token_ids],
         loss_mask=sampled,
         response_mask=[place >= first for place in range(len(sampled))],
         generation_logprobs=logprobs,
+        policy_versions=versions if known else None,
         routed_experts=with_last(last.completion.routed_experts),
     )
 

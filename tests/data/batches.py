@@ -3,12 +3,13 @@ that a lost or doubled one shows.
 """
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 
 import hypothesis.strategies as st
 import torch
 from torch.utils import _pytree as pytree
 
-from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.data.batch import FREE, Example, TokenBatch, collate
 
 LENGTHS = st.lists(
     st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 33)), min_size=1, max_size=12
@@ -27,7 +28,8 @@ def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch
         response = [False] + [True] * (length - 1) if length else []
         floats = torch.rand(5, length, generator=generator)
         floats[:, :1] = float("nan")
-        arrays = {name: row.tolist() for name, row in zip(OPTIONAL[:-1], floats, strict=True)}
+        arrays = {name: row.tolist() for name, row in zip(OPTIONAL[:-2], floats, strict=True)}
+        versions = torch.randint(-1, 9, (length,), generator=generator).tolist()
         experts = torch.randint(-1, 9, (length, 2, 3), generator=generator)
         ids = list(range(first, first + length))
         examples.append(
@@ -35,6 +37,7 @@ def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch
                 input_ids=ids,
                 loss_mask=response,
                 response_mask=response,
+                policy_versions=versions,
                 routed_experts=experts,
                 **arrays,
             )
@@ -73,11 +76,13 @@ def assert_equal(one: TokenBatch, other: TokenBatch) -> None:
 def each_array(function: Callable[..., torch.Tensor], *batches: TokenBatch) -> TokenBatch:
     """The batch of `function`, which leaves 0 in free places, of each array of the batches."""
 
-    def of(*arrays: torch.Tensor) -> torch.Tensor | None:
-        if arrays[0] is None:
-            return None
-        if arrays[0].dtype != torch.int16:
-            return function(*arrays)
-        return function(*(experts + 1 for experts in arrays)) - 1  # -1 is free there
-
-    return pytree.tree_map(of, *batches)
+    names = [item.name for item in fields(TokenBatch)]
+    columns = {name: [getattr(batch, name) for batch in batches] for name in names}
+    changed = {}
+    for name, arrays in columns.items():
+        if isinstance(arrays[0], torch.Tensor):
+            free = FREE.get(name)
+            shifted = arrays if free is None else [array - free for array in arrays]
+            found = function(*shifted)
+            changed[name] = found if free is None else found + free
+    return replace(batches[0], **changed)

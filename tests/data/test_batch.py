@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import Example, TokenBatch, collate, extents, take, trim
-from nemorl.data.packing import pack
+from nemorl.data.packing import pack, segments_apart
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.parallel.layout import Layout
 from tests.data.batches import SPECS, assert_equal, batch_of, built, each_array, tokens_of
@@ -60,6 +60,24 @@ def test_experts_are_minus_one_where_no_token_is():
         assert found.routed_experts is not None and found.routed_experts.tolist() == expected
 
 
+def test_versions_are_minus_one_where_no_token_is():
+    """However a batch is padded, packed, cut."""
+    batch = collate(
+        [example(5, 6, policy_versions=[-1, 3]), example(8, policy_versions=[2**40])], length=3
+    )
+    for found, expected in (
+        (batch, [[-1, 3, -1], [2**40, -1, -1]]),
+        (trim(batch, multiple_of=4), [[-1, 3, -1, -1], [2**40, -1, -1, -1]]),
+        (trim(batch), [[-1, 3], [2**40, -1]]),
+        (pack(batch, ((0, 1), ())), [[-1, 3, 2**40], [-1] * 3]),
+        (segments_apart(pack(batch, ((1, 0),)))[0], [[2**40, -1], [-1, 3]]),
+        (Layout(batch, (((),),), None, (2, 1), 3, 2).parts()[0], [[-1, -1]]),
+    ):
+        versions = found.policy_versions
+        assert versions is not None and versions.dtype == torch.int64
+        assert versions.tolist() == expected
+
+
 def test_a_batch_is_a_pytree_with_its_kind():
     batch = collate([example(5, 6)], logprob_kind=LogprobKind(temperature=0.5))
     doubled = pytree.tree_map_only(Tensor, lambda values: torch.cat([values, values]), batch)
@@ -101,6 +119,10 @@ def test_errors_say_what_is_wrong():
         (
             lambda: collate([example(1, 2, advantages=[0.0, 1.0]), example(1)]),
             "advantages must be given for all examples or for none: example 1",
+        ),
+        (
+            lambda: collate([example(1), example(1, 2, policy_versions=[-1, 0])]),
+            "policy_versions must be given for all examples or for none: example 0",
         ),
         (
             lambda: collate(

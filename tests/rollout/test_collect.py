@@ -87,6 +87,28 @@ def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
         assert (own[len(experts) :] == -1).all() and len(own) > len(experts)
 
 
+def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
+    found = to_token_batch(rolled)
+    assert found.policy_versions is not None
+    assert torch.equal(found.policy_versions, torch.where(found.loss_mask, 0, -1))
+    (turn,) = rolled.conversations[1].turns
+    count = len(turn.completion.token_ids)
+    assert count > 1
+    for versions, expected in (
+        (range(4, 4 + count), [*range(4, 4 + count)]),
+        ((), None),  # of an engine that keeps no record
+        ((4,), None),
+    ):
+        completion = replace(turn.completion, policy_versions=tuple(versions))
+        changed = list(rolled.conversations)
+        changed[1] = replace(changed[1], turns=(replace(turn, completion=completion),))
+        found = to_token_batch(replace(rolled, conversations=changed))
+        if expected is None:
+            assert found.policy_versions is None
+        else:
+            assert found.policy_versions[1][found.loss_mask[1]].tolist() == expected
+
+
 def test_an_exit_in_an_environment_is_its_error(generator):
     class Exits(FunctionalRewardWrapper):
         def step(self, message_log_batch, metadata):

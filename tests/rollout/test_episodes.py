@@ -120,6 +120,12 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
         assert [i for i, flag in enumerate(examples[0].loss_mask) if flag] == sampled
         logprobs = [*one.completion.logprobs, *said.logprobs]
         assert [examples[0].generation_logprobs[i] for i in sampled] == logprobs
+        versions = [-1] * len(examples[0].input_ids)
+        for i, version in zip(
+            sampled, (*one.completion.policy_versions, *said.policy_versions), strict=True
+        ):
+            versions[i] = version
+        assert examples[0].policy_versions == versions
     batch = to_token_batch(collect(generator, three_turns, PROMPTS, SAMPLING, seed=1))
     assert batch.segment_ids.amax(-1).tolist() == [2] * 3 + [1] * 6
     for each, row, loss, response in zip(

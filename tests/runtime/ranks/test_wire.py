@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,7 +35,10 @@ def test_views_arrive_as_what_they_show():
 
 def test_batches_logprobs_and_metrics_arrive():
     batch = random_batch([3, 5])
+    versions = torch.where(batch.loss_mask, 2**40, -1)
+    batch = replace(batch, policy_versions=versions)
     arrived = loads(dumps(batch))
+    assert torch.equal(arrived.policy_versions, versions)
     assert torch.equal(arrived.input_ids, batch.input_ids) and torch.equal(
         arrived.loss_weights, batch.loss_weights
     )

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from nemorl.rollout.judge import Judge as Judge
     from nemorl.rollout.judge import RewardServer as RewardServer
     from nemorl.rollout.processes import judged_in_processes as judged_in_processes
+    from nemorl.runtime.algorithms.policy_loss import at_version as at_version
     from nemorl.runtime.algorithms.policy_loss import policy_loss as policy_loss
     from nemorl.runtime.cli.api import DPOTrainer as DPOTrainer
     from nemorl.runtime.cli.api import GRPOTrainer as GRPOTrainer
@@ -153,7 +154,7 @@ _NAMES = {
     "nemorl.rollout.processes": ["judged_in_processes"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],
-    "nemorl.runtime.algorithms.policy_loss": ["policy_loss"],
+    "nemorl.runtime.algorithms.policy_loss": ["at_version", "policy_loss"],
     "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
     "nemorl.runtime.config.asynchrony": ["AsyncConfig"],

@@ -119,6 +119,7 @@ def _token_arrays(
         "loss_weights": torch.where(
             mask, torch.rand(count, generator=generator, dtype=double) + 0.1, 0.0
         ),
+        "policy_versions": torch.randint(-1, 6, (count,), generator=generator),
         "mask": mask,
         "entropy": normal(count).abs(),
         "values": values,

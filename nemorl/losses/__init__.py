@@ -22,7 +22,7 @@ from nemorl.losses.advantages import (
 )
 from nemorl.losses.baselines import group_advantages
 from nemorl.losses.distillation import distillation_topk
-from nemorl.losses.importance import importance_weights, sampler_gap
+from nemorl.losses.importance import importance_weights, interpolated_logprobs, sampler_gap
 from nemorl.losses.kl import divergence, full_kl
 from nemorl.losses.logprobs import (
     LogprobKind,
@@ -61,7 +61,7 @@ from nemorl.losses.rewards import (
     stop_properly,
 )
 from nemorl.losses.supervised import nll
-from nemorl.losses.terms import entropy_bonus, kl_loss, positive_nll
+from nemorl.losses.terms import entropy_bonus, kl_loss, log_ratio_penalty, positive_nll
 from nemorl.losses.types import (
     LossOutput,
     Max,
@@ -122,12 +122,14 @@ __all__ = [
     "hinge",
     "importance_weights",
     "informative_groups",
+    "interpolated_logprobs",
     "ipo",
     "kl",
     "kl_loss",
     "kto",
     "length_adaptive_lambda",
     "linear_token_logprobs",
+    "log_ratio_penalty",
     "max_rl",
     "merge",
     "needs",

@@ -1,8 +1,12 @@
-"""Off-policy correction w = π_prev/π_gen, and how far the sampler is from the trainer."""
+"""Off-policy correction w = π_prev/π_gen, π_prev estimated from versions, and how far the sampler
+is from the trainer.
+"""
+
+import builtins
 
 import torch
 
-from nemorl.checks import require
+from nemorl.checks import at_least, require
 from nemorl.losses.masked import (
     MAX_LOG_RATIO,
     bounded_exp,
@@ -13,11 +17,12 @@ from nemorl.losses.masked import (
     require_one_of,
     share_of,
 )
-from nemorl.losses.segments import segment_mean, segment_sum
+from nemorl.losses.segments import at_least_float32, segment_mean, segment_sum
 from nemorl.losses.types import Metrics, PerToken, TokenIds, TokenMask
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask", "sequence_mask")
+Bounds = tuple[float, float]
 
 
 def importance_weights(
@@ -25,11 +30,16 @@ def importance_weights(
     generation_logprobs: PerToken,
     loss_mask: TokenMask,
     segment_ids: TokenIds | None = None,
+    advantages: PerToken | None = None,
     *,
     level: str = "token",
     mode: str = "truncate",
     min: float = 0.0,
     max: float = 2.0,
+    token_bounds: Bounds | None = None,
+    extreme_bounds: Bounds | None = None,
+    geometric_bounds: Bounds | None = None,
+    probability_bounds: Bounds | None = None,
 ) -> tuple[PerToken, Metrics]:
     """Return w = π_prev/π_gen [batch, seq], by which a token's loss is multiplied, and its metrics.
 
@@ -39,19 +49,36 @@ def importance_weights(
     *geometric* ratio is outside, and other sequences keep their w, however large. Ratios are
     bounded at e²⁰ (`masked.bounded_exp`), which a long sequence's product soon exceeds.
 
+    Further bounds (low, high) drop (w = 0) what is outside, whatever the level and the mode:
+        token_bounds: tokens by their own ratio exp d_t.
+        extreme_bounds: sequences with any token whose ratio is outside.
+        geometric_bounds: sequences by exp mean d_t.
+        probability_bounds: tokens by the difference π_prev − π_gen, where it is below −low or above
+            high; with `advantages` [batch, seq] only where the update would move it further: above
+            high where A > 0, below −low elsewhere.
+
     A trained token whose sampler logprob is not finite has w = 0 and no part in its sequence's
     ratio. A NaN in prev_logprobs is passed on. Weights are constants, 0 off the mask; dropped
     tokens still count in the denominators of `loss_weights`. `segment_ids`: 0 = padding, 1.. = the
     sequences of a row; None = one sequence a row.
 
     Metrics: `importance_ratio_mean/min/max` (before `mode`); shares of the trained tokens:
-    `importance_outside_fraction`, `generation_nonfinite_fraction`.
-    Raises: ValueError for an unknown level or mode, or unless 0 ≤ min ≤ max.
+    `importance_outside_fraction` (of any bounds), `generation_nonfinite_fraction`.
+    Raises: ValueError for an unknown level or mode, unless 0 ≤ min ≤ max, and likewise for further
+    bounds (of probabilities: both at least 0).
     Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl
-    `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop (Ling team
-    2025) = token + mask, 0.5 and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF
-    `vllm_is_correction_type`: tis, icepop, and seq-mask-tis = token + sequence_mask. TRL
-    `vllm_importance_sampling_mode="sequence_mask"` is sequence + mask, min 0.
+    `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max ("low_high": mask).
+    verl `rollout_rs`: token_k1 = token_bounds, seq_mean_k1 = geometric_bounds (of the inverse
+    ratio). IcePop (Ling team 2025) = token + mask, 0.5 and 5. NeMo RL
+    `truncated_importance_sampling_type` and OpenRLHF `vllm_is_correction_type`: tis, icepop, and
+    seq-mask-tis = token + sequence_mask. MIS: TRL `vllm_importance_sampling_mode="token_mask"` and
+    `"sequence_mask"` = token and sequence + mask, `vllm_importance_sampling_clip_min/max` = min,
+    max (NaN from the sampler is w = 1 there). AReaL `rejection_sampling` (decoupled PPO): level
+    sequence = geometric, action clamp|mask = truncate|mask, lower, upper = min, max. prime-rl:
+    `dppo_mask_low`, `dppo_mask_high` = probability_bounds with advantages, `ipo_threshold` = both
+    without; until 2026-02 `token_mask_*`, `sequence_mask_*`, `geo_mask_*` = token_, extreme_ and
+    geometric_bounds, `sequence_clip_high` = max with level="sequence". Else there w is unbounded:
+    max=inf.
 
     >>> prev = torch.tensor([[0.5, 0.3, 0.4]]).log()
     >>> generation, mask = torch.tensor([[0.5, 0.1, 0.8]]).log(), torch.tensor([[True, True, True]])
@@ -59,30 +86,107 @@ def importance_weights(
     tensor([[1.0000, 2.0000, 0.5000]])
     >>> importance_weights(prev, generation, mask, level="sequence")[0]
     tensor([[1.5000, 1.5000, 1.5000]])
+    >>> importance_weights(prev, generation, mask, max=4.0, probability_bounds=(0.3, 0.3))[0]
+    tensor([[1., 3., 0.]])
     """
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
     require(0 <= min <= max, "(min, max)", "must be 0 <= min <= max", (min, max), "1 = on policy")
-    usable = loss_mask & generation_logprobs.isfinite()
-    log_weight = masked(usable, prev_logprobs.detach()) - masked(
-        usable, generation_logprobs.detach()
-    )
-    total = segment_sum(log_weight, segment_ids)
-    geometric = total / segment_sum(usable, segment_ids).clamp(min=1)
-    logs = {"token": log_weight, "sequence": total, "geometric": geometric}
-    weight = bounded_exp(logs[level])
+    for name, bounds in (
+        ("token_bounds", token_bounds),
+        ("extreme_bounds", extreme_bounds),
+        ("geometric_bounds", geometric_bounds),
+    ):
+        fits = bounds is None or 0 <= bounds[0] <= bounds[1]
+        require(fits, name, "must be 0 <= low <= high", bounds, "1 = on policy")
+    fits = probability_bounds is None or builtins.min(probability_bounds) >= 0
+    remedy = "(0.2, 0.2) is prime-rl's"
+    require(fits, "probability_bounds", "must both be at least 0", probability_bounds, remedy)
 
-    judged = bounded_exp(geometric) if mode == "sequence_mask" else weight
-    outside = (judged < min) | (judged > max)
-    bounded = weight.clamp(min, max) if mode == "truncate" else torch.where(outside, 0.0, weight)
+    usable = loss_mask & generation_logprobs.isfinite()
+    prev = masked(usable, prev_logprobs.detach())
+    generation = masked(usable, generation_logprobs.detach())
+    log_weight = prev - generation
+    total = segment_sum(log_weight, segment_ids)
+    logs = {
+        "token": log_weight,
+        "sequence": total,
+        "geometric": total / segment_sum(usable, segment_ids).clamp(min=1),
+    }
+    ratios = {name: bounded_exp(values) for name, values in logs.items()}
+    weight = ratios[level]
+
+    outside = _outside(ratios["geometric"] if mode == "sequence_mask" else weight, (min, max))
+    dropped = torch.zeros_like(outside) if mode == "truncate" else outside
+    if token_bounds is not None:
+        dropped = dropped | _outside(ratios["token"], token_bounds)
+    if extreme_bounds is not None:
+        extreme = _outside(ratios["token"], extreme_bounds) & usable
+        dropped = dropped | (segment_sum(extreme, segment_ids) > 0)
+    if geometric_bounds is not None:
+        dropped = dropped | _outside(ratios["geometric"], geometric_bounds)
+    if probability_bounds is not None:
+        change = bounded_exp(prev) - bounded_exp(generation)
+        low, high = probability_bounds
+        fell, rose = change < -low, change > high
+        further = fell | rose
+        if advantages is not None:
+            further = torch.where(masked(usable, advantages.detach()) > 0, rose, fell)
+        dropped = dropped | further
+    bounded = weight.clamp(min, max) if mode == "truncate" else weight
     metrics: Metrics = {
         "importance_ratio_mean": mean_of(weight, usable),
         "importance_ratio_min": min_of(weight, usable),
         "importance_ratio_max": max_of(weight, usable),
-        "importance_outside_fraction": share_of(outside & usable, loss_mask),
+        "importance_outside_fraction": share_of((outside | dropped) & usable, loss_mask),
         "generation_nonfinite_fraction": share_of(~usable, loss_mask),
     }
-    return torch.where(usable, bounded, 0.0), metrics
+    return torch.where(usable & ~dropped, bounded, 0.0), metrics
+
+
+def _outside(ratio: PerToken, bounds: Bounds) -> TokenMask:
+    return (ratio < bounds[0]) | (ratio > bounds[1])
+
+
+def interpolated_logprobs(
+    token_logprobs: PerToken,
+    generation_logprobs: PerToken,
+    policy_versions: TokenIds,
+    *,
+    version: int,
+    progress: float = 1.0,
+) -> PerToken:
+    """Return log π_prox [batch, seq], the policy of a version before the present one, estimated
+    from the sampler's and the present logprobs, to pass as `prev_logprobs`.
+
+    log π_prox = log π_gen + α · (sg log π − log π_gen), α = n / (n + progress), where the token was
+    sampled n > 0 versions before `version`; α = 0 where it was not, or by no known version (−1).
+    Where the sampler's logprob is not finite it is sg log π.
+
+    policy_versions: the version that sampled each token [batch, seq].
+    version: of π_prox. progress: versions between it and the present policy, π; at 0 they are
+    the same.
+
+    Raises: ValueError unless progress ≥ 0.
+    Source: AReaL `prox_logp_method="loglinear"`, where π_prox is one version before the present
+    one: version = `current_version` − 1, progress 1. There α is the same for all minibatches of a
+    step; with `version` that of its first one, progress grows by one with each.
+
+    >>> now, generation = torch.tensor([[0.4, 0.4]]).log(), torch.tensor([[0.1, 0.1]]).log()
+    >>> versions = torch.tensor([[4, 5]])
+    >>> interpolated_logprobs(now, generation, versions, version=5).exp()
+    tensor([[0.2000, 0.1000]])
+    """
+    at_least(0, progress=progress)
+    now = at_least_float32(token_logprobs.detach())
+    generation = at_least_float32(generation_logprobs.detach())
+    behind = (version - policy_versions).to(now.dtype)
+    older = (policy_versions >= 0) & (behind > 0)
+    alpha = torch.where(older, behind / (behind + progress).clamp(min=1), 0.0)
+    known = generation.isfinite()
+    sampled = torch.where(known, generation, 0.0)
+    between = torch.where(older, sampled.lerp(now, alpha), sampled)
+    return torch.where(known, between, now)
 
 
 def sampler_gap(

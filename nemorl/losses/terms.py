@@ -58,6 +58,32 @@ def entropy_bonus(entropy: PerToken, loss_weights: PerToken, *, coef: float) -> 
     )
 
 
+def log_ratio_penalty(
+    token_logprobs: PerToken,
+    generation_logprobs: PerToken,
+    loss_weights: PerToken,
+    *,
+    coef: float,
+) -> LossOutput:
+    """Return coef · Σ w · (log π − log π_gen)²: a penalty for leaving the policy that sampled.
+
+    A token whose sampler logprob is not finite has none.
+
+    Metric: `log_ratio_squared`, the mean in nats²; coef=0 reports it and trains nothing.
+    Source: prime-rl `kl_tau` (0.001), after Kimi K2.5 (2026).
+
+    >>> now, generation = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.5]]).log()
+    >>> output = log_ratio_penalty(now, generation, torch.ones(1, 2), coef=0.1)
+    >>> round(output.loss.item(), 4)  # 0.1 · (log 2)²
+    0.048
+    """
+    usable = (loss_weights != 0) & generation_logprobs.isfinite()
+    gap = masked(usable, token_logprobs) - masked(usable, generation_logprobs.detach())
+    return LossOutput(
+        coef * weighted_sum(loss_weights, gap**2), {"log_ratio_squared": mean_of(gap**2, usable)}
+    )
+
+
 def positive_nll(
     token_logprobs: PerToken,
     positive: TokenMask,

@@ -71,8 +71,22 @@ def _policy_cases() -> list[Case]:
     def on_policy(logprobs, *rest, **options):
         return policy.clipped(logprobs, policy.on_policy(logprobs), *rest, **options)
 
+    def decoupled(logprobs, generation, versions, *rest, progress, **options):
+        prev = importance.interpolated_logprobs(
+            logprobs, generation, versions, version=4, progress=progress
+        )
+        return policy.clipped(logprobs, prev, *rest, **options)
+
+    of_versions = ("token_logprobs", "generation_logprobs", "policy_versions", *POLICY_INPUTS[2:])
     return [
         Case("clipped", policy.clipped, weighted, grad, CLIPS),
+        Case(
+            "clipped interpolated",
+            decoupled,
+            of_versions,
+            grad,
+            ({"progress": 1.0}, {"progress": 3.0, "dual_clip": 3.0}),
+        ),
         Case("clipped without importance weights", policy.clipped, POLICY_INPUTS, grad, CLIPS),
         Case("gspo", policy.gspo, segmented, grad, of_sequence),
         Case("gspo_token", policy.gspo_token, segmented, grad, of_sequence),
@@ -151,6 +165,13 @@ def _other_token_losses() -> list[Case]:
             ({"coef": 0.01},),
         ),
         Case(
+            "log_ratio_penalty",
+            terms.log_ratio_penalty,
+            ("token_logprobs", "generation_logprobs", "loss_weights"),
+            grad,
+            ({"coef": 0.1},),
+        ),
+        Case(
             "positive_nll",
             positive,
             ("token_logprobs", "advantages", "loss_weights"),
@@ -169,7 +190,7 @@ def _other_token_losses() -> list[Case]:
 
 
 def _importance_cases() -> list[Case]:
-    inputs = ("prev_logprobs", "generation_logprobs", "mask", "segment_ids", "cotangent")
+    inputs = ("prev_logprobs", "generation_logprobs", "mask", "segment_ids")
     bounds = ({"min": 0.5, "max": 2.0}, {"min": 0.0, "max": 5.0})
     options = tuple(
         {"level": level, "mode": mode, **bound}
@@ -177,19 +198,18 @@ def _importance_cases() -> list[Case]:
         for level in importance.LEVELS
         for mode in importance.MODES
     )
+    wide, near = (0.2, 4.0), (0.8, 1.25)
+    drops = (
+        {"token_bounds": near, "max": 9.0},
+        {"extreme_bounds": wide, "level": "sequence"},
+        {"geometric_bounds": near},
+        {"probability_bounds": (0.1, 0.2), "mode": "mask"},
+        {"token_bounds": wide, "extreme_bounds": (0.1, 9.0), "geometric_bounds": (0.5, 2.0)},
+    )
 
-    def weights(
-        prev: Tensor,
-        generation: Tensor,
-        mask: Tensor,
-        segment_ids: Tensor,
-        cotangent: Tensor,
-        **options: Any,
-    ) -> LossOutput:
-        values, metrics = importance.importance_weights(
-            prev, generation, mask, segment_ids, **options
-        )
-        return _as_loss(values, cotangent, metrics)
+    def weights(*arrays: Tensor, **options: Any) -> LossOutput:
+        values, metrics = importance.importance_weights(*arrays[:-1], **options)
+        return _as_loss(values, arrays[-1], metrics)
 
     def gap(prev: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor) -> LossOutput:
         return LossOutput(
@@ -197,8 +217,23 @@ def _importance_cases() -> list[Case]:
         )
 
     return [
-        Case("importance_weights", weights, inputs, (), options, family="constant"),
-        Case("sampler_gap", gap, inputs[:4], (), family="constant"),
+        Case(
+            "importance_weights",
+            weights,
+            (*inputs, "cotangent"),
+            (),
+            (*options, *drops),
+            family="constant",
+        ),
+        Case(
+            "importance_weights with advantages",
+            weights,
+            (*inputs, "advantages", "cotangent"),
+            (),
+            drops[-2:-1],
+            family="constant",
+        ),
+        Case("sampler_gap", gap, inputs, (), family="constant"),
     ]
 
 
@@ -543,6 +578,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cispo", "8 gradcheck"): _STOPPED,
     ("reinforce", "8 gradcheck"): _STOPPED,
     ("clipped on policy", "8 gradcheck"): _STOPPED,
+    ("clipped interpolated", "8 gradcheck"): _STOPPED,
     ("kl_loss score", "8 gradcheck"): _STOPPED,
     ("map", "9 linearity"): _NO_WEIGHTS,
     ("map", "17 metrics"): _NO_METRICS,

@@ -17,6 +17,7 @@ from nemorl.runtime.algorithms.common import (
     with_prev_logprobs,
 )
 from nemorl.runtime.algorithms.policy_loss import (
+    at_version,
     make_advantages,
     make_loss,
     make_loss_weights,
@@ -49,13 +50,16 @@ def grpo(run: OpenRun) -> None:
             batch = replace(batch, loss_mask=trained_tokens(config, rollouts, batch))
             batch = replace(batch, advantages=advantages(rollouts, batch))
             step.log({}, samples=compared_samples(run, rollouts, batch, shaping))
-            num_updates = 0
+            num_updates, version = 0, run.trainer.step
             for rows in minibatches(len(batch), config, seed=step.seed):
                 part = take(batch, rows)
                 if teaches(config, part):
                     weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
                     part = replace(part, loss_weights=weights)
-                    step.log(run.trainer.train_step(segments_apart(part)[0], loss_fn))
+                    loss = loss_fn
+                    if config.interpolates:
+                        loss = at_version(loss_fn, version=version, present=run.trainer.step)
+                    step.log(run.trainer.train_step(segments_apart(part)[0], loss))
                     num_updates += 1
         found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
@@ -106,6 +110,7 @@ def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
         reference = by_segment(trainer.get_reference_logprobs, batch)
         values = of_this_batch(reference, batch, "reference_logprobs")
         batch = replace(batch, reference_logprobs=values)
-    if config.updates_on(len(batch)) > 1 or config.needs_kl_reward:
+    several = config.updates_on(len(batch)) > 1 and not config.interpolates
+    if several or config.needs_kl_reward:
         batch = with_prev_logprobs(run, batch)
     return batch

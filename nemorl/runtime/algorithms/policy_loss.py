@@ -17,9 +17,9 @@ from nemorl.checks import short
 from nemorl.data.batch import TokenBatch
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
-from nemorl.losses.importance import importance_weights, sampler_gap
+from nemorl.losses.importance import importance_weights, interpolated_logprobs, sampler_gap
 from nemorl.losses.rewards import overlong_penalty
-from nemorl.losses.terms import entropy_bonus, kl_loss
+from nemorl.losses.terms import entropy_bonus, kl_loss, log_ratio_penalty
 from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
@@ -120,9 +120,13 @@ def make_loss(config: GRPOConfig) -> LossFn:
     else:
         name = "gspo_token" if constants.pop("token_gradient", False) else config.loss.name
         term = getattr(policy, name)
+    weights = asdict(off_policy) | {"mode": config.off_policy_mode}
+    penalty, _ = weights.pop("penalty"), weights.pop("proximal")
     return policy_loss(
         term,
-        off_policy=asdict(off_policy) if off_policy.mode != "none" else None,
+        off_policy=weights if config.off_policy_mode != "none" else None,
+        interpolate=config.interpolates,
+        penalty=penalty,
         kl=asdict(kl) if kl.coef else None,
         entropy_coef=config.entropy_coef,
         **constants,
@@ -133,6 +137,8 @@ def policy_loss(
     term: Callable[..., LossOutput],
     *,
     off_policy: Mapping[str, Any] | None = None,
+    interpolate: bool = False,
+    penalty: float = 0.0,
     kl: Mapping[str, Any] | None = None,
     entropy_coef: float | None = 0.0,
     **constants: Any,
@@ -143,8 +149,12 @@ def policy_loss(
     term: a function of `nemorl.losses.policy` or one like them,
     term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput or the
     loss alone; it is given segment_ids if it has a parameter of that name. off_policy, kl: keywords
-    of `importance_weights` and `kl_loss`; None without them. entropy_coef: 0 only reports the
-    entropy; with None it is not computed.
+    of `importance_weights` and `kl_loss`; None without them. `by_advantage` in off_policy: False
+    keeps the advantages from `importance_weights`. interpolate: where the batch has no
+    `prev_logprobs` they are estimated by `interpolated_logprobs`, from its `policy_versions` and
+    what `at_version` says; otherwise they are the present ones. penalty: coef of
+    `log_ratio_penalty`; 0: without. entropy_coef: 0 only reports the entropy; with None it is not
+    computed.
 
     Raises: TypeError for a constant that `term` does not have or gets from the batch, and for one
     that it lacks.
@@ -166,10 +176,25 @@ def policy_loss(
         term=partial(term, **constants),
         by_sequence=by_sequence,
         off_policy=off_policy,
+        interpolate=interpolate,
+        penalty=penalty,
         kl=kl,
         entropy_coef=entropy_coef,
     )
     return needs(entropy=entropy_coef is not None)(loss_fn)
+
+
+def at_version(loss_fn: LossFn, *, version: int, present: int) -> LossFn:
+    """Return the loss of one optimizer step, of a loss of `policy_loss` with interpolate.
+
+    version: of π_prev: the trainer's `step` before the first update on the rollout batch.
+    present: its step now, which differs from one minibatch to the next.
+
+    >>> loss_fn = policy_loss(policy.clipped, off_policy={"max": 5.0}, interpolate=True)
+    >>> of_second_minibatch = at_version(loss_fn, version=7, present=8)
+    """
+    of_step: Callable[..., LossOutput] = loss_fn
+    return partial(of_step, version=version, progress=present - version)
 
 
 def _policy_loss(
@@ -179,8 +204,12 @@ def _policy_loss(
     term: Callable[..., LossOutput],
     by_sequence: bool,
     off_policy: Mapping[str, Any] | None,
+    interpolate: bool,
+    penalty: float,
     kl: Mapping[str, Any] | None,
     entropy_coef: float | None,
+    version: int | None = None,
+    progress: int = 0,
 ) -> LossOutput:
     """Return the loss of a part of a batch; see `policy_loss`."""
     assert batch.advantages is not None and batch.loss_weights is not None
@@ -188,12 +217,20 @@ def _policy_loss(
     logprobs, sampled = output.token_logprobs, batch.generation_logprobs
     weights, segments = batch.loss_weights, batch.segment_ids
     mask = weights != 0
-    # Without prev_logprobs this is the only update on the batch: the policy precedes itself.
-    prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
+    if batch.prev_logprobs is not None:
+        prev = batch.prev_logprobs
+    elif interpolate:
+        prev = _interpolated(logprobs, sampled, batch.policy_versions, version, progress)
+    else:  # the only update on the batch: the policy precedes itself
+        prev = policy.on_policy(logprobs)
     metrics = sampler_gap(prev, sampled, mask, segments)
     options = {"segment_ids": segments} if by_sequence else {}
     if off_policy is not None:
-        importance, measured = importance_weights(prev, sampled, mask, segments, **off_policy)
+        keywords = dict(off_policy)
+        advantages = batch.advantages if keywords.pop("by_advantage", True) else None
+        importance, measured = importance_weights(
+            prev, sampled, mask, segments, advantages, **keywords
+        )
         options["importance_weights"] = importance
         metrics = merge(metrics, measured)
     result = _as_output(term(logprobs, prev, batch.advantages, weights, **options))
@@ -202,6 +239,8 @@ def _policy_loss(
             "a loss must have a gradient with respect to token_logprobs, but it returned a"
             " constant: remove .detach(), .item() or torch.no_grad()"
         )
+    if penalty:
+        result += log_ratio_penalty(logprobs, sampled, weights, coef=penalty)
     if kl is not None:
         assert batch.reference_logprobs is not None
         drawn_from = sampled if kl["gradient"] == "importance" else None
@@ -211,6 +250,24 @@ def _policy_loss(
         metrics = merge(metrics, bonus.metrics)
         result = replace(result, loss=result.loss + bonus.loss) if entropy_coef else result
     return replace(result, metrics=merge(metrics, result.metrics))
+
+
+def _interpolated(
+    logprobs: Tensor, sampled: Tensor, versions: Tensor | None, version: int | None, progress: int
+) -> Tensor:
+    if versions is None:
+        raise ValueError(
+            "off_policy.proximal must be recompute where completions have no policy_versions, as"
+            " this engine's, but it is 'interpolate': use recompute"
+        )
+    if version is None:
+        raise ValueError(
+            "a loss that interpolates must be given versions, but it has none: pass"
+            " nemorl.at_version(loss_fn, version=…, present=…) to each train_step"
+        )
+    return interpolated_logprobs(
+        logprobs, sampled, versions, version=version, progress=float(progress)
+    )
 
 
 def _as_output(result: Any) -> LossOutput:

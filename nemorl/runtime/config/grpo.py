@@ -159,13 +159,14 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig:
-    """Correction for the gap between sampler and trainer by w = π_prev/π_gen, the trainer's
-    probability over the sampler's.
+    """Correction for the gap between sampler and trainer, and for samples of older weights, by
+    w = π_prev/π_gen, the trainer's probability over the sampler's.
     """
 
-    mode: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    mode: Literal["auto", "none", "truncate", "mask", "sequence_mask"] = "auto"
     """truncate: clamp w (TIS); mask: drop tokens with w outside the bounds (IcePop);
-    sequence_mask: drop whole sequences.
+    sequence_mask: drop whole sequences. auto: truncate where async.max_staleness is 1 or more, else
+    none.
     """
     level: Literal["token", "sequence", "geometric"] = "token"
     """w of each token, of the sequence (product), or its geometric mean."""
@@ -173,8 +174,43 @@ class OffPolicyConfig:
     """Lower bound of w."""
     max: float = 2.0
     """Upper bound of w."""
+    token_bounds: tuple[float, float] | None = None
+    """Drop also tokens whose own ratio is outside (low, high)."""
+    extreme_bounds: tuple[float, float] | None = None
+    """Drop also sequences of which any token's ratio is outside."""
+    geometric_bounds: tuple[float, float] | None = None
+    """Drop also sequences whose ratio's geometric mean is outside."""
+    probability_bounds: tuple[float, float] | None = None
+    """Drop also tokens whose probability is more than the first below the sampler's, or more than
+    the second above it (prime-rl: 0.2 and 0.2).
+    """
+    by_advantage: bool = True
+    """probability_bounds drop only tokens that the advantage moves further away."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """π_prev with several updates per batch: computed before the first one, or estimated between
+    π_gen and π from the tokens' versions, which saves that pass (AReaL's loglinear).
+    """
+    penalty: float = 0.0
+    """Weight of the penalty (log π - log π_gen)² (prime-rl: 0.001)."""
 
     def __post_init__(self) -> None:
+        at_least(0, off_policy__penalty=self.penalty)
+        for name in ("token_bounds", "extreme_bounds", "geometric_bounds"):
+            bounds = getattr(self, name)
+            require(
+                bounds is None or 0 <= bounds[0] < bounds[1],
+                f"off_policy.{name}",
+                "must be two numbers, the first at least 0 and below the second",
+                bounds,
+                "0.5 and 2 allow a factor of 2",
+            )
+        require(
+            self.probability_bounds is None or min(self.probability_bounds) >= 0,
+            "off_policy.probability_bounds",
+            "must be two numbers of at least 0",
+            self.probability_bounds,
+            "0.2 and 0.2 are prime-rl's",
+        )
         require(
             0 <= self.min < self.max,
             "off_policy.min",
@@ -322,17 +358,8 @@ class GRPOConfig(BaseConfig):
             True,
             "turn it off, or use 2 or more",
         )
-        require(
-            self.off_policy.mode == "none"
-            or not isinstance(self.loss, OwnLoss)
-            or "importance_weights" in self.loss.takes,
-            "off_policy.mode",
-            f"must be none for the loss {self.loss.name}, which has no parameter"
-            " importance_weights",
-            self.off_policy.mode,
-            "give it one, and multiply the terms by it",
-        )
         self._check_async()
+        self._check_off_policy()
         responses = self.num_prompts_per_step * self.num_generations_per_prompt
         require(
             responses % (self.train_global_batch_size or 1) == 0,
@@ -367,6 +394,55 @@ class GRPOConfig(BaseConfig):
             "wait",
             "use keep, or --generation.backend vllm",
         )
+
+    def _check_off_policy(self) -> None:
+        chosen = self.off_policy
+        staleness = f" with async.max_staleness {self.max_staleness}" * (chosen.mode == "auto")
+        require(
+            self.off_policy_mode == "none"
+            or not isinstance(self.loss, OwnLoss)
+            or "importance_weights" in self.loss.takes,
+            "off_policy.mode",
+            f"must be none for the loss {self.loss.name}, which has no parameter"
+            " importance_weights",
+            chosen.mode + staleness,
+            "give it one and multiply the terms by it, or set none",
+        )
+        for name in ("token_bounds", "extreme_bounds", "geometric_bounds", "probability_bounds"):
+            bounds = getattr(chosen, name)
+            require(
+                bounds is None or self.off_policy_mode != "none",
+                f"off_policy.{name}",
+                "needs off_policy.mode truncate, mask or sequence_mask, as it drops tokens from a"
+                " loss with importance weights",
+                bounds,
+                "set a mode, or remove it",
+            )
+        require(
+            chosen.proximal == "recompute" or not self.needs_kl_reward,
+            "off_policy.proximal",
+            "must be recompute with advantage.kl_coef above 0, which needs the logprobs before the"
+            " first update anyway",
+            chosen.proximal,
+            "use recompute, or set kl_coef to 0",
+        )
+
+    @property
+    def max_staleness(self) -> int:
+        """Rollout batches that the policy may be ahead of the weights that sampled a token."""
+        return self.async_.max_staleness
+
+    @property
+    def off_policy_mode(self) -> str:
+        """What off_policy.mode means in this run: auto is truncate where samples may be stale."""
+        if self.off_policy.mode != "auto":
+            return self.off_policy.mode
+        return "truncate" if self.max_staleness >= 1 else "none"
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether π_prev is estimated from the tokens' versions and not computed."""
+        return self.off_policy.proximal == "interpolate" and self.updates_per_step > 1
 
     @property
     def updates_per_step(self) -> int:

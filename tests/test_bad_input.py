@@ -334,6 +334,12 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     nemorl.OffPolicyConfig: {
         r"off_policy\.min must be at least 0 and below off_policy\.max, but it is"
         r" 3.*off_policy\.max is 2": {"min": 3.0, "max": 2.0},
+        r"off_policy\.token_bounds must be two numbers, the first at least 0 and below the second,"
+        r" but it is \(2.*0\.5 and 2": {"token_bounds": (2.0, 0.5)},
+        r"off_policy\.probability_bounds must be two numbers of at least 0, but it is \(-0\.2": {
+            "probability_bounds": (-0.2, 0.2)
+        },
+        r"off_policy\.penalty must be at least 0, but it is -1": {"penalty": -1.0},
     },
     nemorl.OverlongConfig: {
         r"overlong\.buffer must lie in 0 … 1, but it is 512: DAPO's is 0\.2": {"buffer": 512},

@@ -108,11 +108,8 @@ def importance_weights(
     generation = masked(usable, generation_logprobs.detach())
     log_weight = prev - generation
     total = segment_sum(log_weight, segment_ids)
-    logs = {
-        "token": log_weight,
-        "sequence": total,
-        "geometric": total / segment_sum(usable, segment_ids).clamp(min=1),
-    }
+    geometric = total / segment_sum(usable, segment_ids).clamp(min=1)
+    logs = {"token": log_weight, "sequence": total, "geometric": geometric}
     ratios = {name: bounded_exp(values) for name, values in logs.items()}
     weight = ratios[level]
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take
 from nemorl.data.packing import segments_apart
 from nemorl.data.sources import set_names
-from nemorl.losses.rewards import overlong_filter
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.runtime.algorithms.common import (
     by_segment,
@@ -23,10 +23,12 @@ from nemorl.runtime.algorithms.policy_loss import (
     make_loss_weights,
     make_shaping,
 )
+from nemorl.runtime.algorithms.receipts import TokenReceipt, with_receipts
 from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import nearest_preset
 from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.receipts import Receipts
 from nemorl.runtime.run.samples import beside, by_set, compared, informative
 from nemorl.runtime.watch.log import event
 
@@ -43,13 +45,16 @@ def grpo(run: OpenRun) -> None:
     say_preset(config)
     shaping, advantages = make_shaping(config), make_advantages(config)
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
+    receipts = Receipts(config.receipts)
     for step in run.steps(config.max_num_steps):
         rollouts, everything = roll_out(run, groups)
         with step.timed("train"):
             batch = with_logprobs(run, to_token_batch(rollouts))
-            batch = replace(batch, loss_mask=trained_tokens(config, rollouts, batch))
+            kept = trained_rows(config, rollouts)
+            batch = replace(batch, loss_mask=batch.loss_mask & kept[:, None])
             batch = replace(batch, advantages=advantages(rollouts, batch))
             step.log({}, samples=compared_samples(run, rollouts, batch, shaping))
+            receipt = TokenReceipt(rollouts, kept)
             num_updates, version = 0, run.trainer.step
             for rows in minibatches(len(batch), config, seed=step.seed):
                 part = take(batch, rows)
@@ -59,8 +64,10 @@ def grpo(run: OpenRun) -> None:
                     loss = loss_fn
                     if config.interpolates:
                         loss = at_version(loss_fn, version=version, present=run.trainer.step)
-                    step.log(run.trainer.train_step(segments_apart(part)[0], loss))
+                    trained = run.trainer.train_step(segments_apart(part)[0], with_receipts(loss))
+                    step.log(receipt.add(trained, rows))
                     num_updates += 1
+            step.log(receipt.check(receipts, step.number))
         found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
         own = {"groups_kept": kept, "num_updates": float(num_updates)}
@@ -79,18 +86,17 @@ def say_preset(config: GRPOConfig) -> None:
         print(line)
 
 
-def trained_tokens(
-    config: GRPOConfig, rollouts: Rollouts, batch: TokenBatch
-) -> Bool[Tensor, "batch seq"]:
-    """Return the loss mask without truncated responses and without groups that dynamic sampling
-    rejects (the last round's, where it found no other).
+def trained_rows(config: GRPOConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"]:
+    """Return True for conversations that are trained on: without truncated ones where
+    overlong.filter says so, and groups that dynamic sampling rejects (the last round's, where it
+    found no other).
     """
-    mask = batch.loss_mask
+    kept = torch.ones(len(rollouts), dtype=torch.bool)
     if config.overlong.filter:
-        mask = overlong_filter(mask, rollouts.truncated)
+        kept &= ~rollouts.truncated
     if config.dynamic_sampling:
-        mask = mask & informative(rollouts, config)[:, None]
-    return mask
+        kept &= informative(rollouts, config)
+    return kept
 
 
 def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:

@@ -10,6 +10,7 @@ from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.asynchrony import AsyncConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.own import OwnFunction
+from nemorl.runtime.config.receipts import ReceiptsConfig
 
 
 def _check_clip(low: float, high: float) -> None:
@@ -277,6 +278,7 @@ class GRPOConfig(BaseConfig):
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     async_: Annotated[AsyncConfig, Field(alias="async")] = field(default_factory=AsyncConfig)
+    receipts: ReceiptsConfig = field(default_factory=ReceiptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: str | tuple[str, ...] = "exact_match"
     """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,

@@ -1,0 +1,37 @@
+"""What happens where a receipt does not hold: the run stops, or warns."""
+
+from collections import Counter
+
+from nemorl.runtime.config.receipts import ReceiptsConfig
+from nemorl.warn import warn
+
+FAILED = "does not hold"
+"""In the error or warning of each receipt that does not."""
+
+
+class ReceiptError(RuntimeError):
+    """Raised where a receipt does not hold: what the run computed is not what it says."""
+
+
+class Receipts:
+    """Stops a run, or warns, as `receipts.on_failure` says."""
+
+    def __init__(self, config: ReceiptsConfig) -> None:
+        self.config = config
+        self._failures = Counter[str]()
+
+    def require(self, holds: bool, name: str, step: int, found: str, remedy: str) -> None:
+        """Raise ReceiptError unless a receipt holds, or warn of the first, second, fourth, eighth,
+        … step in which it does not.
+
+        name: of the receipt, one word. found: what was found. remedy: what to do.
+        """
+        if holds:
+            return
+        self._failures[name] += 1
+        message = f"step {step}: the receipt {name} {FAILED}: {found}. {remedy}"
+        if self.config.on_failure == "stop":
+            go_on = "--receipts.on-failure warn goes on all the same"
+            raise ReceiptError(f"{message}; {go_on}.")
+        if (count := self._failures[name]).bit_count() == 1:
+            warn(f"{message}; {count} such steps so far (receipts.on_failure is warn).")

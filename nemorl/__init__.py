@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.config.presets import preset as preset
+    from nemorl.runtime.config.receipts import ReceiptsConfig as ReceiptsConfig
     from nemorl.runtime.config.run import RunConfig as RunConfig
     from nemorl.runtime.config.runtime import RuntimeConfig as RuntimeConfig
     from nemorl.runtime.config.sft import SFTConfig as SFTConfig
@@ -160,6 +161,7 @@ _NAMES = {
     "nemorl.runtime.config.asynchrony": ["AsyncConfig"],
     "nemorl.runtime.config.base": ["BaseConfig"],
     "nemorl.runtime.config.data": ["DataConfig"],
+    "nemorl.runtime.config.receipts": ["ReceiptsConfig"],
     "nemorl.runtime.config.run": ["RunConfig"],
     "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],

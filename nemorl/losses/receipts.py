@@ -63,7 +63,7 @@ def token_receipt(
     """Return the number of tokens in `loss_mask` and the sum of their hashes modulo 2^32, as the
     metrics `receipts/tokens` and `receipts/hash`.
 
-    Both add over microbatches and ranks, exactly: integers, and below 2^53 for up to two million
+    Both add over microbatches and ranks, exactly: integers in float64, below 2^53 for two million
     parts. Compare hashes modulo 2^32. Arguments: as `token_hashes`.
 
     >>> ids, places = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]])
@@ -75,7 +75,12 @@ def token_receipt(
     """
     hashes = token_hashes(input_ids, position_ids, generation_logprobs)
     total = torch.where(loss_mask, hashes, 0).sum() & BITS
-    return {"receipts/tokens": Sum(loss_mask.sum()), "receipts/hash": Sum(total)}
+    return {"receipts/tokens": _exact(loss_mask.sum()), "receipts/hash": _exact(total)}
+
+
+def _exact(count: Int[Tensor, ""]) -> Sum:
+    """Return an integer as a sum in float64, in main memory where the device has none (mps)."""
+    return Sum((count.cpu() if count.device.type == "mps" else count).double())
 
 
 def support_ratio(

@@ -17,13 +17,15 @@ from nemorl.losses import (
     masks,
     policy,
     preference,
+    receipts,
     supervised,
     terms,
     value,
     vocab_parallel,
 )
 from nemorl.losses import rewards as rewards_module
-from nemorl.losses.types import LossOutput
+from nemorl.losses.segments import same_segment, segment_starts
+from nemorl.losses.types import LossOutput, Mean
 from tests.helpers import Case
 
 
@@ -216,6 +218,25 @@ def _importance_cases() -> list[Case]:
             torch.zeros(()), importance.sampler_gap(prev, generation, mask, segment_ids)
         )
 
+    def of_receipts(
+        prev: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor
+    ) -> LossOutput:
+        response = same_segment(segment_ids)
+        first, *rest = receipts.gap_by_depth(prev, generation, mask, response, segment_ids).values()
+        deeper = sum(rest, start=Mean(torch.zeros(()), torch.zeros(())))  # the wider, the more
+        depths = {"first": first, "deeper": deeper}
+        return LossOutput(
+            torch.zeros(()), {**depths, **receipts.support_ratio(prev, generation, mask)}
+        )
+
+    def of_tokens(ids: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor) -> LossOutput:
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        begin = torch.where(segment_starts(segment_ids), place, 0).cummax(-1).values
+        positions = torch.where(segment_ids > 0, place - begin, 0)
+        metrics = receipts.token_receipt(ids, positions, generation, mask)
+        return LossOutput(torch.zeros(()), {"tokens": metrics["receipts/tokens"]})
+
+    of_ids = ("input_ids", *inputs[1:4])
     return [
         Case(
             "importance_weights",
@@ -233,7 +254,9 @@ def _importance_cases() -> list[Case]:
             drops[-2:-1],
             family="constant",
         ),
-        Case("sampler_gap", gap, inputs, (), family="constant"),
+        Case("sampler_gap", gap, inputs[:4], (), family="constant"),
+        Case("support_ratio and gap_by_depth", of_receipts, inputs[:4], (), family="constant"),
+        Case("token_receipt", of_tokens, of_ids, (), family="constant"),
     ]
 
 

@@ -19,7 +19,9 @@ from nemorl.runtime.cli.settings import (
     GenerateConfig,
     InspectConfig,
     ReportConfig,
+    VerifyConfig,
 )
+from nemorl.runtime.run.receipts import ReceiptError
 
 if TYPE_CHECKING:
     from nemorl.runtime.watch.report.gather import Gathered
@@ -222,6 +224,34 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
     Console().print(table)
 
 
+def verify(config: VerifyConfig) -> None:
+    """Print which receipts of a run hold. Raises: ReceiptError where one does not."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemorl.runtime.store.verify import verify_run
+
+    receipts = verify_run(config.run)
+    if config.json:
+        for receipt in receipts:
+            print(json.dumps(vars(receipt), ensure_ascii=False))
+    else:
+        colors = {True: "green", False: "bold red", None: "dim"}
+        table = Table(box=None, pad_edge=False)
+        for name in ("receipt", "", "found"):
+            table.add_column(name, overflow="fold")
+        for each in receipts:
+            verdict = Text(each.verdict or "–", style=colors[each.holds])
+            table.add_row(each.name, verdict, Text(each.found))
+        Console(highlight=False).print(table)
+    if wrong := [each.name for each in receipts if each.holds is False]:
+        raise ReceiptError(f"{' and '.join(wrong)} of {config.run} {FAILED[len(wrong) > 1]}")
+
+
+FAILED = "does not hold", "do not hold"
+
+
 def inspect(config: InspectConfig) -> None:
     """Print training data as a model sees them."""
     if sys.argv[1:3] == ["data", "inspect"]:
@@ -311,6 +341,7 @@ COMMANDS = {
     "generate": Command(GenerateConfig, generate),
     "export": Command(ExportConfig, export),
     "report": Command(ReportConfig, report),
+    "verify": Command(VerifyConfig, verify),
     "data example": Command(ExampleConfig, example),
     "data inspect": Command(InspectConfig, inspect),
     "plan": Command(PlanConfig, plan),

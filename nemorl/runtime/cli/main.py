@@ -51,6 +51,7 @@ from nemorl.runtime.config.tree import (
 from nemorl.runtime.config.trust import CODE, Trust
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.runtime.run.receipts import ReceiptError
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.runtime.store.directory import RunDirectory
@@ -128,6 +129,7 @@ use what was trained
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                    curves and samples as a web page
   nemorl report runs/sft runs/rl                           the same of several runs, side by side
+  nemorl verify runs/rl                                    was what it sampled what it trained on?
 
 find out how a model fits on GPUs, and how fast each way is
   nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80
@@ -242,8 +244,8 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         _unprintable()
         return 0
     except Exception as error:
-        expected = isinstance(error, ValueError | OSError | FloatingPointError | ExitInUserCode)
-        expected = expected or memory_advice(error) is not None
+        kinds = ValueError | OSError | FloatingPointError | ExitInUserCode | ReceiptError
+        expected = isinstance(error, kinds) or memory_advice(error) is not None
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1

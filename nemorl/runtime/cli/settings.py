@@ -307,6 +307,19 @@ class ReportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Check a run's receipts by its files: what was trained on is what was sampled, and more.
+
+    The exit code is 1 where a receipt does not hold.
+    """
+
+    run: tyro.conf.Positional[str]
+    """The run's directory; the run may have ended, crashed, or still go on."""
+    json: bool = False
+    """Print one JSON object per receipt in place of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExampleConfig:
     """Write a small file of data to try a command with: sums of numbers below 100."""
 

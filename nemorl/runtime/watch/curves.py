@@ -38,18 +38,24 @@ STYLE: Any = {
 def svg(name: str, *courses: Course) -> tuple[str, tuple[float, float]]:
     """Return a picture of one metric for the report, and the steps at its left and right edge."""
     with rc_context(STYLE):
-        figure, file = Figure(figsize=(4.2, 2.0)), io.StringIO()
+        figure = Figure(figsize=(4.2, 2.0))
         axes = figure.add_axes((BOX[0], BOX[1], BOX[2] - BOX[0], BOX[3] - BOX[1]))
         panel(axes, name, *courses)
         axes.tick_params(labelsize=8)
         axes.spines[:].set_visible(False)
         axes.grid(False, axis="x")
-        figure.savefig(file, format="svg", transparent=True)
+        return svg_of(figure), axes.get_xlim()
+
+
+def svg_of(figure: Figure) -> str:
+    """Return a picture as a part of the page, in the page's colors."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(UNUSED, "", text[text.index("<svg") :], flags=re.DOTALL)
     for color, variable in COLORS.items():
         text = text.replace(color, f"var(--{variable})")
-    return text, axes.get_xlim()
+    return text
 
 
 def panel(axes: Axes, name: str, *courses: Course) -> None:

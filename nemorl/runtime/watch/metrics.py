@@ -78,6 +78,14 @@ SECTIONS = {
         "generation_nonfinite_fraction": Metric(
             "Tokens without a sampler's logprob", "share of the tokens"
         ),
+        "receipts/tokens": Metric("Tokens proved", "trained on as they were sampled"),
+        "receipts/tokens_unproved": Metric("Tokens not proved", "trained on otherwise", usual=0),
+        "receipts/support_ratio": Metric(
+            "Support", "mean of π_trainer/π_sampler; 1: both keep the same tokens"
+        ),
+        "receipts/support_error": Metric("Support's standard error", "of the mean", usual=0),
+        "receipts/kl_from_": Metric("", "sampler's KL error, from this token of the response on"),
+        "receipts/": Metric(""),
     },
     "Updates": {
         "num_updates": Metric("Updates", "optimizer steps; 0: nothing to learn from"),

@@ -9,6 +9,7 @@ from typing import Any
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.reading import read_run, read_samples
 from nemorl.runtime.store.record import RunRecord
+from nemorl.runtime.store.verify import receipts_of
 
 SAMPLE_BYTES = 6_000_000
 """Size of the sample files that a page holds."""
@@ -47,6 +48,7 @@ class Gathered:
         self.record, self.metrics, self.log = files.record, files.metrics, files.log
         self.outcomes = files.outcomes
         self.config, self.environment, self.data = files.config, files.environment, files.data
+        self.receipts = receipts_of(directory, files)
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
         opened = [step for step in files.samples if step == sample_step]

@@ -23,7 +23,7 @@ const BOX = [0.12, 0.975]; // the axes' left and right edge: plots.BOX
 
 const nearest = (sorted, value) => sorted.reduce((best, each, i) => (Math.abs(each - value) < Math.abs(sorted[best] - value) ? i : best), 0);
 
-for (const figure of all("figure.chart")) {
+for (const figure of all("figure.chart[data-curve]")) {
   const { edges, courses } = data.curves[figure.dataset.curve], picture = figure.querySelector("svg");
   const stepAt = (event) => {
     const area = picture.getBoundingClientRect(), share = (event.clientX - area.left) / area.width;

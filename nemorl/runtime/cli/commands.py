@@ -21,7 +21,6 @@ from nemorl.runtime.cli.settings import (
     ReportConfig,
     VerifyConfig,
 )
-from nemorl.runtime.run.receipts import ReceiptError
 
 if TYPE_CHECKING:
     from nemorl.runtime.watch.report.gather import Gathered
@@ -225,7 +224,7 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
 
 
 def verify(config: VerifyConfig) -> None:
-    """Print which receipts of a run hold. Raises: ReceiptError where one does not."""
+    """Print a run's receipts. Raises: SystemExit, with the code 1, where one does not hold."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -246,10 +245,9 @@ def verify(config: VerifyConfig) -> None:
             table.add_row(each.name, verdict, Text(each.found))
         Console(highlight=False).print(table)
     if wrong := [each.name for each in receipts if each.holds is False]:
-        raise ReceiptError(f"{' and '.join(wrong)} of {config.run} {FAILED[len(wrong) > 1]}")
-
-
-FAILED = "does not hold", "do not hold"
+        verb = "does" if len(wrong) == 1 else "do"
+        print(f"{' and '.join(wrong)} of {config.run} {verb} not hold", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def inspect(config: InspectConfig) -> None:

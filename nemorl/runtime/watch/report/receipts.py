@@ -47,9 +47,7 @@ def _draw(axes: Axes, found: Mapping[int, Sequence[float]]) -> None:
     style: Any = {"linewidth": 2, "marker": "o", "markersize": 4}
     axes.plot(places, [max(values) for values in found.values()], color=VALIDATION, **style)
     axes.plot(places, means, color=TRAIN, **style)
-    ends = [first - 1 for first in [*found][1:]]
-    names = [f"{first}-{end}" for first, end in zip(found, ends, strict=False)]
-    axes.set_xticks(list(places), [*names, f"from {[*found][-1]}"], fontsize=8)
+    axes.set_xticks(list(places), [number(first) for first in found])
     axes.tick_params(length=0, labelsize=8)
     axes.grid(color=GRID, linewidth=0.8, axis="y")
     axes.set_axisbelow(True)

@@ -1,0 +1,274 @@
+"""`nemorl verify`: a run's files say which receipts hold; each one that is changed is found."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.runtime.cli.main import main
+from nemorl.runtime.run.receipts import ReceiptError
+from nemorl.runtime.start.registry import TRAINING_BACKENDS
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.record import RunRecord
+from nemorl.runtime.store.verify import Receipt, verify_run
+from nemorl.runtime.watch.report.gather import Gathered
+from nemorl.runtime.watch.report.page import render
+from nemorl.runtime.watch.report.receipts import depth_profile, depths
+from tests.runtime.algorithms.test_receipts import Exchanging
+from tests.runtime.runs import grpo_config, start
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with a filter."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    generation = nemorl.GenerationConfig(max_new_tokens=6, top_k=12)
+    start(grpo_config(folder, steps=3, generation=generation, run={"save_period": 2}))
+    return folder
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def of(run: Path) -> dict[str, Receipt]:
+    return {each.name: each for each in verify_run(run)}
+
+
+def rewrite(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the metrics of each step."""
+    file = run / "metrics.jsonl"
+    lines = [change(json.loads(line)) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_whole_run_holds(run: Path, capsys: pytest.CaptureFixture[str]):
+    found = of(run)
+    assert {name for name, each in found.items() if each.holds} == {
+        *("tokens", "support", "mismatch", "checkpoints")
+    }
+    assert not [each for each in found.values() if each.holds is False]
+    assert found["prompts"].found == found["staleness"].found == "not recorded"
+    assert found["weights"].found.startswith("nothing to prove: the embedded engine")
+    assert found["tokens"].found.endswith(" tokens in 3 steps are the sampled ones")
+    assert found["checkpoints"].found.startswith("2 whole, ")
+    assert "from token 4 on" in found["mismatch"].found
+    assert main(["verify", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" holds ") == 4 and "does not hold" not in printed
+    assert main(["verify", str(run), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Receipt(**line) for line in lines] == [*found.values()]
+
+
+def step(number: int, **changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        return (
+            {**line, **({k.replace("__", "/"): v for k, v in changed.items()})}
+            if (line["step"] == number)
+            else line
+        )
+
+    return change
+
+
+WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "other tokens": (
+        "tokens",
+        step(2, receipts__tokens=0, receipts__tokens_unproved=96),
+        "in step 2 others were trained on than sampled",
+    ),
+    "no receipt": (
+        "tokens",
+        step(3, receipts__tokens=None, receipts__tokens_unproved=None),
+        "step 3 trained without a receipt",
+    ),
+    "support": (
+        "support",
+        step(2, receipts__support_ratio=0.896, receipts__support_error=0.01),
+        "mean of π_trainer/π_sampler 0.8960 in step 2",
+    ),
+    "mismatch": ("mismatch", step(1, token_mult_prob_error=1.2), "factor 1.2 on average in step 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_metrics_that_do_not_hold(name: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    receipt, change, said = WRONG[name]
+    rewrite(run, change)
+    found = of(run)
+    assert [each.name for each in found.values() if each.holds is False] == [receipt]
+    assert found[receipt].found.startswith(said)
+    assert main(["verify", str(run)]) == 1
+    printed = capsys.readouterr()
+    assert "does not hold" in printed.out
+    assert printed.err == f"{receipt} of {run} does not hold\n"
+    assert "<b>does not hold</b>" in render(Gathered(run))
+
+
+@pytest.mark.parametrize(
+    ("error", "holds"), [(0.0, False), (0.02, False), (0.03, True)], ids=["sure", "2 %", "3 %"]
+)
+def test_support_is_judged_beyond_four_standard_errors(error: float, holds: bool, run: Path):
+    rewrite(run, step(2, receipts__support_ratio=0.896, receipts__support_error=error))
+    assert of(run)["support"].holds is holds
+
+
+def engines(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Metrics of a step that vLLM sampled for; the first of a run has no update."""
+
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        proved = {"generation/weights/proved": 9.0, "generation/weights/unproved": 0.0}
+        own = proved if line["step"] > 1 else {}
+        return step(3, **changed)({**line, "generation/tokens": 8.0, **own})
+
+    return change
+
+
+def with_vllm(run: Path) -> None:
+    text = (run / "config.yaml").read_text()
+    assert "backend: torch" in text
+    (run / "config.yaml").write_text(text.replace("backend: torch", "backend: vllm"))
+
+
+def test_each_update_of_engines_needs_a_receipt(run: Path):
+    with_vllm(run)
+    rewrite(run, engines(generation__weights__unproved=2.0))
+    found = of(run)["weights"]
+    assert found.holds
+    assert found.found == (
+        "2 updates, 9 tensors or more in each; up to 2 that engines store in another form can't"
+        " be read"
+    )
+    rewrite(run, engines(generation__weights__proved=None))
+    assert of(run)["weights"] == Receipt(
+        "weights", False, "step 3 sampled after an update without a receipt"
+    )
+
+
+def test_what_no_step_counts_needs_none(run: Path):
+    """The update before a validation, and before the first step of a process."""
+    with_vllm(run)
+    rewrite(run, engines(generation__weights__proved=None))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "time": 5, "phase": "validation", "reward": 1}) + "\n")
+    assert of(run)["weights"].holds
+
+
+def test_a_resumed_process_begins_with_an_update_that_no_step_counts(run: Path):
+    with_vllm(run)
+    rewrite(run, engines(generation__weights__proved=None))
+    directory = RunDirectory(run)
+    record = RunRecord.read(directory)
+    assert record is not None
+    times = [line["time"] for line in directory.read_metrics()]
+    rewrite(run, step(3, time=times[-1] + 10))
+    replace(record, sessions=(*record.sessions, times[-1] + 5)).write(directory)
+    assert of(run)["weights"].holds
+
+
+def test_engines_without_any_receipt(run: Path):
+    with_vllm(run)
+    rewrite(run, lambda line: {**line, "generation/tokens": 8.0})
+    assert of(run)["weights"].holds is False
+
+
+GROUPS = [
+    {"step": 1, "trained": [0, 1], "dropped": {}, "open": [2, 3]},
+    {"step": 2, "trained": [3], "dropped": {"uninformative": [2]}, "open": [4]},
+]
+
+
+def write_groups(run: Path, *lines: dict[str, Any], torn: str = "") -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "groups.jsonl").write_text(text + torn)
+
+
+def test_every_prompt_is_trained_on_dropped_or_open(run: Path):
+    write_groups(run, *GROUPS, torn='{"step": 3, "trai')
+    found = of(run)["prompts"]
+    assert found.holds
+    assert found.found == "5 taken: 3 trained on, 1 dropped as uninformative, 1 open"
+    write_groups(run, torn='{"step": 3, "trai')
+    assert of(run)["prompts"] == Receipt("prompts", None, "groups.jsonl has no whole line yet")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"trained": [3, 0]}, "group 0 is in it 2 times"),
+        ({"dropped": {"a": [2], "b": [2]}}, "group 2 is in it 2 times"),
+        ({"open": [4, 4]}, "group 4 is in it 2 times"),
+        ({"open": [3, 4]}, "group 3 is in it 2 times"),
+        ({"dropped": {}}, "group 2 is lost"),
+        ({"open": [6]}, "group 4 is lost (2 in all)"),
+    ],
+)
+def test_a_prompt_that_is_lost_or_doubled_is_found(changed: dict[str, Any], said: str, run: Path):
+    write_groups(run, GROUPS[0], {**GROUPS[1], **changed})
+    assert of(run)["prompts"] == Receipt("prompts", False, said)
+
+
+@pytest.mark.parametrize(("worst", "holds"), [(2, True), (3, False)])
+def test_no_token_is_staler_than_allowed(worst: int, holds: bool, run: Path):
+    rewrite(run, step(3, staleness__max=worst))
+    assert of(run)["staleness"].holds is None
+    with (run / "config.yaml").open("a") as file:
+        file.write("\nasync:\n  max_staleness: 2\n")
+    found = of(run)["staleness"]
+    assert found == Receipt("staleness", holds, f"up to {worst} steps, in step 3 (at most 2)")
+
+
+def test_a_damaged_checkpoint_is_found(run: Path):
+    file = next((run / "checkpoints" / "step_2").rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    found = of(run)["checkpoints"]
+    assert found.holds is False and found.found.startswith("step 2: ") and file.name in found.found
+    (run / "checkpoints" / "step_3" / "manifest.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step_2")
+    assert of(run)["checkpoints"].found.startswith("step 3: ")
+    shutil.rmtree(run / "checkpoints")
+    assert of(run)["checkpoints"] == Receipt("checkpoints", None, "there is none")
+
+
+def test_a_run_that_a_receipt_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(TRAINING_BACKENDS, "exchanging", Exchanging)
+    trainer = nemorl.TrainerConfig(device="cpu", backend="exchanging")
+    with pytest.raises(ReceiptError):
+        start(grpo_config(tmp_path / "run", steps=2, trainer=trainer))
+    found = of(tmp_path / "run")["tokens"]
+    assert found.holds is False
+    assert found.found.startswith("it stopped the run: ") and "step 1: the receipt tokens" in (
+        found.found
+    )
+
+
+def test_files_that_are_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("run.json", "metrics.jsonl", "checkpoints"):
+        shutil.move(run / name, tmp_path / name)
+    assert {each.found for each in verify_run(run)} == {
+        "not recorded",
+        "there is none",
+        "nothing to prove: the embedded engine computes with the trainer's own weights",
+    }
+    assert main(["verify", str(run)]) == 0
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+    assert "run must be the folder of a run" in capsys.readouterr().err
+
+
+def test_the_page_has_the_receipts_and_the_gap_by_depth(run: Path):
+    gathered = Gathered(run)
+    assert [*depths(gathered.metrics)] == [1, 4]
+    assert depth_profile(gathered.metrics).startswith("<svg") and depth_profile([]) == ""
+    page = render(gathered)
+    section = page[page.index('<section id="receipts">') :].partition("</section>")[0]
+    assert section.count("<td>holds</td>") == 3 and "<svg" in section
+    assert section.count("<td>–</td>") == 3 and "not recorded" in section

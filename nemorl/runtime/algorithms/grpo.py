@@ -50,11 +50,11 @@ def grpo(run: OpenRun) -> None:
         rollouts, everything = roll_out(run, groups)
         with step.timed("train"):
             batch = with_logprobs(run, to_token_batch(rollouts))
-            kept = trained_rows(config, rollouts)
-            batch = replace(batch, loss_mask=batch.loss_mask & kept[:, None])
+            trains = trained_rows(config, rollouts)
+            batch = replace(batch, loss_mask=batch.loss_mask & trains[:, None])
             batch = replace(batch, advantages=advantages(rollouts, batch))
             step.log({}, samples=compared_samples(run, rollouts, batch, shaping))
-            receipt = TokenReceipt(rollouts, kept)
+            receipt = TokenReceipt(rollouts, trains)
             num_updates, version = 0, run.trainer.step
             for rows in minibatches(len(batch), config, seed=step.seed):
                 part = take(batch, rows)

@@ -97,8 +97,11 @@ def sampled_hashes(rollouts: Rollouts) -> tuple[Int[Tensor, "batch"], Int[Tensor
 class TokenReceipt:
     """The tokens of a step, as they were sampled and as the loss had them."""
 
-    def __init__(self, rollouts: Rollouts, kept: Bool[Tensor, "batch"]) -> None:
-        """kept: conversations whose tokens are trained on; others are left out for a reason."""
+    def __init__(self, rollouts: Rollouts, kept: Bool[Tensor, "batch"] | None = None) -> None:
+        """kept: conversations whose tokens are trained on, others are left out for a reason; None:
+        all.
+        """
+        kept = torch.ones(len(rollouts), dtype=torch.bool) if kept is None else kept
         self.hashes, self.counts = (torch.where(kept, each, 0) for each in sampled_hashes(rollouts))
         self.hash = self.tokens = 0
         """Of what was sampled and given to train on."""

@@ -113,14 +113,13 @@ def _weights(lines: Lines, files: RunFiles) -> Found:
 
 
 def _tokens(lines: Lines) -> Found:
-    trained = [line for line in lines if line.get("num_updates")]
-    proved = [line for line in trained if is_number(line.get("receipts/tokens"))]
+    proved = [line for line in lines if is_number(line.get("receipts/tokens"))]
     if not proved:
         return None, "not recorded"
     wrong = [line["step"] for line in proved if line.get("receipts/tokens_unproved") != 0]
     if wrong:
         return False, f"in step {wrong[0]} others were trained on than sampled{_more(wrong)}"
-    lacking = [line["step"] for line in trained if not line.get("receipts/tokens")]
+    lacking = [line["step"] for line in lines if line.get("num_updates") and line not in proved]
     if lacking:
         return False, f"step {lacking[0]} trained without a receipt{_more(lacking)}"
     count = sum(int(line["receipts/tokens"]) for line in proved)

@@ -225,6 +225,16 @@ def test_no_token_is_staler_than_allowed(worst: int, holds: bool, run: Path):
     assert found == Receipt("staleness", holds, f"up to {worst} steps, in step 3 (at most 2)")
 
 
+def test_a_loop_of_ones_own_counts_no_updates(run: Path):
+    def without(line: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in line.items() if name != "num_updates"}
+
+    rewrite(run, without)
+    assert of(run)["tokens"].holds
+    rewrite(run, WRONG["other tokens"][1])
+    assert of(run)["tokens"].holds is False
+
+
 def test_a_damaged_checkpoint_is_found(run: Path):
     file = next((run / "checkpoints" / "step_2").rglob("*.safetensors"))
     data = bytearray(file.read_bytes())

@@ -1,5 +1,6 @@
 """Which receipts of a run hold, by its files alone: no model is loaded, and nothing is written."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import is_number
-from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.directory import RunDirectory, read_lines
 from nemorl.runtime.store.reading import RunFiles, read_run
 from nemorl.runtime.store.shapes import is_count, is_mapping, list_of
@@ -25,6 +24,8 @@ LINE = {
 """Shapes of the values in groups.jsonl."""
 DEPTH = "receipts/kl_from_"
 """Begins the names of the metrics of the gap at some depth."""
+ENGINE = re.compile("generation/.+/restarts")
+"""A metric of an engine's processes, which are sent the weights."""
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -85,16 +86,10 @@ def _failed(files: RunFiles) -> dict[str, Receipt]:
 def _weights(lines: Lines, files: RunFiles) -> Found:
     """Each update of the engines' weights is proved, if a step counts it."""
     name = "generation/weights/proved"
-    sampled = [line for line in lines if any(key.startswith("generation/") for key in line)]
+    sampled = [line for line in lines if any(map(ENGINE.fullmatch, line))]
     proved = [line for line in sampled if is_number(line.get(name))]
-    section = files.config.get("generation")
-    backend = section.get("backend") if isinstance(section, Mapping) else None
-    if not proved:
-        if backend == "vllm" and len(sampled) > 1:
-            return False, f"none of {len(sampled)} steps that sampled with vLLM has a receipt"
-        own = backend in (None, "torch")
-        what = "the embedded engine computes with the trainer's own weights" if own else ""
-        return None, f"nothing to prove: {what}" if own else "not recorded"
+    if not sampled:
+        return None, "nothing to prove: no engine reports weights of its own"
     begins = files.record.sessions if files.record else ()
     validated = {line["step"] for line in files.metrics if line["phase"] == "validation"}
     lacking = []
@@ -106,6 +101,8 @@ def _weights(lines: Lines, files: RunFiles) -> Found:
             lacking.append(line["step"])
     if lacking:
         return False, f"step {lacking[0]} sampled after an update without a receipt{_more(lacking)}"
+    if not proved:
+        return None, "not recorded: no update is counted"
     fewest = min(int(line[name]) for line in proved)
     unread = max(int(line.get("generation/weights/unproved") or 0) for line in proved)
     rest = f"; up to {unread} that engines store in another form can't be read" if unread else ""
@@ -119,7 +116,9 @@ def _tokens(lines: Lines) -> Found:
     wrong = [line["step"] for line in proved if line.get("receipts/tokens_unproved") != 0]
     if wrong:
         return False, f"in step {wrong[0]} others were trained on than sampled{_more(wrong)}"
-    lacking = [line["step"] for line in lines if line.get("num_updates") and line not in proved]
+    told = {line["step"] for line in proved}
+    trained = {line["step"] for line in lines if line.get("num_updates")}
+    lacking = sorted(trained - told)
     if lacking:
         return False, f"step {lacking[0]} trained without a receipt{_more(lacking)}"
     count = sum(int(line["receipts/tokens"]) for line in proved)
@@ -218,11 +217,13 @@ def _staleness(lines: Lines, config: Mapping[str, Any]) -> Found:
 
 def _checkpoints(directory: RunDirectory) -> Receipt:
     """Each checkpoint is whole: all files that its manifests name, with their sizes and CRC-32."""
+    from nemorl.runtime.store import checkpoint  # which loads torch
+
     number, size = 0, 0
     for step, path in checkpoint.present(directory.path).items():
         try:
             files = checkpoint.verify(path)
-        except CheckpointError as error:
+        except checkpoint.CheckpointError as error:
             if path.exists():  # one of a run that goes on may be gone by now
                 return Receipt("checkpoints", False, f"step {step}: {error}")
             continue

@@ -55,7 +55,7 @@ def test_a_whole_run_holds(run: Path, capsys: pytest.CaptureFixture[str]):
     }
     assert not [each for each in found.values() if each.holds is False]
     assert found["prompts"].found == found["staleness"].found == "not recorded"
-    assert found["weights"].found.startswith("nothing to prove: the embedded engine")
+    assert found["weights"].found.startswith("nothing to prove: no engine reports weights")
     assert found["tokens"].found.endswith(" tokens in 3 steps are the sampled ones")
     assert found["checkpoints"].found.startswith("2 whole, ")
     assert "from token 4 on" in found["mismatch"].found
@@ -126,19 +126,12 @@ def engines(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     def change(line: dict[str, Any]) -> dict[str, Any]:
         proved = {"generation/weights/proved": 9.0, "generation/weights/unproved": 0.0}
         own = proved if line["step"] > 1 else {}
-        return step(3, **changed)({**line, "generation/tokens": 8.0, **own})
+        return step(3, **changed)({**line, "generation/replica_0/restarts": 0.0, **own})
 
     return change
 
 
-def with_vllm(run: Path) -> None:
-    text = (run / "config.yaml").read_text()
-    assert "backend: torch" in text
-    (run / "config.yaml").write_text(text.replace("backend: torch", "backend: vllm"))
-
-
 def test_each_update_of_engines_needs_a_receipt(run: Path):
-    with_vllm(run)
     rewrite(run, engines(generation__weights__unproved=2.0))
     found = of(run)["weights"]
     assert found.holds
@@ -154,7 +147,6 @@ def test_each_update_of_engines_needs_a_receipt(run: Path):
 
 def test_what_no_step_counts_needs_none(run: Path):
     """The update before a validation, and before the first step of a process."""
-    with_vllm(run)
     rewrite(run, engines(generation__weights__proved=None))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "time": 5, "phase": "validation", "reward": 1}) + "\n")
@@ -162,7 +154,6 @@ def test_what_no_step_counts_needs_none(run: Path):
 
 
 def test_a_resumed_process_begins_with_an_update_that_no_step_counts(run: Path):
-    with_vllm(run)
     rewrite(run, engines(generation__weights__proved=None))
     directory = RunDirectory(run)
     record = RunRecord.read(directory)
@@ -174,9 +165,10 @@ def test_a_resumed_process_begins_with_an_update_that_no_step_counts(run: Path):
 
 
 def test_engines_without_any_receipt(run: Path):
-    with_vllm(run)
-    rewrite(run, lambda line: {**line, "generation/tokens": 8.0})
-    assert of(run)["weights"].holds is False
+    rewrite(run, lambda line: {**line, "generation/replica_0/restarts": 0.0})
+    found = of(run)["weights"]
+    assert found.holds is False
+    assert found.found == "step 2 sampled after an update without a receipt (2 in all)"
 
 
 GROUPS = [
@@ -267,7 +259,7 @@ def test_files_that_are_missing(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert {each.found for each in verify_run(run)} == {
         "not recorded",
         "there is none",
-        "nothing to prove: the embedded engine computes with the trainer's own weights",
+        "nothing to prove: no engine reports weights of its own",
     }
     assert main(["verify", str(run)]) == 0
     assert main(["verify", str(tmp_path / "nowhere")]) == 2

@@ -104,7 +104,7 @@ def _weights(lines: Lines, files: RunFiles) -> Found:
     if not proved:
         return None, "not recorded: no update is counted"
     fewest = min(int(line[name]) for line in proved)
-    unread = max(int(line.get("generation/weights/unproved") or 0) for line in proved)
+    unread = max(int(_number(line, "generation/weights/unproved")) for line in proved)
     rest = f"; up to {unread} that engines store in another form can't be read" if unread else ""
     return True, f"{len(proved)} updates, {fewest:,} tensors or more in each{rest}"
 
@@ -116,9 +116,9 @@ def _tokens(lines: Lines) -> Found:
     wrong = [line["step"] for line in proved if line.get("receipts/tokens_unproved") != 0]
     if wrong:
         return False, f"in step {wrong[0]} others were trained on than sampled{_more(wrong)}"
-    told = {line["step"] for line in proved}
+    recorded = {line["step"] for line in proved}
     trained = {line["step"] for line in lines if line.get("num_updates")}
-    lacking = sorted(trained - told)
+    lacking = sorted(trained - recorded)
     if lacking:
         return False, f"step {lacking[0]} trained without a receipt{_more(lacking)}"
     count = sum(int(line["receipts/tokens"]) for line in proved)
@@ -143,7 +143,7 @@ def _support(lines: Lines, config: Mapping[str, Any]) -> Found:
         line["step"]
         for line in measured
         if abs(line["receipts/support_ratio"] - 1)
-        > limit + 4 * (line.get("receipts/support_error") or 0)
+        > limit + 4 * _number(line, "receipts/support_error")
     ]
     more = f", over the limit in {len(wrong)} steps" if wrong else ""
     return not wrong, f"{numbers} (at most {limit:g} off{more})"
@@ -155,7 +155,7 @@ def _mismatch(lines: Lines, config: Mapping[str, Any]) -> Found:
     if not measured:
         return None, "not recorded"
     worst = max(measured, key=lambda line: line[name])
-    kl = max(line["gen_kl_error"] for line in measured if is_number(line.get("gen_kl_error")))
+    kl = max(_number(line, "gen_kl_error") for line in measured)
     numbers = f"factor {worst[name]:.6g} on average in step {worst['step']}, KL up to {kl:.2g}"
     if deepest := _deepest(lines):
         numbers += f", {deepest[1]:.2g} from token {deepest[0]} on"
@@ -240,6 +240,12 @@ def _setting(config: Mapping[str, Any], section: str, name: str, default: float 
     found = config.get(section)
     value = found.get(name, default) if isinstance(found, Mapping) else default
     return value if is_number(value) else None
+
+
+def _number(line: Mapping[str, Any], name: str) -> float:
+    """Return a metric of a step; 0 where there is none."""
+    value = line.get(name)
+    return value if is_number(value) else 0.0
 
 
 def _more(found: Sequence[Any]) -> str:

@@ -266,6 +266,18 @@ def test_files_that_are_missing(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert "run must be the folder of a run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", ["much", None, [1], True, {}])
+def test_values_of_wrong_types_are_no_receipts(wrong: Any, run: Path):
+    rewrite(run, engines())
+    rewrite(run, lambda line: {**{n: wrong for n in line}, **{n: line[n] for n in LABELS}})
+    assert {each.holds for each in verify_run(run)} == {None, True}
+    rewrite(run, lambda line: {**line, "token_mult_prob_error": 1.0, "receipts/support_ratio": 1.0})
+    assert of(run)["mismatch"].holds and of(run)["support"].holds
+
+
+LABELS = ("step", "time", "phase")
+
+
 def test_the_page_has_the_receipts_and_the_gap_by_depth(run: Path):
     gathered = Gathered(run)
     assert [*depths(gathered.metrics)] == [1, 4]

@@ -96,7 +96,9 @@ def test_a_run_on_a_page(run):
     ):  # fmt: skip
         assert words in page.text, words
     links = {link["href"].removeprefix("#") for link in page.all("a")}
-    assert links == {"curves", "samples", "data", "settings", "log", "environment"}
+    assert links == {
+        *("curves", "samples", "receipts", "data", "settings", "log", "environment"),
+    }
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids)) and links <= set(ids)
     looked_for = set(re.findall(r'\bid\("([\w-]+)"\)', page.script))

@@ -269,7 +269,7 @@ def test_files_that_are_missing(run: Path, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("wrong", ["much", None, [1], True, {}])
 def test_values_of_wrong_types_are_no_receipts(wrong: Any, run: Path):
     rewrite(run, engines())
-    rewrite(run, lambda line: {**{n: wrong for n in line}, **{n: line[n] for n in LABELS}})
+    rewrite(run, lambda line: {**dict.fromkeys(line, wrong), **{n: line[n] for n in LABELS}})
     assert {each.holds for each in verify_run(run)} == {None, True}
     rewrite(run, lambda line: {**line, "token_mult_prob_error": 1.0, "receipts/support_ratio": 1.0})
     assert of(run)["mismatch"].holds and of(run)["support"].holds

@@ -97,7 +97,7 @@ def _weights(lines: Lines, files: RunFiles) -> Found:
         # A process begins, and a validation, with an update that no step counts.
         begun = any(last["time"] < begin <= line["time"] for begin in begins)
         counted = not begun and last["step"] not in validated and last.get("num_updates") != 0
-        if counted and not line.get(name):
+        if counted and not _number(line, name):
             lacking.append(line["step"])
     if lacking:
         return False, f"step {lacking[0]} sampled after an update without a receipt{_more(lacking)}"

@@ -121,6 +121,9 @@ FAULTS: dict[str, Callable[[TokenBatch], TokenBatch]] = {
     "token": lambda batch: replace(batch, input_ids=exchanged(batch.input_ids, (0, 5), (1, 5))),
     "places": places_exchanged,
     "position": position_moved,
+    "all positions": lambda batch: replace(
+        batch, position_ids=batch.position_ids + (batch.segment_ids > 0)
+    ),
     "logprob": logprobs_exchanged,
     "rounding": logprob_rounded,
     "prompt": prompts_exchanged,

@@ -313,7 +313,7 @@ class VerifyConfig:
     The exit code is 1 where a receipt does not hold.
     """
 
-    run: tyro.conf.Positional[str]
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run's directory; the run may have ended, crashed, or still go on."""
     json: bool = False
     """Print one JSON object per receipt in place of a table."""

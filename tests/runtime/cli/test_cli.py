@@ -33,6 +33,7 @@ from nemorl.runtime.cli.settings import (
     ExampleConfig,
     GenerateConfig,
     ReportConfig,
+    VerifyConfig,
 )
 from nemorl.runtime.config.tree import (
     dump_yaml,
@@ -122,6 +123,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
             (CompareConfig, "second"),
             (ExampleConfig, "file"),
             (CheckConfig, "model"),
+            (VerifyConfig, "run"),
         )
         if flag[2:].replace("-", "_") in unused(cls):
             assert f"{flag} " not in text

@@ -244,8 +244,8 @@ def _setting(config: Mapping[str, Any], section: str, name: str, default: float 
 
 def _number(line: Mapping[str, Any], name: str) -> float:
     """Return a metric of a step; 0 where there is none."""
-    value = line.get(name)
-    return value if is_number(value) else 0.0
+    value: Any = line.get(name)
+    return float(value) if is_number(value) else 0.0
 
 
 def _more(found: Sequence[Any]) -> str:

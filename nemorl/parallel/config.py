@@ -75,7 +75,7 @@ class TrainerConfig:
     """
     router_replay: bool = False
     """Train a mixture of experts with the experts that the sampler chose for each token, weighted
-    by the trainer's router. For grpo, with generation.backend torch or megatron.
+    by the trainer's router. For grpo, with generation.backend torch, megatron or vllm.
     """
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that balances the load of a mixture's experts, Hugging Face's of the whole

@@ -116,8 +116,8 @@ def with_routes(batch: TokenBatch, config: Any, *, layers: int, replay: bool) ->
         field,
         "must be in every batch with trainer.router_replay",
         experts,
-        "have an engine sample that records them (generation.backend torch or megatron), or remove"
-        " it",
+        "have an engine sample that records them (generation.backend torch, megatron or vllm), or"
+        " remove it",
     )
     assert experts is not None
     sizes, count = (layers, config.num_experts_per_tok), num_experts(config)

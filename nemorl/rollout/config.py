@@ -13,7 +13,7 @@ TRAITS = {
     "megatron": GenerationTraits(
         on_trainer=True, shares_model=False, embedded=True, records_experts=True
     ),
-    "vllm": GenerationTraits(shares_model=False, engines=True),
+    "vllm": GenerationTraits(shares_model=False, engines=True, records_experts=True),
 }
 """Traits of generation backends by name; registered ones join."""
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nemorl.checks import require
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.source import ModelSource
@@ -30,6 +32,9 @@ from nemorl.runtime.engines.spec import check_arguments, engine_spec
 from nemorl.runtime.engines.weights import current_device, started
 
 if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
     from nemorl.runtime.engines.replicas import Replicas, Request
     from nemorl.runtime.engines.spec import Sample
 
@@ -39,9 +44,19 @@ class VLLMGenerationBackend:
 
     traits, check = TRAITS["vllm"], staticmethod(limits.check)
 
-    def __init__(self, *, model: Any, tokenizer: Any = None, precision: str = "float32") -> None:
+    def __init__(
+        self,
+        *,
+        model: Any,
+        tokenizer: Any = None,
+        precision: str = "float32",
+        records_experts: bool = False,
+    ) -> None:
+        """records_experts: completions get the experts that computed each token (`routed_experts`),
+        of a model that has any.
+        """
         self.model: ModelSource | None = ModelSource.of(model)
-        self.tokenizer, self.precision = tokenizer, precision
+        self.tokenizer, self.precision, self._records = tokenizer, precision, records_experts
         self.policy_version: int | None = None
         """None: there are no weights yet, or an update of them failed."""
         self.updated = self.asleep = self._failed = False
@@ -68,7 +83,12 @@ class VLLMGenerationBackend:
         connect(timeout_s=config.start_timeout_s, setting="generation.start_timeout_s")
         try:
             spec = engine_spec(
-                model, self.tokenizer, config, precision=self.precision, on_gpus=has_gpus()
+                model,
+                self.tokenizer,
+                config,
+                precision=self.precision,
+                on_gpus=has_gpus(),
+                records_experts=self._records,
             )
             self._positions = spec.max_model_len or sys.maxsize
             self._awake = not config.colocated and not spec.sleep_level
@@ -113,6 +133,7 @@ class VLLMGenerationBackend:
                 finish_reason=sample.finish_reason,
                 text=text_before(params.stop_strings, text),
                 policy_versions=sample.policy_versions,
+                routed_experts=_tensor(sample.routed_experts),
                 tokenizer=self.tokenizer,
             )
             for (params, sample), text in zip(made, texts, strict=True)
@@ -218,6 +239,11 @@ class VLLMGenerationBackend:
             )
             requests.append((tuple(prompt), complete))
         return requests
+
+
+def _tensor(experts: np.ndarray | None) -> Tensor | None:
+    """Return a copy of an array: Ray's are read-only, and keep all of their answer in memory."""
+    return None if experts is None else torch.tensor(experts)
 
 
 def check_sampling(params: SamplingParams) -> None:

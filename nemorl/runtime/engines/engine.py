@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
 from nemorl.runtime.engines.spec import EngineSpec, Numbers, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, unpacked
 from nemorl.runtime.store.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    import numpy as np
 
 REPORT_TOKENS = 16
 """A sample's tokens are looked at after the first one and every so many."""
@@ -81,6 +84,10 @@ class _Tokens:
     versions: tuple[int, ...] = ()
     """Known when it is finished."""
     finish_reason: str | None = None
+    name: str = ""
+    """vLLM's own of its request."""
+    experts: "np.ndarray | None" = None
+    """Known when it is finished."""
 
 
 class Engine:
@@ -139,11 +146,23 @@ class Engine:
                 "generation.sleep_level must be 0 where there is no GPU, but it is"
                 f" {spec.sleep_level}: remove it"
             )
+        if cpu and spec.records_experts and spec.engine.get("speculative_config"):
+            raise EngineStartError(
+                "generation.engine's speculative_config must be off with trainer.router_replay"
+                " where there is no GPU, because the experts of rejected tokens would be recorded:"
+                " remove it"
+            )
         self._sleep_level = spec.sleep_level
         defaults = CPU_DEFAULTS if cpu else {}
-        args = EngineArgs(**{**defaults, **_arguments(spec, folder), **spec.engine})
-        self._llm = LLMEngine.from_engine_args(args)
+        self._records = spec.records_experts and cpu
+        returns = spec.records_experts and not cpu  # vLLM's needs a GPU's model runner
+        own = {**_arguments(spec, folder), "enable_return_routed_experts": returns}
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**{**defaults, **own, **spec.engine}))
         try:
+            if self._records:
+                self._llm.collective_rpc("nemorl_record_experts")
+            if returns:
+                self._expert_layers = self._llm.collective_rpc("nemorl_expert_layers")[0]
             if spec.tensor_parallel_size > 1:
                 self._llm.collective_rpc(_unlink_memory)
                 _unlink_memory()
@@ -197,7 +216,9 @@ class Engine:
                 skip_clone=True,
             )
             tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-            self._llm.add_request(f"{id}/{j}", tokens, own, lora_request=self._adapters)
+            adapters = self._adapters
+            name = self._llm.add_request(f"{id}/{j}", tokens, own, lora_request=adapters)
+            self._requests[id][j].name = name
 
     def step(self) -> dict[int, tuple[Sample, ...]]:
         """Compute the next tokens; return the samples of prompts that are finished now, by id.
@@ -205,7 +226,10 @@ class Engine:
         Raises FloatingPointError where the logits are not finite; then all requests are dropped.
         """
         finished = {}
-        for output in self._llm.step():
+        outputs = self._llm.step()
+        if self._records:
+            self._take_experts(outputs)
+        for output in outputs:
             name, _, j = output.request_id.partition("/")
             (part,) = output.outputs
             request = self._requests[int(name)]
@@ -220,6 +244,8 @@ class Engine:
                     " weights hold NaN or infinity"
                 )
             sample.finish_reason = part.finish_reason
+            if part.routed_experts is not None:
+                sample.experts = part.routed_experts[:, self._expert_layers].astype("int16")
             sample.versions = tuple(
                 int(span.version)
                 for span in part.weight_versions or ()
@@ -230,6 +256,22 @@ class Engine:
                 finished[int(name)] = tuple(map(_sample, self._requests.pop(int(name))))
                 self.partial -= len(request)
         return finished
+
+    def _take_experts(self, outputs: list[Any]) -> None:
+        """Give the experts that the workers recorded to the samples that are finished now."""
+        ended = [output.request_id for output in outputs if output.outputs[0].finish_reason]
+        if not ended:
+            return
+        samples = [self._sample_of(name) for name in ended]
+        names = [sample.name for sample in samples]
+        found = self._llm.collective_rpc("nemorl_take_experts", args=(names,))[0]
+        for sample, experts in zip(samples, found, strict=True):
+            sample.experts = experts
+
+    def _sample_of(self, name: str) -> _Tokens:
+        """Return the sample of a request to vLLM, by its number in the prompt's."""
+        number, _, j = name.partition("/")
+        return self._requests[int(number)][int(j)]
 
     def abort(self, id: int) -> None:
         """Drop a request, if it is unfinished."""
@@ -395,6 +437,7 @@ def _sample(tokens: _Tokens) -> Sample:
         logprobs=tuple(tokens.logprobs),
         policy_versions=tokens.versions,
         finish_reason=reason,  # type: ignore[arg-type]
+        routed_experts=tokens.experts,
     )
 
 

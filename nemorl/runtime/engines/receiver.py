@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -23,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from nemorl.runtime.engines.readback import Reading, readings
+from nemorl.runtime.engines.recording import Recorder, expert_layers
 from nemorl.runtime.engines.weights import Bucket, unpacked
 
 
@@ -130,6 +132,20 @@ class WorkerExtension:
         """Return sampled numbers of the weights that this worker computes with."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return list(readings(model, shapes, version))
+
+    def nemorl_record_experts(self) -> None:
+        """Record the experts of every request from now on, where vLLM does not."""
+        self.nemorl_recorder = Recorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def nemorl_take_experts(self, ids: Sequence[str]) -> list[np.ndarray]:
+        """Return the experts of finished requests, as `Recorder.take` does. All ranks have them."""
+        found = self.nemorl_recorder.take(ids)
+        return found if self.rank == 0 else []  # type: ignore[attr-defined]
+
+    def nemorl_expert_layers(self) -> list[int]:
+        """Return the numbers of the layers with experts, from 0."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return [layer.layer_id for layer in expert_layers(model)]
 
 
 def _packing_kernels(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:

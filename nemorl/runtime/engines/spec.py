@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require
 from nemorl.models.hub import copy_code, has_own_code, max_positions
 from nemorl.models.source import ModelSource
+from nemorl.parallel.plan import num_experts
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OURS = {
     "model": "it is the run's, which model.path names",
@@ -37,6 +41,8 @@ OURS = {
     "max_loras": "set generation.adapter_rank",
     "max_lora_rank": "set generation.adapter_rank",
     "generation_config": "set generation.temperature and the fields beside it",
+    "enable_return_routed_experts": "set trainer.router_replay",
+    "aux_output_config": "set trainer.router_replay",
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
 """Engine arguments that are not the user's."""
@@ -66,6 +72,8 @@ class EngineSpec:
     """Whether each device is a GPU."""
     adapter_rank: int = 0
     """Largest rank of adapters that it applies; 0: it gets merged weights."""
+    records_experts: bool = False
+    """Whether samples have the experts of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,10 @@ class Sample:
     logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: FinishReason
+    routed_experts: "np.ndarray | None" = field(default=None, compare=False, repr=False)
+    """`[positions, layers, topk]` in int16: the experts of each token of prompt and response but
+    the last, in the layers that have experts. None: they are not recorded.
+    """
 
 
 @dataclass(frozen=True)
@@ -119,8 +131,12 @@ def engine_spec(
     *,
     precision: str,
     on_gpus: bool = False,
+    records_experts: bool = False,
 ) -> EngineSpec:
-    """Return the engine for a model, with or without adapters, whose weights are not read."""
+    """Return the engine for a model, with or without adapters, whose weights are not read.
+
+    records_experts: samples have the experts of each token, if the model has any.
+    """
     # At level 2 the base would be lost, which is sent once.
     level = 1 if config.adapter_rank else 2
     default_level = level if on_gpus and config.colocated else 0
@@ -144,6 +160,7 @@ def engine_spec(
         engine=dict(config.engine),
         on_gpus=on_gpus,
         adapter_rank=config.adapter_rank,
+        records_experts=records_experts and num_experts(model.config) > 0,
     )
 
 

@@ -172,7 +172,7 @@ class Live:
 def check_generation(launch: Launch, run: OpenRun) -> None:
     """Raise ValueError for settings about generation that do not fit the run."""
     config = launch.config
-    recording = " or ".join(name for name, traits in TRAITS.items() if traits.records_experts)
+    recording = [name for name, traits in TRAITS.items() if traits.records_experts]
     require(
         run.generates or not config.trainer.offload_during_generation,
         "trainer.offload_during_generation",
@@ -184,9 +184,9 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
         not (config.trainer.router_replay and run.generates)
         or config.generation.traits.records_experts,
         "generation.backend",
-        f"must be {recording}, which records the experts, with trainer.router_replay",
+        f"must record the experts with trainer.router_replay, as {', '.join(recording)} do",
         config.generation.backend,
-        f"add --generation.backend {recording}, or remove it",
+        f"add --generation.backend {' or '.join(recording)}, or remove it",
     )
 
 

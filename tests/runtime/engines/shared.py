@@ -104,15 +104,19 @@ class Session:
 class SharedProcesses(EngineProcesses):
     """Processes that go on when a test shuts them down."""
 
+    first = 0
+    """Number of the actor of replica 0."""
+
     def reserved(self) -> tuple[Any, Any]:
         return Session(), None
 
     def launched(self, rank: int, log: Path) -> Any:
-        return shared_actor(rank)
+        return shared_actor(self.first + rank)
 
     def end(self, id: ProcessId) -> None:
-        if id in self.running and self.running[id].actor is _ACTORS.get(id.rank):
-            del _ACTORS[id.rank]
+        number = self.first + id.rank
+        if id in self.running and self.running[id].actor is _ACTORS.get(number):
+            del _ACTORS[number]
         super().end(id)
 
     async def end_all(self) -> None:
@@ -133,10 +137,30 @@ class SharedReplicas(Replicas):
         SharedReplicas._last = self
 
 
+class MixtureProcesses(SharedProcesses):
+    """Of mixtures of experts, which need processes of their own: vLLM makes the group of those that
+    share experts only as the first model of a process is loaded.
+    """
+
+    first = 100
+
+
+class MixtureReplicas(SharedReplicas):
+    processes = MixtureProcesses
+
+
 shared_replicas = functools.partial(
     mock.patch, "nemorl.runtime.engines.replicas.Replicas", SharedReplicas
 )
 """A context in which backends that are set up share their engines."""
+shared_mixtures = functools.partial(
+    mock.patch, "nemorl.runtime.engines.replicas.Replicas", MixtureReplicas
+)
+"""The same for mixtures of experts."""
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any("experts" in name for name, _ in model.named_modules())
 
 
 def vllm_backend(
@@ -144,9 +168,10 @@ def vllm_backend(
 ) -> VLLMGenerationBackend:
     """The backend of a model, on engines that may have served another one."""
     tokenizer = settings.pop("tokenizer", models.tiny_tokenizer())
-    backend = VLLMGenerationBackend(model=model, tokenizer=tokenizer, precision=precision)
+    options = {"records_experts": settings.pop("records_experts", False), "precision": precision}
+    backend = VLLMGenerationBackend(model=model, tokenizer=tokenizer, **options)
     ray_cpus()
-    with shared_replicas():
+    with shared_mixtures() if has_experts(model) else shared_replicas():
         config = {"engine": CACHE, "max_batch_size": max_batch_size, "log_dir": log_folder()}
         backend.setup(GenerationConfig(backend="vllm", **{**config, **settings}))
     return backend
@@ -157,19 +182,20 @@ def small_model(kind: str = "qwen2", **options: Any) -> nn.Module:
     return models.tiny_model(kind, **{"hidden_size": 128, "head_dim": 32, **options})
 
 
-def spec_of(model: Any, *, precision: str = "float32", **settings: Any) -> EngineSpec:
+def spec_of(
+    model: Any, *, precision: str = "float32", records_experts: bool = False, **settings: Any
+) -> EngineSpec:
     config = GenerationConfig(backend="vllm", **{"engine": CACHE, "max_batch_size": 64, **settings})
-    return engine_spec(ModelSource.of(model), models.tiny_tokenizer(), config, precision=precision)
+    options: dict[str, Any] = {"precision": precision, "records_experts": records_experts}
+    return engine_spec(ModelSource.of(model), models.tiny_tokenizer(), config, **options)
 
 
 class SharedEngine:
-    """An engine of a model in the shared actor, called directly; mixtures of experts in one of
-    their own, because vLLM makes their group of processes only as the first model is loaded.
-    """
+    """An engine of a model in a shared actor, called directly."""
 
     def __init__(self, model: nn.Module, *, weights: bool = True, **settings: Any) -> None:
-        experts = any("experts" in name for name, _ in model.named_modules())
-        self.actor = shared_actor(100 if experts else 0)
+        processes = MixtureProcesses if has_experts(model) else SharedProcesses
+        self.actor = shared_actor(processes.first)
         self.spec = spec_of(model, **settings)
         self.place = ray.get(self.actor.start.remote(self.spec))
         if weights:

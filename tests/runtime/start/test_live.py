@@ -22,9 +22,10 @@ from nemorl.models.source import ModelSource
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import TRAITS
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.rollout.traits import GenerationTraits
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.models import BackendOrder
-from nemorl.runtime.start import backends, devices, live
+from nemorl.runtime.start import backends, devices, live, registry
 from nemorl.runtime.start.backends import Backends
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.open_run import failed_ranks
@@ -480,14 +481,16 @@ def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
 
 
-def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks):
+def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks, monkeypatch):
+    monkeypatch.setitem(TRAITS, "forgetful", GenerationTraits(embedded=True))
+    monkeypatch.setitem(registry.GENERATION_BACKENDS, "forgetful", TorchGenerationBackend)
     tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)
-    generation = nemorl.GenerationConfig(backend="vllm", max_new_tokens=4)
+    generation = nemorl.GenerationConfig(backend="forgetful", max_new_tokens=4)
     config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan(), generation=generation)
-    message = "generation.backend must be torch or megatron, which records .* it is 'vllm'"
+    message = "must record the experts .*, as torch, megatron, vllm do, but it is 'forgetful'"
     with pytest.raises(ValueError, match=message):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]

@@ -1,0 +1,190 @@
+"""Samples of real engines have the experts that computed them, which the trainer replays."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import CONFIG_MAPPING
+
+from nemorl.models.adapters import merged_tensors
+from nemorl.models.experts import blocks_of, recorded
+from nemorl.models.tiny import tiny_config, tiny_model
+from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.engines.engine import EngineStartError
+from nemorl.runtime.engines.proving import ENGINE_SIZES
+from nemorl.runtime.engines.spec import check_arguments
+from tests.runtime.engines.shared import (
+    CACHE,
+    SharedEngine,
+    raised,
+    shared_actor,
+    shared_mixtures,
+    spec_of,
+    vllm_backend,
+)
+from tests.runtime.engines.test_families import folder_of, steps
+from tests.tiny_models import random_prompts, tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")
+LONG = [2 + i % 39 for i in range(100)]
+"""A prompt of several blocks of the cache."""
+
+
+def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **settings: Any) -> Any:
+    """A mixture of experts that vLLM computes on CPUs."""
+    config = tiny_config(CONFIG_MAPPING[kind](**settings), ENGINE_SIZES)
+    config.update({"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 256})
+    config.update({"eos_token_id": 1, "pad_token_id": 0})
+    return tiny_model(config, seed=seed)
+
+
+def chosen(model: Any, prompt: Any, sample: Any) -> torch.Tensor:
+    """The experts that transformers chooses for all tokens but the last."""
+    ids = torch.tensor([[*prompt, *sample.token_ids]])[:, :-1]
+    with recorded(blocks_of(model)) as found, torch.no_grad():
+        model(ids, use_cache=False)
+    return torch.stack(found, 1).sort(-1).values
+
+
+def assert_chosen(sample: Any, expected: torch.Tensor) -> None:
+    experts = torch.as_tensor(np.array(sample.routed_experts))
+    assert experts.dtype == torch.int16
+    assert experts.sort(-1).values.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "layers"),
+    [
+        ("mixtral", {}, 2),
+        ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0, 2]}, 1),
+        pytest.param("gpt_oss", {}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_experts_of_each_token_are_those_of_transformers(kind, settings, layers):
+    """With samples that share the blocks of their prompt, dense layers among the others, and
+    windows.
+    """
+    model = mixture(kind, **settings)
+    engine = SharedEngine(model, records_experts=True)
+    assert len(blocks_of(model)) == layers
+    prompts = [*random_prompts(4, longest=40), LONG, LONG, LONG[:70]]
+    calls = [engine.begin(prompt, n=3, seed=i, max_new_tokens=5 + 9 * i)
+             for i, prompt in enumerate(prompts)]  # fmt: skip
+    for prompt, answer in zip(prompts, ray.get(calls), strict=True):
+        for sample in answer.samples:
+            assert sample.routed_experts.shape[1] == layers
+            assert_chosen(sample, chosen(model, prompt, sample))
+
+
+def test_a_cache_too_small_for_all_changes_no_experts():
+    """Requests that lose their blocks are computed again."""
+    model, size = mixture(), 17 * 2 * 2 * 2 * 32 * 32 * 4  # two long sequences and a bit
+    engine = SharedEngine(model, records_experts=True, engine={"kv_cache_memory_bytes": size})
+    engine.do(count_preemptions)
+    prompts = random_prompts(5, longest=60)
+    calls = [engine.begin(prompt, n=2, max_new_tokens=150) for prompt in prompts]
+    for prompt, answer in zip(prompts, ray.get(calls), strict=True):
+        for sample in answer.samples:
+            assert_chosen(sample, chosen(model, prompt, sample))
+    assert engine.do(lambda engines: engines.dropped) > 0
+
+
+def count_preemptions(engines: Any) -> None:
+    scheduler = engines.engine._llm.engine_core.engine_core.scheduler
+    drop, engines.dropped = scheduler._preempt_request, 0
+
+    def counted(*args, **kwargs):
+        engines.dropped += 1
+        return drop(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+
+
+def test_tokens_that_new_weights_compute_again_keep_their_experts():
+    """The tokens behind them have those of the new weights, for all before."""
+    old, new = mixture(), mixture(seed=1)
+    engine = SharedEngine(old, records_experts=True)
+    calls = [engine.begin(LONG, n=2, seed=i, max_new_tokens=100) for i in range(3)]
+    while not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())):
+        pass
+    engine.sender()(1, merged_tensors(new)).check()
+    for answer in ray.get(calls):
+        for sample in answer.samples:
+            drawn = sample.policy_versions.count(0)
+            first = len(LONG) + drawn - 1  # the token after which the new weights drew the next
+            assert 0 < drawn < 100
+            parts = chosen(old, LONG, sample)[:first], chosen(new, LONG, sample)[first:]
+            assert_chosen(sample, torch.cat(parts))
+    (sample,) = engine.sample(LONG)
+    assert_chosen(sample, chosen(new, LONG, sample))
+
+
+def test_requests_that_are_given_up_leave_no_record():
+    engine = SharedEngine(mixture(), records_experts=True)
+    call = engine.begin(LONG, n=3, max_new_tokens=150)
+    while not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())):
+        pass
+    assert engine.do(partial(records, step=False)) == 3
+    ray.cancel(call)
+    engine.sample()
+    assert engine.do(partial(records, step=True)) == 0
+
+
+def records(engines: Any, *, step: bool) -> int:
+    """How many requests the recorder knows; step: after a pass over nothing."""
+    if step:
+        engines.engine._llm.engine_core.engine_core.step()
+    worker = engines.engine._llm.engine_core.engine_core.model_executor.driver_worker.worker
+    return len(worker.nemorl_recorder._records)
+
+
+def test_nothing_is_recorded_unasked_or_without_experts():
+    engine = SharedEngine(mixture())
+    assert engine.sample()[0].routed_experts is None
+    dense = mixture("qwen3")
+    assert not spec_of(dense, records_experts=True).records_experts
+    assert SharedEngine(dense, records_experts=True).sample()[0].routed_experts is None
+
+
+def test_what_an_engine_can_t_record_is_refused():
+    spec = spec_of(mixture(), records_experts=True)
+    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
+    engine = {**CACHE, "speculative_config": drafts}
+    error = raised(shared_actor(100).start.remote(replace(spec, engine=engine)))
+    assert isinstance(error, EngineStartError)
+    assert "speculative_config must be off with trainer.router_replay" in str(error)
+    for name in ("enable_return_routed_experts", "aux_output_config"):
+        with pytest.raises(ValueError, match=f"engine's {name} must be left to nemorl"):
+            check_arguments({name: True})
+
+
+def test_a_completion_has_the_experts_of_its_sample():
+    model = mixture()
+    backend = vllm_backend(model, records_experts=True)
+    prompts = [LONG, [5, 6, 7]]
+    found = backend.generate(prompts, SamplingParams(n=2, seed=0, max_new_tokens=9))
+    for prompt, completion in zip((LONG, LONG, *prompts[1:], *prompts[1:]), found, strict=True):
+        assert_chosen(completion, chosen(model, prompt, completion))
+    backend.shutdown()
+
+
+def test_replay_closes_the_gap_between_sampler_and_trainer(tmp_path: Path):
+    """In bfloat16, in which the routers of both choose other experts for some tokens."""
+    folder = folder_of("qwen3_moe", tmp_path / "model")
+    with shared_mixtures():
+        without, replayed = (
+            steps(
+                folder,
+                tmp_path / f"run-{replay}",
+                **{"trainer.router_replay": replay, "parallel.param_dtype": "bfloat16"},
+            )[0]
+            for replay in (False, True)
+        )
+    assert replayed["reward"] == without["reward"]  # of the same responses
+    assert replayed["gen_kl_error"] < without["gen_kl_error"] / 4
+    assert replayed["token_mult_prob_error_max"] < without["token_mult_prob_error_max"]

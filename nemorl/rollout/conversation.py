@@ -2,11 +2,14 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemorl.data.example import Example
 from nemorl.data.templates import Message
 from nemorl.rollout.generation import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEFAULT_TURNS = 16
 """Longest conversation with an environment that does not say its `max_turns`."""
@@ -210,8 +213,25 @@ def _example(turns: Sequence[Turn]) -> Example:
         response_mask=[place >= first for place in range(len(sampled))],
         generation_logprobs=logprobs,
         policy_versions=versions if known else None,
-        routed_experts=with_last(last.completion.routed_experts),
+        routed_experts=with_last(_experts(turns)),
     )
+
+
+def _experts(turns: Sequence[Turn]) -> "Tensor | None":
+    """Return the experts, `[computed, layers, topk]`, that computed each token first: a later turn
+    computes those of earlier ones again, perhaps with other weights. None: a turn has none.
+    """
+    parts: list[Tensor] = []
+    length = 0
+    for turn in turns:
+        found = turn.completion.routed_experts
+        if found is None:
+            return None
+        parts.append(found[length:])
+        length = len(found)
+    import torch
+
+    return torch.cat(parts)
 
 
 def with_last(experts: Any) -> Any:

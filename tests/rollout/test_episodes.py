@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
@@ -253,6 +254,28 @@ def test_a_prompt_that_was_cut_begins_another_example():
     assert [example.input_ids for example in found] == [[1, 2, 3, 4, 5], [1, 4, 6, 7]]
     assert found[1].generation_logprobs == [0.0, 0.0, -1.0, -1.0]
     assert examples_of([]) == []
+
+
+def test_tokens_of_a_conversation_keep_the_experts_that_computed_them_first():
+    """The next turn computes them again; only the last token of a turn is new to it."""
+
+    def turn(prompt: list[int], tokens: tuple[int, ...], number: int | None) -> Turn:
+        shape = (len(prompt) + len(tokens) - 1, 2, 1)
+        said = Completion(
+            token_ids=tokens,
+            logprobs=(0.0,) * len(tokens),
+            finish_reason="stop",
+            text="",
+            routed_experts=None if number is None else torch.full(shape, number).short(),
+        )
+        return Turn(prompt=prompt, completion=said)
+
+    first, second = turn([1, 2], (3, 4), 0), turn([1, 2, 3, 4, 5], (6, 7), 1)
+    rewritten = turn([1, 9], (8,), 2)
+    found = [each.routed_experts for each in examples_of([first, second, rewritten])]
+    assert [each[:, 0, 0].tolist() for each in found] == [[0, 0, 0, 1, 1, 1, -1], [2, 2, -1]]
+    unrecorded = turn([1, 2], (3, 4), None)
+    assert examples_of([unrecorded, second])[0].routed_experts is None
 
 
 def test_groups_of_one_number_keep_their_own_prompts(generator):

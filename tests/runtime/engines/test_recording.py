@@ -3,7 +3,9 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,13 +16,17 @@ from transformers import CONFIG_MAPPING
 from nemorl.models.adapters import merged_tensors
 from nemorl.models.experts import blocks_of, recorded
 from nemorl.models.tiny import tiny_config, tiny_model
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.engine import EngineStartError
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
+from nemorl.runtime.engines.engine import Engine, EngineStartError
 from nemorl.runtime.engines.proving import ENGINE_SIZES
 from nemorl.runtime.engines.spec import check_arguments
+from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
+    log_folder,
     raised,
     shared_actor,
     shared_mixtures,
@@ -188,3 +194,119 @@ def test_replay_closes_the_gap_between_sampler_and_trainer(tmp_path: Path):
     assert replayed["reward"] == without["reward"]  # of the same responses
     assert replayed["gen_kl_error"] < without["gen_kl_error"] / 4
     assert replayed["token_mult_prob_error_max"] < without["token_mult_prob_error_max"]
+
+
+@pytest.mark.slow
+def test_of_several_ranks_one_tells_the_experts():
+    model = mixture()
+    backend = VLLMGenerationBackend(model=model, tokenizer=tiny_tokenizer(), records_experts=True)
+    ray_cpus()
+    config = {"engine": CACHE, "max_batch_size": 16, "log_dir": log_folder(), "max_restarts": 0}
+    backend.setup(GenerationConfig(backend="vllm", tensor_parallel_size=2, **config))
+    found = backend.generate([LONG], SamplingParams(n=2, seed=0, max_new_tokens=9))
+    for completion in found:
+        assert_chosen(completion, chosen(model, LONG, completion))
+    backend.shutdown()
+
+
+def test_a_prefix_whose_blocks_are_gone_is_unknown():
+    """Of layers that see a window alone; others come first, and parts of blocks are copied."""
+    windows, whole, copied = SharedEngine(mixture()).do(with_a_runner)
+    assert windows == [-1] * 4 + [7]
+    assert whole == [7, 8, 9]
+    assert copied == [7, 8, 10]
+
+
+def with_a_runner(engines: Any) -> list[list[int]]:
+    """What a recorder keeps of passes of a runner that is not there: blocks, of 4 tokens, tokens
+    before, experts, and copied blocks, None where the request of the pass before goes on.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+
+    from nemorl.runtime.engines.recording import Recorder
+
+    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    window = KVCacheGroupSpec([], SlidingWindowSpec(**shape, sliding_window=4))
+    full = KVCacheGroupSpec([], FullAttentionSpec(**shape))
+
+    def taken(groups: list[Any], passes: list[Any]) -> list[int]:
+        seen: list[int] = []
+        runner = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=9),
+            get_model=torch.nn.Module,
+            execute_model=lambda scheduled: recorder._saw(0, torch.tensor(seen)[:, None]),
+        )
+        recorder = Recorder(runner)
+        for blocks, first, found, copies in passes:
+            seen[:] = found
+            runner.requests = {"a": SimpleNamespace(block_ids=blocks)}
+            runner.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=[first])
+            scheduled = SimpleNamespace(
+                finished_req_ids=() if copies is None else {"a"},
+                total_num_scheduled_tokens=len(found),
+                num_scheduled_tokens={"a": len(found)},
+                kv_cache_block_copies=copies,
+            )
+            runner.execute_model(scheduled)
+        return recorder.take(["a"])[0].flatten().tolist()
+
+    return [
+        taken([window], [(([0, 5],), 4, [7], None)]),
+        taken(
+            [window, full],
+            [(([2], [3]), 0, [7], None), (([2], [3]), 1, [8], None), (([0], [3]), 2, [9], ())],
+        ),
+        taken([full], [(([3],), 0, [7, 8, 9], None), (([6],), 2, [10], [(3, 6)])]),
+    ]
+
+
+def test_a_gpus_engine_returns_them_itself():
+    """Of all layers, of which those with experts count."""
+    spec = replace(spec_of(mixture(), records_experts=True), vocabulary=None)
+    asked, found, unasked = SharedEngine(mixture()).do(partial(as_on_a_gpu, spec=spec))
+    assert asked and not unasked
+    assert found.dtype == np.int16 and found.tolist() == [[[300], [3]]] * 3
+
+
+def as_on_a_gpu(engines: Any, *, spec: Any) -> Any:
+    """Start an engine around a vLLM that is not there; return what it was asked for, and got."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    made: list[Any] = []
+
+    class Fake:
+        tokenizer = None
+        reset_prefix_cache = set_weight_version = abort_request = lambda *args, **options: True
+        engine_core = SimpleNamespace(shutdown=lambda: None)
+
+        @classmethod
+        def from_engine_args(cls, args: Any) -> Any:
+            made.append(args.enable_return_routed_experts)
+            return cls()
+
+        def collective_rpc(self, method: Any, args: Any = ()) -> list[Any]:
+            assert method == "nemorl_expert_layers"
+            return [[1, 3]]
+
+        def add_request(self, name: str, *args: Any, **options: Any) -> str:
+            self.name = name
+            return f"{name}-7"
+
+        def step(self) -> list[Any]:
+            experts = np.tile(np.array([0, 300, 2, 3], np.uint16)[:, None], (3, 1, 1))
+            logprobs = SimpleNamespace(logprobs=[-1.0])
+            part = SimpleNamespace(
+                token_ids=[5], logprobs=logprobs, cumulative_logprob=-1.0, finish_reason="length",
+                weight_versions=(), routed_experts=experts if made[-1] else None,
+            )  # fmt: skip
+            return [SimpleNamespace(request_id=self.name, outputs=[part])]
+
+    on_cpu = mock.patch.object(type(current_platform), "is_cpu", lambda self: False)
+    with mock.patch.object(vllm, "LLMEngine", Fake), on_cpu:
+        engine = Engine(spec)
+        engine.add(0, (5, 6, 7), SamplingParams(seed=0))
+        ((sample,),) = engine.step().values()
+        engine.shutdown()
+        Engine(replace(spec, records_experts=False)).shutdown()
+    return made[0], sample.routed_experts, made[1]

@@ -1,0 +1,126 @@
+"""Weights that change while real engines have requests in flight."""
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemorl.models.adapters import merged_tensors
+from nemorl.rollout.generation import Completion, SamplingParams, Weights, WeightSource
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
+from tests.runtime.engines.shared import small_model, vllm_backend
+
+pytestmark = pytest.mark.xdist_group("ray")
+PROMPTS = [[2 + (i * j) % 39 for i in range(70)] for j in range(1, 9)]
+"""Of more than two blocks of the cache, which their samples share."""
+OLD, NEW = small_model(scale=3.0), small_model(seed=1, scale=3.0)
+
+
+class Source(WeightSource):
+    """New weights, of which all but the first come after a call of `meanwhile`, if they are read
+    for the first time.
+    """
+
+    def __init__(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        self.meanwhile = meanwhile
+
+    def newest(self) -> Any:
+        def tensors() -> Any:
+            found = iter(merged_tensors(NEW))
+            yield next(found)
+            meanwhile, self.meanwhile = self.meanwhile, lambda: None
+            meanwhile()
+            yield from found
+
+        return 1, tensors()
+
+
+@pytest.fixture
+def pair() -> Any:
+    """Two replicas with the old weights."""
+    backend = vllm_backend(OLD, num_replicas=2, colocated=False, timeout_s=60.0)
+    asyncio.run(backend.update_weights(Weights(version=0, tensors=merged_tensors(OLD))))
+    yield backend
+    backend.shutdown()
+
+
+def youngest(engines: Any) -> int:
+    """The fewest tokens that a request of an engine has; 0 until there are 24 requests."""
+    requests = engines.engine._requests.values()
+    lengths = [len(sample.token_ids) for samples in requests for sample in samples]
+    return min(lengths) if len(lengths) >= 24 else 0
+
+
+def updated(backend: VLLMGenerationBackend, source: WeightSource) -> list[list[Completion]]:
+    """The completions of 64 requests, eight for each prompt, in which weights change."""
+
+    async def main() -> list[list[Completion]]:
+        asked = list(itertools.product(PROMPTS, range(8)))
+        params = [
+            SamplingParams(seed=seed, max_new_tokens=150, ignore_eos=True) for seed in range(64)
+        ]
+        engines = backend._running.running()
+        tasks = [
+            asyncio.ensure_future(backend.sample(prompt, each))
+            for (prompt, _), each in zip(asked, params, strict=True)
+        ]
+        while min([await one.actor.call.remote("apply", youngest) for one in engines]) < 16:
+            await asyncio.sleep(0.01)
+        assert not any(task.done() for task in tasks)
+        assert await backend.update_weights(source) == 1
+        async with asyncio.timeout(120):
+            found = await asyncio.gather(*tasks)
+        return [[one for (one,) in found[8 * i : 8 * i + 8]] for i in range(len(PROMPTS))]
+
+    return asyncio.run(main())
+
+
+@torch.no_grad()
+def assert_of(model: Any, prompt: list[int], answer: Completion, places: slice) -> None:
+    """These tokens have the logprobs of a model that has computed all tokens before them."""
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    logprobs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    found = torch.tensor(answer.logprobs)
+    torch.testing.assert_close(found[places], expected[places], rtol=0, atol=2e-5)
+
+
+def check(answers: list[list[Completion]]) -> set[int]:
+    """Each token is its version's model's; return how many tokens the old weights sampled."""
+    drawn = set()
+    for prompt, completions in zip(PROMPTS, answers, strict=True):
+        for each in completions:
+            assert len(each.token_ids) == len(each.policy_versions) == 150
+            assert list(each.policy_versions) == sorted(each.policy_versions)
+            old = each.policy_versions.count(0)
+            assert_of(OLD, prompt, each, slice(old))
+            assert_of(NEW, prompt, each, slice(old, None))
+            drawn.add(old)
+    return drawn
+
+
+def test_requests_go_on_with_new_weights_as_if_these_had_computed_all_before(pair):
+    """The cache of the tokens so far is computed again; nothing of it is left for later requests,
+    whose prompts begin with the same blocks.
+    """
+    drawn = check(updated(pair, Source()))
+    assert drawn and 0 < min(drawn) <= max(drawn) < 150
+    later = pair.generate(PROMPTS, SamplingParams(seed=0, max_new_tokens=8, ignore_eos=True))
+    for prompt, each in zip(PROMPTS, later, strict=True):
+        assert set(each.policy_versions) == {1}
+        assert_of(NEW, prompt, each, slice(None))
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_in_the_middle_of_an_update_leaves_no_request_open(pair):
+    """Its requests begin again with the other, which has the new weights."""
+    place = next(one.place for one in pair._running.running() if one.id.rank == 1)
+    with pytest.warns(UserWarning, match="replica 1 is started again"):
+        answers = updated(pair, Source(lambda: os.kill(place.pid, signal.SIGKILL)))
+    drawn = check(answers)
+    assert min(drawn) == 0 < max(drawn)  # of those that the dead one had, and of the other's

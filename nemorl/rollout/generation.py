@@ -77,8 +77,8 @@ class Completion:
     """Version of the weights that sampled each token."""
     routed_experts: "Tensor | None" = field(default=None, compare=False, repr=False)
     """`[positions, layers, topk]`: the experts that computed each token of prompt and response, but
-    for the last one, which was only drawn. None of a model without experts, or from an engine that
-    keeps no record.
+    for the last one, which was only drawn; -1 where they are not known. Layers are those with
+    experts. None of a model without experts, or from an engine that keeps no record.
     """
     tokenizer: Any = field(default=None, compare=False, repr=False)
     """The engine's, for `raw_text`. It does not go to other processes."""

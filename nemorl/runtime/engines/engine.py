@@ -94,8 +94,10 @@ class Engine:
     """A vLLM engine for one thread, usable once it has weights. Raises EngineStartError."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.usable, self.asleep, self.partial = False, False, 0
-        self._updating = False
+        self.usable = self.asleep = self._updating = False
+        self.partial = 0
+        self._expert_layers: list[int] | None = None
+        """The ones with experts, where vLLM records these itself."""
         self._adapters: Any = None
         """vLLM's LoRARequest for the newest adapters; None: there are none."""
         self._requests: dict[int, list[_Tokens]] = {}
@@ -136,32 +138,17 @@ class Engine:
                     " vLLM's own names, with _"
                 )
         cpu = current_platform.is_cpu()
-        if cpu and spec.engine.get("enable_chunked_prefill"):
-            raise EngineStartError(
-                "generation.engine's enable_chunked_prefill must be off where there is no GPU:"
-                " remove it"
-            )
-        if cpu and spec.sleep_level:
-            raise EngineStartError(
-                "generation.sleep_level must be 0 where there is no GPU, but it is"
-                f" {spec.sleep_level}: remove it"
-            )
-        if cpu and spec.records_experts and spec.engine.get("speculative_config"):
-            raise EngineStartError(
-                "generation.engine's speculative_config must be off with trainer.router_replay"
-                " where there is no GPU, because the experts of rejected tokens would be recorded:"
-                " remove it"
-            )
+        _check(spec, cpu=cpu)
         self._sleep_level = spec.sleep_level
-        defaults = CPU_DEFAULTS if cpu else {}
-        self._records = spec.records_experts and cpu
-        returns = spec.records_experts and not cpu  # vLLM's needs a GPU's model runner
-        own = {**_arguments(spec, folder), "enable_return_routed_experts": returns}
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**{**defaults, **own, **spec.engine}))
+        self._records = spec.records_experts
+        own = {**(CPU_DEFAULTS if cpu else {}), **_arguments(spec, folder)}
+        if self._records and not cpu:  # it needs a GPU's model runner
+            own["enable_return_routed_experts"] = True
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**{**own, **spec.engine}))
         try:
-            if self._records:
+            if self._records and cpu:
                 self._llm.collective_rpc("nemorl_record_experts")
-            if returns:
+            elif self._records:
                 self._expert_layers = self._llm.collective_rpc("nemorl_expert_layers")[0]
             if spec.tensor_parallel_size > 1:
                 self._llm.collective_rpc(_unlink_memory)
@@ -226,14 +213,11 @@ class Engine:
         Raises FloatingPointError where the logits are not finite; then all requests are dropped.
         """
         finished = {}
-        outputs = self._llm.step()
-        if self._records:
-            self._take_experts(outputs)
-        for output in outputs:
-            name, _, j = output.request_id.partition("/")
-            (part,) = output.outputs
-            request = self._requests[int(name)]
-            sample = request[int(j)]
+        outputs = [(*self._sample_of(output), output.outputs[0]) for output in self._llm.step()]
+        ended = {sample.name: part for _, sample, part in outputs if part.finish_reason}
+        experts = _experts(self._llm, ended, self._expert_layers) if self._records else {}
+        for id, sample, part in outputs:
+            request = self._requests[id]
             sample.token_ids += part.token_ids
             sample.logprobs += part.logprobs.logprobs
             if not math.isfinite(part.cumulative_logprob):
@@ -244,8 +228,7 @@ class Engine:
                     " weights hold NaN or infinity"
                 )
             sample.finish_reason = part.finish_reason
-            if part.routed_experts is not None:
-                sample.experts = part.routed_experts[:, self._expert_layers].astype("int16")
+            sample.experts = experts.get(sample.name)
             sample.versions = tuple(
                 int(span.version)
                 for span in part.weight_versions or ()
@@ -253,25 +236,14 @@ class Engine:
             )
             self.partial += part.finish_reason is not None
             if all(one.finish_reason for one in request):
-                finished[int(name)] = tuple(map(_sample, self._requests.pop(int(name))))
+                finished[id] = tuple(map(_sample, self._requests.pop(id)))
                 self.partial -= len(request)
         return finished
 
-    def _take_experts(self, outputs: list[Any]) -> None:
-        """Give the experts that the workers recorded to the samples that are finished now."""
-        ended = [output.request_id for output in outputs if output.outputs[0].finish_reason]
-        if not ended:
-            return
-        samples = [self._sample_of(name) for name in ended]
-        names = [sample.name for sample in samples]
-        found = self._llm.collective_rpc("nemorl_take_experts", args=(names,))[0]
-        for sample, experts in zip(samples, found, strict=True):
-            sample.experts = experts
-
-    def _sample_of(self, name: str) -> _Tokens:
-        """Return the sample of a request to vLLM, by its number in the prompt's."""
-        number, _, j = name.partition("/")
-        return self._requests[int(number)][int(j)]
+    def _sample_of(self, output: Any) -> tuple[int, _Tokens]:
+        """Return the request and the sample that an output of vLLM is of."""
+        id, _, j = output.request_id.partition("/")
+        return int(id), self._requests[int(id)][int(j)]
 
     def abort(self, id: int) -> None:
         """Drop a request, if it is unfinished."""
@@ -386,6 +358,31 @@ def _own_folder() -> Iterator[None]:
                 os.environ |= {"TMPDIR": TMPDIR}
 
 
+def _check(spec: EngineSpec, *, cpu: bool) -> None:
+    """Raise EngineStartError for arguments that do not go with the machine, or with nemorl's."""
+    given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
+    if cpu and given.get("enable_chunked_prefill"):
+        raise EngineStartError(
+            "generation.engine's enable_chunked_prefill must be off where there is no GPU:"
+            " remove it"
+        )
+    if cpu and spec.sleep_level:
+        raise EngineStartError(
+            "generation.sleep_level must be 0 where there is no GPU, but it is"
+            f" {spec.sleep_level}: remove it"
+        )
+    if cpu and replays and given.get("speculative_config"):
+        raise EngineStartError(
+            f"generation.engine's speculative_config must be off{replays} where there is no GPU,"
+            " because the experts of rejected tokens would be recorded: remove it"
+        )
+    if not cpu and replays and given.get("enable_prefix_caching") is False:
+        raise EngineStartError(
+            f"generation.engine's enable_prefix_caching must be on{replays}, because vLLM keeps the"
+            " experts beside the cache: remove it"
+        )
+
+
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
     """The engine arguments that are ours."""
     # Inside an actor, vLLM would ask Ray for processes.
@@ -423,6 +420,21 @@ def _adapter_arguments(rank: int) -> dict[str, Any]:
         return {}
     room = next(each for each in VLLM_RANKS if each >= rank)
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+
+
+def _experts(llm: Any, ended: dict[str, Any], layers: list[int] | None) -> dict[str, np.ndarray]:
+    """Return the experts of requests that have just ended, by vLLM's names of them.
+
+    ended: their last outputs. layers: the ones of vLLM's own record that have experts; None: the
+    workers have nemorl's recorder.
+    """
+    if layers is not None:
+        found = {name: part.routed_experts[:, layers] for name, part in ended.items()}
+        return {name: experts.astype("int16") for name, experts in found.items()}
+    if not ended:
+        return {}
+    taken = llm.collective_rpc("nemorl_take_experts", args=(list(ended),))[0]
+    return dict(zip(ended, taken, strict=True))
 
 
 def _sample(tokens: _Tokens) -> Sample:

@@ -263,8 +263,9 @@ def with_a_runner(engines: Any) -> list[list[int]]:
 def test_a_gpus_engine_returns_them_itself():
     """Of all layers, of which those with experts count."""
     spec = replace(spec_of(mixture(), records_experts=True), vocabulary=None)
-    asked, found, unasked = SharedEngine(mixture()).do(partial(as_on_a_gpu, spec=spec))
+    asked, found, unasked, refused = SharedEngine(mixture()).do(partial(as_on_a_gpu, spec=spec))
     assert asked and not unasked
+    assert "enable_prefix_caching must be on with trainer.router_replay" in refused
     assert found.dtype == np.int16 and found.tolist() == [[[300], [3]]] * 3
 
 
@@ -309,4 +310,6 @@ def as_on_a_gpu(engines: Any, *, spec: Any) -> Any:
         ((sample,),) = engine.step().values()
         engine.shutdown()
         Engine(replace(spec, records_experts=False)).shutdown()
-    return made[0], sample.routed_experts, made[1]
+        with pytest.raises(EngineStartError) as refused:
+            Engine(replace(spec, engine={**CACHE, "enable_prefix_caching": False}))
+    return made[0], sample.routed_experts, made[1], str(refused.value)

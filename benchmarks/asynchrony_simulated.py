@@ -47,7 +47,7 @@ class Options:
 
     staleness: tuple[int, ...] = (1, 2, 4)
     """Each K that is compared with the synchronous run."""
-    steps: int = 24
+    steps: int = 30
     """Simulated steps of each run; those after the first third count."""
     mean: float = 0.2
     """Mean length of a response, before the cap, as a share of the cap."""

@@ -31,7 +31,10 @@ def output(python: str | Path, name: str, *options: str, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in PEERS])
 def test_it_runs(name: str, tmp_path: Path):
-    if name in ("conversations", "rollouts", "weight_sync") and find_spec("vllm") is None:
+    if (
+        name in ("asynchrony", "conversations", "rollouts", "weight_sync")
+        and find_spec("vllm") is None
+    ):
         pytest.skip("needs vLLM")
     script = (FOLDER / f"{name}.py").read_text()
     small = ["--small"] if re.search(r"\bcommand\(\s*main", script) else []

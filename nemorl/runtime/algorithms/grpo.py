@@ -67,7 +67,7 @@ def grpo(run: OpenRun) -> None:
                     trained = run.trainer.train_step(segments_apart(part)[0], with_receipts(loss))
                     step.log(receipt.add(trained, rows))
                     num_updates += 1
-            step.log(receipt.check(receipts, step.number))
+            step.log(receipt.check(receipts, step.number, stale=step.staleness > 0))
         found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
         own = {"groups_kept": kept, "num_updates": float(num_updates)}

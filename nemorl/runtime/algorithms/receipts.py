@@ -125,9 +125,12 @@ class TokenReceipt:
                 self.seen = merge(self.seen, {name: read})
         return {name: each for name, each in metrics.items() if not name.startswith(PREFIX)}
 
-    def check(self, receipts: Receipts, step: int) -> dict[str, float]:
+    def check(self, receipts: Receipts, step: int, *, stale: bool = False) -> dict[str, float]:
         """Return the step's metrics; where its tokens or its support are not the sampler's, do what
         the settings say.
+
+        stale: older weights sampled some of the tokens. They kept other ones, so there is no
+        support to compare.
         """
         seen = in_main_memory(self.seen)
         if f"{PREFIX}hash" not in seen:  # nothing was trained on, or by a backend of another kind
@@ -147,6 +150,9 @@ class TokenReceipt:
         )
         numbers[f"{PREFIX}tokens"] = float(trained if same else 0)
         numbers[f"{PREFIX}tokens_unproved"] = float(0 if same else trained)
+        if stale:
+            names = (f"{PREFIX}support_ratio", f"{PREFIX}support_square")
+            return {name: value for name, value in numbers.items() if name not in names}
         return self._support(numbers, seen, receipts, step)
 
     def _support(

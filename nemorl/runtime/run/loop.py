@@ -344,10 +344,13 @@ class OpenRun:
                 shared = self._live().shares_weights
                 self._maker.make_room(self, [self.trainer], keep_weights=shared)
                 self._maker.make_room(self, self._models.all)
-                if not shared:
+                # Of what is in flight, no token may have the trainer's new weights and the old
+                # version: where the engine computes with them, it wakes with the new one.
+                later = shared and self.schedule is not None
+                if not later:
                     generator.wake()
             changed = self._update(generator)
-            if not nested and shared:  # no token comes from new weights under an old version
+            if not nested and later:
                 generator.wake()
             for stream in self._streams if changed or not nested else ():
                 stream.after_update(changed=changed)
@@ -593,13 +596,17 @@ class Step:
                             " update_weights"
                         )
                     self._ages[self.number - 1 - self.run.synced[version]] += number
-        oldest = max(self._ages, default=0)
-        if oldest > most:
+        if self.staleness > most:
             raise RuntimeError(
                 f"no token of step {self.number} may be older than {most} steps"
-                f" (async.max_staleness), but one is {oldest} steps old: resume the run from its"
-                " last checkpoint, and report this"
+                f" (async.max_staleness), but one is {self.staleness} steps old: resume the run"
+                " from its last checkpoint, and report this"
             )
+
+    @property
+    def staleness(self) -> int:
+        """Steps by which the weights that sampled a token are older than this step, at most."""
+        return max(self._ages, default=0)
 
     def log(
         self,
@@ -654,7 +661,7 @@ class Step:
         seconds = time.perf_counter() - self._begin
         if total := self._ages.total():
             mean = sum(age * number for age, number in self._ages.items()) / total
-            found |= {"staleness/mean": mean, "staleness/max": float(max(self._ages))}
+            found |= {"staleness/mean": mean, "staleness/max": float(self.staleness)}
             shares = sorted(self._ages.items())
             found |= {f"staleness/{age}": number / total for age, number in shares}
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}

@@ -136,7 +136,8 @@ def sync_weights(
     Raises what the generator raises; then nothing can be generated until an update succeeds.
     """
     if generator.policy_version != trainer.step:
-        blocking(generator.update_weights(TrainerWeights(trainer), in_flight=in_flight))
+        options: Any = {} if in_flight == "keep" else {"in_flight": in_flight}
+        blocking(generator.update_weights(TrainerWeights(trainer), **options))
 
 
 def check_agreement(

@@ -26,6 +26,8 @@ DEPTH = "receipts/kl_from_"
 """Begins the names of the metrics of the gap at some depth."""
 ENGINE = re.compile("generation/.+/restarts")
 """A metric of an engine's processes, which are sent the weights."""
+STALE = "staleness/max"
+"""The metric of the oldest weights that sampled a token of a step."""
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -128,6 +130,8 @@ def _tokens(lines: Lines) -> Found:
 def _support(lines: Lines, config: Mapping[str, Any]) -> Found:
     measured = [line for line in lines if is_number(line.get("receipts/support_ratio"))]
     if not measured:
+        if lines and all(_number(line, STALE) for line in lines):
+            return None, "nothing to compare: all steps have tokens of older weights"
         sampled = any(is_number(line.get("receipts/tokens")) for line in lines)
         reason = "nothing to prove: top_p, top_k and min_p are off" if sampled else "not recorded"
         return None, reason
@@ -151,13 +155,17 @@ def _support(lines: Lines, config: Mapping[str, Any]) -> Found:
 
 def _mismatch(lines: Lines, config: Mapping[str, Any]) -> Found:
     name = "token_mult_prob_error"
-    measured = [line for line in lines if is_number(line.get(name))]
+    found = [line for line in lines if is_number(line.get(name))]
+    measured = [line for line in found if not _number(line, STALE)]
     if not measured:
-        return None, "not recorded"
+        older = "nothing to compare: all steps have tokens of older weights"
+        return None, older if found else "not recorded"
     worst = max(measured, key=lambda line: line[name])
     kl = max(_number(line, "gen_kl_error") for line in measured)
     numbers = f"factor {worst[name]:.6g} on average in step {worst['step']}, KL up to {kl:.2g}"
-    if deepest := _deepest(lines):
+    if len(measured) < len(found):
+        numbers += f" ({len(found) - len(measured)} steps with older tokens are not compared)"
+    if deepest := _deepest(measured):
         numbers += f", {deepest[1]:.2g} from token {deepest[0]} on"
     limits = [_setting(config, "gap", limit, None) for limit in ("stop", "warn")]
     limit = next((limit for limit in limits if limit is not None), None)
@@ -203,7 +211,7 @@ def _prompts(directory: RunDirectory) -> Found:
 
 
 def _staleness(lines: Lines, config: Mapping[str, Any]) -> Found:
-    name = "staleness/max"
+    name = STALE
     measured = [line for line in lines if is_number(line.get(name))]
     if not measured:
         return None, "not recorded"

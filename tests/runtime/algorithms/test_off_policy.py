@@ -2,9 +2,8 @@
 and an interpolated proximal policy, which saves a forward pass.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,15 +25,8 @@ from tests.runtime.algorithms.test_grpo import rollouts
 from tests.runtime.runs import grpo_config, numbers, start
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stale(nemorl.GRPOConfig):
-    """As with --async.max-staleness."""
-
-    async_: Any = field(default_factory=lambda: SimpleNamespace(max_staleness=2))
-
-
 def at(staleness: int, **settings: Any) -> nemorl.GRPOConfig:
-    return Stale(async_=SimpleNamespace(max_staleness=staleness), **settings)
+    return nemorl.GRPOConfig(async_=nemorl.AsyncConfig(max_staleness=staleness), **settings)
 
 
 def without_weights(token_logprobs, prev_logprobs, advantages, loss_weights):

@@ -51,17 +51,18 @@ def rewrite(run: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> No
 def test_a_whole_run_holds(run: Path, capsys: pytest.CaptureFixture[str]):
     found = of(run)
     assert {name for name, each in found.items() if each.holds} == {
-        *("tokens", "support", "mismatch", "checkpoints")
+        *("tokens", "support", "mismatch", "prompts", "staleness", "checkpoints")
     }
     assert not [each for each in found.values() if each.holds is False]
-    assert found["prompts"].found == found["staleness"].found == "not recorded"
+    assert found["prompts"].found == "18 taken: 18 trained on, 0 open"
+    assert found["staleness"].found == "up to 0 steps, in step 1 (at most 0)"
     assert found["weights"].found.startswith("nothing to prove: no engine reports weights")
     assert found["tokens"].found.endswith(" tokens in 3 steps are the sampled ones")
     assert found["checkpoints"].found.startswith("2 whole, ")
     assert "from token 4 on" in found["mismatch"].found
     assert main(["verify", str(run)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(" holds ") == 4 and "does not hold" not in printed
+    assert printed.count(" holds ") == 6 and "does not hold" not in printed
     assert main(["verify", str(run), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [Receipt(**line) for line in lines] == [*found.values()]
@@ -210,9 +211,9 @@ def test_a_prompt_that_is_lost_or_doubled_is_found(changed: dict[str, Any], said
 @pytest.mark.parametrize(("worst", "holds"), [(2, True), (3, False)])
 def test_no_token_is_staler_than_allowed(worst: int, holds: bool, run: Path):
     rewrite(run, step(3, staleness__max=worst))
-    assert of(run)["staleness"].holds is None
-    with (run / "config.yaml").open("a") as file:
-        file.write("\nasync:\n  max_staleness: 2\n")
+    assert of(run)["staleness"].holds is False
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_staleness: 0", "max_staleness: 2"))
     found = of(run)["staleness"]
     assert found == Receipt("staleness", holds, f"up to {worst} steps, in step 3 (at most 2)")
 
@@ -254,7 +255,7 @@ def test_a_run_that_a_receipt_stopped_says_so(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_files_that_are_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for name in ("run.json", "metrics.jsonl", "checkpoints"):
+    for name in ("run.json", "metrics.jsonl", "groups.jsonl", "checkpoints"):
         shutil.move(run / name, tmp_path / name)
     assert {each.found for each in verify_run(run)} == {
         "not recorded",
@@ -286,5 +287,5 @@ def test_the_page_has_the_receipts_and_the_gap_by_depth(run: Path):
     assert depth_profile(gathered.metrics).startswith("<svg") and depth_profile([]) == ""
     page = render(gathered)
     section = page[page.index('<section id="receipts">') :].partition("</section>")[0]
-    assert section.count("<td>holds</td>") == 3 and "<svg" in section
-    assert section.count("<td>–</td>") == 3 and "not recorded" in section
+    assert section.count("<td>holds</td>") == 5 and "<svg" in section
+    assert section.count("<td>–</td>") == 1

@@ -57,11 +57,11 @@ class Options:
     """Of the trainer, in each run; a replica has one."""
     seeds: int = 3
     """Runs of each K with --reward."""
-    learning_steps: int = 60
+    learning_steps: int = 500
     """Their steps, of 144 responses each."""
-    lr: float = 2e-3
+    lr: float = 1e-4
     """Their learning rate."""
-    off_policy: str = "none"
+    off_policy: str = "auto"
     """Their correction for stale samples (off_policy.mode)."""
 
 

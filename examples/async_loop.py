@@ -1,10 +1,10 @@
-"""GRPO that samples while it trains: grpo_loop.py with two other lines, which have a comment.
+"""GRPO that samples while it trains: grpo_loop.py with a few other lines, which have a comment.
 
     python examples/async_loop.py                                 a small demonstration
     python examples/async_loop.py --model.path … --data.train … --reward math --run.dir runs/mine \\
         --generation.backend vllm --generation.colocated false --async.max-staleness 2
 
-`--async.max-staleness 0` is grpo_loop.py, bit for bit.
+`--async.max-staleness 0` samples as grpo_loop.py does.
 """
 
 import sys
@@ -17,7 +17,7 @@ from nemorl.rollout.collect import to_token_batch
 
 
 def main(config: nr.GRPOConfig) -> nr.TrainResult:
-    older = {"mode": "truncate"}
+    older = {"mode": "truncate"}  # the correction for tokens of older weights
     loss_fn = nr.policy_loss(policy.clipped, clip_low=0.2, clip_high=0.28, off_policy=older)
     size, count = config.num_generations_per_prompt, config.num_prompts_per_step
     with nr.open_run(config) as run:

@@ -72,7 +72,10 @@ RENAMED = {
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "grpo:max_num_epochs": ((1,), "grpo counts steps here: set max_num_steps"),
-    "async_grpo.enabled": ((False, None), Blocker("generation and training take turns")),
+    "async_grpo.enabled": (
+        (False, None),
+        Blocker("set it to false, and add async.max_staleness to what is written"),
+    ),
     "adv_estimator.name": (
         ("grpo", "reinforce_plus_plus"),
         Blocker("advantages are grpo's or reinforce_plus_plus'"),
@@ -164,7 +167,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 "grpo:" marks a key that means something else in the other algorithms."""
 
 SECTIONS = {
-    "async_rl": "generation and training take turns: remove it, and translate the synchronous file",
+    "async_rl": "remove it, and add async.max_staleness to what is written",
     "value": "nemorl grpo has no critic; a script may train one (docs/extending.md)",
     "teacher": "there is no distillation in grpo, sft and dpo",
     "on_policy_distillation": "there is no distillation in grpo, sft and dpo",

@@ -91,7 +91,7 @@ def support_ratio(
 
     E[w] over tokens that π_gen draws is Σ π_prev over what π_gen can draw: 1 where both keep the
     same tokens, however much their probabilities differ; less where the trainer keeps more. Tokens
-    that the trainer's filter excludes are kept for it (`filter_logits`), which makes it more.
+    that the trainer's filter excludes are kept for it (`filter_logits`), which raises the mean.
     Arguments: as `importance_weights`.
     Source: TRL issue 7269, where supports that differ gave 0.896.
 

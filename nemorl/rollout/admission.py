@@ -3,8 +3,8 @@
 It knows no engine, no clock and no thread: `nemorl.runtime.run.groups` feeds it events and executes
 its actions, and benchmarks/asynchrony_simulated.py does so with published times.
 
-Groups are numbered, begin in this order, and are trained on in this order. A group at place p of
-those that are not trained on yet will be trained on p // batch steps from now; it begins once the
+Groups are numbered, begin in this order, and are trained on in this order. The group at place p of
+the ones that are not trained on yet is trained on p // batch steps from now; it begins once the
 engines have weights that will be at most `staleness` steps old by then. So a slow group is never
 overtaken, none becomes too old, and each step trains on the prompts of the synchronous run.
 """
@@ -23,7 +23,7 @@ class Group:
 
     number: int
     begun: int
-    """Steps behind the weights that engines had when it began."""
+    """Finished steps that the engines' weights included when it began."""
     done: bool = False
     handed: bool = False
     """Whether the present step trains on it."""
@@ -42,7 +42,7 @@ class Admission:
     step: int = 0
     """Finished steps."""
     version: int = 0
-    """Finished steps behind the weights that the engines have."""
+    """Finished steps that the engines' weights include."""
     next_number: int = 0
     """Number of the group that begins next."""
     open: tuple[Group, ...] = ()

@@ -1,8 +1,8 @@
 """When an engine took which requests: recorded by passes, and repeated.
 
-An engine computes a pass for all that it has, so the numbers of a response depend, in their last
-bits, on what came when. Its own passes are the clock: a request that came before pass 120 comes
-before pass 120 again, and an engine that slept after pass 300 does so again.
+A pass of an engine computes a token of all responses in flight, so the last bits of a response
+depend on which ones shared its passes. Its own passes are the clock: a request that came before
+pass 120 comes before pass 120 again, and an engine that slept after pass 300 does so again.
 """
 
 import time
@@ -127,5 +127,5 @@ class Replay(Schedule):
 
 
 def seed_of(request: Request) -> int:
-    """Return what tells a request from others of a run."""
+    """Return the key that identifies a request."""
     return request.params.seed or 0

@@ -129,8 +129,8 @@ class TokenReceipt:
         """Return the step's metrics; where its tokens or its support are not the sampler's, do what
         the settings say.
 
-        stale: older weights sampled some of the tokens. They kept other ones, so there is no
-        support to compare.
+        stale: older weights sampled some of the tokens. Those weights kept other tokens, so there
+        is no support to compare.
         """
         seen = in_main_memory(self.seen)
         if f"{PREFIX}hash" not in seen:  # nothing was trained on, or by a backend of another kind

@@ -1,5 +1,6 @@
 """The settings of GRPO and its relatives, with their losses and advantages as sections."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -251,7 +252,7 @@ class GapConfig:
 
     warn: float | None = 1.05
     """Gap from which to warn, and again whenever its excess over 1 has doubled. None: never. Steps
-    that train on tokens of older weights (async.max_staleness) are not warned of.
+    that train on tokens of older weights (async.max_staleness) do not trigger the warning.
     """
     stop: float | None = None
     """Gap that ends the run with an error. None: never."""
@@ -428,6 +429,16 @@ class GRPOConfig(BaseConfig):
             chosen.proximal,
             "use recompute, or set kl_coef to 0",
         )
+
+    def doubts(self) -> Iterator[str]:
+        """Yield as `BaseConfig`, and for engines that could sample all the time and do not."""
+        yield from super().doubts()
+        if self.max_staleness and self.generation.traits.engines and self.generation.colocated:
+            yield (
+                "generation.colocated is true, so that engines pause while the trainer steps and"
+                " async.max_staleness gains little: --generation.colocated false gives them devices"
+                " of their own"
+            )
 
     @property
     def max_staleness(self) -> int:

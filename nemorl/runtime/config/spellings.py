@@ -368,7 +368,7 @@ PRIME_RL: dict[str, str | Absent] = {
     "max_async_level": "async.max_staleness",
     "async_level": "async.max_staleness",
     "max_off_policy_steps": "async.max_staleness",
-    "max_inflight_rollouts": "async.max_staleness",
+    "max_inflight_rollouts": "generation.max_batch_size",
     "orchestrator.env": Absent(
         "give a class with turns or tools (rollout.environment), or a reward", "environments.md"
     ),

@@ -2,9 +2,9 @@
 
 Its first line has the settings. Then there is a line per step:
 
-    step, version    the step, and the version of the weights that it began with
-    groups           per group: group, begun (steps behind the weights that it began with), and
-                     spans: per conversation [version, tokens] in the order of its tokens
+    step, version    the step, and the version of the weights that it ended with
+    groups           per group: group, begun (finished steps when it began), and spans: per
+                     conversation [version, tokens] in the order of its tokens
     again            with async.in_flight abort, per update of the weights: the groups that were
                      drawn again
     engine           of the embedded engine [passes, seeds] and [passes]: before which pass it took

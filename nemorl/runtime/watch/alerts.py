@@ -71,9 +71,10 @@ class GapWatch(Callback):
             found = "the sampler has no finite logprob for any token to compare with the trainer"
         found = f"step {step}: {found} (token_mult_prob_error;"
         causes = (
-            "Usual causes: weights that the engine did not receive (then the gap grows); an engine"
-            " that computes differently (quantized, other kernels; bfloat16 gives 1.01 to 1.03);"
-            f" dropout. Look at worst_tokens in {self.directory.samples / f'step_{step}.jsonl'} or"
+            "Usual causes: weights that the engine did not receive (then the gap grows), or older"
+            " ones (async.max_staleness); an engine that computes differently (quantized, other"
+            " kernels; bfloat16 gives 1.01 to 1.03); dropout. Look at worst_tokens in"
+            f" {self.directory.samples / f'step_{step}.jsonl'} or"
             " in nemorl report."
         )
         if self.config.stop is not None and not value <= self.config.stop:

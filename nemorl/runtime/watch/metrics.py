@@ -78,6 +78,13 @@ SECTIONS = {
         "generation_nonfinite_fraction": Metric(
             "Tokens without a sampler's logprob", "share of the tokens"
         ),
+        "staleness/mean": Metric(
+            "Age of the sampled tokens", "steps by which their weights are older", usual=0
+        ),
+        "staleness/max": Metric(
+            "Age of the oldest token", "steps by which its weights are older", "stale", usual=0
+        ),
+        "staleness/": Metric("", "share of the tokens of this age, in steps"),
         "receipts/tokens": Metric("Tokens proved", "trained on as they were sampled"),
         "receipts/tokens_unproved": Metric("Tokens not proved", "trained on otherwise", usual=0),
         "receipts/support_ratio": Metric(

@@ -13,6 +13,10 @@ from nemorl.rollout.episodes import Environment, check_environment, converse_bes
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.rounds import Rounds
+from nemorl.warn import warn
+
+STOP_S = 30.0
+"""Longest wait for conversations that are to end."""
 
 
 class _Awake:
@@ -48,7 +52,7 @@ class Background:
         self._rounds = Rounds()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended: SimpleQueue[tuple[int, list[Conversation] | BaseException]] = SimpleQueue()
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._closing = asyncio.new_event_loop(), False
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._run, args=[device], name="nemorl-rollouts", daemon=True
@@ -87,17 +91,24 @@ class Background:
 
     def close(self) -> None:
         """End what is in flight. May be repeated."""
-        if not self._loop.is_closed():
-            self._do(self._stop([*self._tasks]))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        if self._loop.is_closed():
+            return
+        self._do(self._stop([*self._tasks]))
+        self._closing = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+        if not self._thread.is_alive():
             self._loop.close()
 
     def _run(self, device: int | None) -> None:
         if device is not None:  # each thread has a current one of its own
             torch.cuda.set_device(device)
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._closing:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # sys.exit in a task of user code, which ends the loop
+                self._ended.put((-1, error))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -117,7 +128,12 @@ class Background:
         tasks = [self._tasks.pop(group) for group in groups if group in self._tasks]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        late = (await asyncio.wait(tasks, timeout=STOP_S))[1] if tasks else ()
+        if late:
+            warn(
+                f"{len(late)} conversations go on although they were cancelled: an environment or"
+                " episode catches asyncio.CancelledError and must raise it again"
+            )
 
     async def _converse(self, prompts: Prompts) -> None:
         (group,) = prompts.groups
@@ -131,9 +147,12 @@ class Background:
                 seed=self.seed,
                 beside=self._rounds,
             )
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as error:
+            if group not in self._tasks:  # `_stop` did it
+                raise
+            found = RuntimeError("a conversation was cancelled by its own environment or episode")
+            found.__cause__ = error
         except BaseException as error:
             found = error
-        del self._tasks[group]
+        self._tasks.pop(group, None)
         self._ended.put((group, found))

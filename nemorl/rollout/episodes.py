@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ MOST_FAILED = 0.5
 """Share of conversations that may fail; with more the run ends."""
 ATTEMPTS = 3
 """How often a failed conversation is begun at most, where its group needs it."""
+_LOCKS: dict[int, threading.RLock] = {}
+"""Held while an environment of batches is called, by its id."""
 Request = tuple[tuple[int, ...], SamplingParams]
 """A prompt, and how it is sampled."""
 
@@ -76,6 +79,7 @@ class Engine:
         request = prompt, params
         if request not in self.shared:
             self.shared[request] = asyncio.create_task(self.sample(*request))
+            self.rounds.begun(self.shared[request])
         return (await asyncio.shield(self.shared[request]))[member]
 
 
@@ -401,7 +405,7 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
     call = caller(rounds, named(environment), limits.timeout_s)
     several = (said or 1) > 1 and getattr(environment, "max_turns", None) != 1
     at_once = partial(rounds.at_once, call=call, owner=environment)
-    ask = at_once if several else rounds.together
+    ask = at_once if several else partial(rounds.together, owner=environment)
 
     def step(asked: Sequence[tuple[MessageLog, Metadata]]) -> Sequence[After | Exception]:
         return judged(environment, asked)
@@ -467,7 +471,9 @@ def judged(
     """
     name = type(environment).__name__
     try:
-        with exit_is_error(f"environment {name!r}"):
+        # A validation may judge beside what is sampled ahead.
+        lock = _LOCKS.setdefault(id(environment), threading.RLock())
+        with lock, exit_is_error(f"environment {name!r}"):
             result = environment.step([log for log, _ in asked], [row for _, row in asked])
         used = ("observations", "metadata", "next_stop_strings")
         check_counts(result, len(asked), name, *used)

@@ -102,8 +102,9 @@ class _Shared:
         self.late: dict[Any, EnvironmentTimeout] = {}
         """By function, which is not called again: its last call may still go on."""
         self.free = asyncio.Semaphore(THREADS)
-        self.judging = asyncio.Lock()
-        """Held while a function of `together` is called in a thread."""
+        self.together: dict[Any, list[Request]] = {}
+        """What groups asked together, by function, while its last call goes on."""
+        self.judging: dict[Any, asyncio.Task[None]] = {}
 
 
 class Rounds:
@@ -117,13 +118,15 @@ class Rounds:
     - `in_thread`: a function is called in a thread, by a caller that holds `free`.
 
     Several may share an event loop (`led`): each is a group of coroutines of its own, which
-    `together` waits for alone. Calls of functions of batches come one after the other.
+    `together` waits for alone. Calls of a function come one after the other, each with all that
+    groups ask meanwhile.
     """
 
     def __init__(self, *, beside: "Rounds | None" = None, number: int = 0) -> None:
         """beside: another on the same event loop. number: orders what both ask `at_once`."""
         self.number = number
         self._asked: Asked = {}
+        self._owners: dict[Callable, Any] = {}
         self._shared: _Shared = _Shared() if beside is None else beside._shared
         self._open = self._waiting = self._outside = 0
         self._error: BaseException | None = None
@@ -132,9 +135,17 @@ class Rounds:
         """Whether the coroutines that are left are being cancelled."""
 
     async def together(
-        self, function: Callable[[Sequence[Any]], Sequence[T | Exception]], item: Any
+        self,
+        function: Callable[[Sequence[Any]], Sequence[T | Exception]],
+        item: Any,
+        *,
+        owner: Any = None,
     ) -> T:
-        """Return what will be `function(items)` for this item, or raise it if it is an error."""
+        """Return what will be `function(items)` for this item, or raise it if it is an error.
+
+        owner: functions of one owner count as the same, and its calls come one after the other.
+        """
+        self._owners[function] = function if owner is None else id(owner)
         future = self._future(self._asked, function, item)
         self._waiting += 1
         self._compare()
@@ -238,9 +249,7 @@ class Rounds:
             tasks = await self._begin(work)
             while self._open:
                 for function, requests in self._taken():
-                    async with self._shared.judging:
-                        found = await self.in_thread(function, [item for item, _ in requests])
-                    _give(requests, found)
+                    self._judge(function, requests)
                 await self._all_wait()
             return [task.result() for task in tasks]
         finally:
@@ -248,6 +257,35 @@ class Rounds:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _judge(self, function: Callable, requests: list[Request]) -> None:
+        """Have a function called in a thread, once its last call has ended; with what other groups
+        ask until then.
+        """
+        key, shared = self._owners[function], self._shared
+        shared.together.setdefault(key, []).extend(requests)
+        if key not in shared.judging:
+            shared.judging[key] = asyncio.create_task(self._judged(function, key))
+
+    async def _judged(self, function: Callable, key: Any) -> None:
+        shared = self._shared
+        try:
+            while requests := shared.together.pop(key, []):
+                try:
+                    found = await self.in_thread(function, [item for item, _ in requests])
+                    _give(requests, found)
+                except Exception as error:
+                    _give(requests, [error] * len(requests))
+                except BaseException as error:
+                    ended = RuntimeError(f"a reward or environment raised {error!r}")
+                    ended.__cause__ = error
+                    _give(requests, [ended] * len(requests))
+        finally:
+            del shared.judging[key]
+
+    def begun(self, task: asyncio.Task[Any]) -> None:
+        """Have a task that coroutines share end with them."""
+        self._tasks.append(task)
 
     def _answer(self) -> None:
         """Call each function with what it was asked together."""

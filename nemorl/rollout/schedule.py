@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nemorl.checks import short
 from nemorl.rollout.scheduler import Request
 
 STUCK_S = 300.0
@@ -73,6 +74,8 @@ class Replay(Schedule):
         super().__init__(records=True)
         self._ahead = deque(moments)
         self._came: defaultdict[int, deque[Request]] = defaultdict(deque)
+        self._since: tuple[float, tuple[int, int]] | None = None
+        """Since when nothing has happened, and what had happened by then."""
 
     def arrived(self, requests: list[Request]) -> list[Request]:
         for request in requests:
@@ -84,26 +87,32 @@ class Replay(Schedule):
         if moment is None or moment.passes > self.passes:
             return []
         if isinstance(moment, Slept) or not all(map(self._waits, moment.seeds)):
+            self._check()
             return None
         self._ahead.popleft()
         return super().arrived([self._came[seed].popleft() for seed in moment.seeds])
 
     def wait(self) -> None:
-        begin, before = time.monotonic(), (self.passes, len(self._ahead))
-        while (moment := self._next) not in (None, Slept(self.passes)):
+        while self._next not in (None, Slept(self.passes)):
             time.sleep(0.001)
-            if (now := (self.passes, len(self._ahead))) != before:
-                begin, before = time.monotonic(), now
-            if time.monotonic() - begin > STUCK_S:
-                raise RuntimeError(
-                    f"the run must repeat async.replay, but after pass {self.passes} of the engine"
-                    f" {moment} did not come: replay it with the same code, model and data"
-                )
+            self._check()
 
     def slept(self) -> None:
         if self._ahead:
             self._ahead.popleft()
+        self._since = None
         super().slept()
+
+    def _check(self) -> None:
+        """Raise RuntimeError where nothing has happened for STUCK_S."""
+        now, seen = time.monotonic(), (self.passes, len(self._ahead))
+        if self._since is None or self._since[1] != seen:
+            self._since = now, seen
+        elif now - self._since[0] > STUCK_S:
+            raise RuntimeError(
+                f"the run must repeat async.replay, but after pass {self.passes} of the engine"
+                f" {short(self._next)} did not come: replay it with the same code, model and data"
+            )
 
     def _waits(self, seed: int) -> bool:
         """Return whether a request of this seed waits; ones that were given up are forgotten."""

@@ -141,7 +141,9 @@ class ClassEnvironment:
                     return replace(outcome, metrics={**outcome.metrics, **measured})
                 log, outcome = await use_tools(environment, messages, policy, call, most)
                 if judge is not None:
-                    after = await rounds.together(judge, (log, beside(row, environment)))
+                    after = await rounds.together(
+                        judge, (log, beside(row, environment)), owner=self.judge
+                    )
                     outcome = replace(
                         outcome,
                         reward=after.reward,

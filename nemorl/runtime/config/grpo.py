@@ -397,6 +397,14 @@ class GRPOConfig(BaseConfig):
             "wait",
             "use keep, or --generation.backend vllm",
         )
+        require(
+            self.async_.in_flight != "wait" or not self.generation.colocated,
+            "async.in_flight",
+            "must be keep or abort with generation.colocated: engines that sleep lose the old"
+            " weights",
+            "wait",
+            "use keep, or --generation.no-colocated",
+        )
 
     def _check_off_policy(self) -> None:
         chosen = self.off_policy

@@ -25,6 +25,7 @@ from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.asynchrony import AsyncConfig
+from nemorl.warn import warn
 
 
 class GroupStream:
@@ -55,6 +56,8 @@ class GroupStream:
         self._found: dict[int, list[Conversation]] = {}
         """Conversations of groups that are done, by place."""
         self._handed: Sequence[int] | None = None
+        self._embedded = run.config.generation.traits.embedded
+        self._warned = False
 
     def next(self, count: int | None = None) -> Rollouts:
         """Return the responses to the next `count` prompts (None: the stream's `count`), which the
@@ -78,11 +81,18 @@ class GroupStream:
     def _taken(self, count: int) -> tuple[Sequence[int], Rollouts]:
         """Wait for the next groups; return their numbers and what was sampled for them."""
         step = self.run.step
-        with self.run.sampling(), step.timed("generate"):
+        with self.run.sampling() as generator, step.timed("generate"):
+            if self._background is None:  # it was made within run.sampling()
+                self.after_update(changed=False)
+            assert self._background is not None
+            if self._embedded:
+                generator.wake()
+                self._background.resume()
             self._feed(Wanted(count))
             while self._handed is None:
-                assert self._background is not None
                 self._note(*self._background.next_ended())
+            if self._embedded:  # the caller may have the trainer compute before the block ends
+                self.run.rest(generator)
         places, self._handed = self._handed, None
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)
@@ -184,6 +194,13 @@ class GroupStream:
             match action:
                 case Drop(number, reason):
                     group = self._prompts[number].groups[0]
+                    if not self._warned:
+                        self._warned = True
+                        warn(
+                            f"group {group} became older than async.max_staleness before a step"
+                            f" took it, and is dropped: take the {self.count} groups of run.groups"
+                            " in each step, or say fewer (count=…)"
+                        )
                     self._background.stop([group])
                     self.run.taken = self.run.taken.drop([group], reason)
                     self._forget([number])

@@ -323,6 +323,11 @@ class OpenRun:
         return environment, params or self.config.generation.sampling_params()
 
     @property
+    def ahead(self) -> bool:
+        """Whether groups are taken from `groups`."""
+        return bool(self._streams)
+
+    @property
     def step(self) -> "Step":
         """The present step. Raises RuntimeError outside of the loop over `steps`."""
         if self._steps is None or self._steps.step is None:
@@ -346,7 +351,7 @@ class OpenRun:
                 self._maker.make_room(self, self._models.all)
                 # Of what is in flight, no token may have the trainer's new weights and the old
                 # version: where the engine computes with them, it wakes with the new one.
-                later = shared and self.schedule is not None
+                later = self.schedule is not None and self.config.generation.traits.embedded
                 if not later:
                     generator.wake()
             changed = self._update(generator)
@@ -361,19 +366,23 @@ class OpenRun:
             check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
             if not nested:
-                if self.schedule is not None:
-                    self.schedule.wait()
-                for stream in self._streams if getattr(generator, "sleeps", True) else ():
-                    stream.pause()
-                generator.sleep()
+                self.rest(generator)
+
+    def rest(self, generator: GenerationBackend) -> None:
+        """Have the generator sleep, and what is sampled ahead wait for it."""
+        if self.schedule is not None:
+            self.schedule.wait()
+        for stream in self._streams if getattr(generator, "sleeps", True) else ():
+            stream.pause()
+        generator.sleep()
 
     def _update(self, generator: GenerationBackend) -> bool:
         """Give the generator the trainer's weights, and return whether they changed."""
         changed = generator.policy_version != self.trainer.step
         for stream in self._streams if changed else ():
             stream.before_update()
-        keeps = not self._streams or self.config.async_.in_flight != "wait"
-        sync_weights(self.trainer, generator, in_flight="keep" if keeps else "wait")
+        waits = any(stream.settings.in_flight == "wait" for stream in self._streams)
+        sync_weights(self.trainer, generator, in_flight="wait" if waits else "keep")
         self.synced[self.trainer.step] = self.state.step
         return changed
 
@@ -393,6 +402,18 @@ class OpenRun:
         """End the run in order, after its loop."""
         if self._steps is not None:
             self._steps.finish()
+
+    def synced_at(self, version: int) -> int:
+        """Return the finished steps when the generator got a version of the weights. One between
+        two, as a replica gets that comes back between two minibatches, counts as the older.
+        """
+        known = [each for each in self.synced if each <= version]
+        if not known:
+            raise RuntimeError(
+                f"tokens must carry a version of the trainer's weights, but the engine gave"
+                f" {version}: completions have policy_versions of the last update_weights"
+            )
+        return self.synced[max(known)]
 
     def end_step(self) -> None:
         """Advance the state by the present step."""
@@ -588,14 +609,15 @@ class Step:
         """
         for each in conversations:
             for turn in each.turns:
-                for version, number in Counter(turn.completion.policy_versions).items():
-                    if version not in self.run.synced:
-                        raise RuntimeError(
-                            f"tokens must carry a version of the trainer's weights, but the engine"
-                            f" gave {version}: completions have policy_versions of the last"
-                            " update_weights"
-                        )
-                    self._ages[self.number - 1 - self.run.synced[version]] += number
+                versions = turn.completion.policy_versions
+                if most and len(versions) < len(turn.completion.token_ids):
+                    raise RuntimeError(
+                        "tokens must carry the version of their weights with async.max_staleness,"
+                        f" but {len(turn.completion.token_ids) - len(versions)} do not: give"
+                        " completions policy_versions"
+                    )
+                for version, number in Counter(versions).items():
+                    self._ages[self.number - 1 - self.run.synced_at(version)] += number
         if self.staleness > most:
             raise RuntimeError(
                 f"no token of step {self.number} may be older than {most} steps"
@@ -679,7 +701,6 @@ class Steps(Iterator[Step]):
         self._update, self._epoch = ExitStack(), -1
         self._validated = self._first = self._updates = 0
         self._metrics: dict[str, float] = {}
-        self._groups: dict[str, Any] = {}
 
     def __next__(self) -> Step:
         if not self.begun:
@@ -716,6 +737,11 @@ class Steps(Iterator[Step]):
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
                 " them: call run.trainer.train_step(batch, loss_fn)"
             )
+        if self.run.schedule is not None and not self.run.ahead:
+            warn(
+                "async.max_staleness is set, but the loop took no groups from run.groups, so"
+                " nothing was sampled ahead: use it in place of step.sample"
+            )
         self._call("on_train_end", self._metrics)
 
     def leave_update(self, error: BaseException) -> BaseException:
@@ -750,8 +776,8 @@ class Steps(Iterator[Step]):
         try:
             with self._update:
                 self._metrics = step.metrics()
+                self._note_groups()  # before a checkpoint has the step
                 self.step, whole = None, True
-                self._groups = self._noted_groups()
                 self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
@@ -767,18 +793,20 @@ class Steps(Iterator[Step]):
                 self._call("on_epoch_begin", passed)
             self._call("on_epoch_end", passed, self._metrics)
 
-    def _noted_groups(self) -> dict[str, Any]:
-        """Return what became of the groups of the present step, for groups.jsonl."""
+    def _note_groups(self) -> None:
+        """Append what became of the groups of the present step to groups.jsonl."""
         run, taken = self.run, self.run.taken
         closed = taken.closing()
         missed = tuple(group.ordinal for group in closed if not group.sampled)
         run.missed |= {*missed}
         ends = {group.ordinal for group in closed}
-        return {
+        line = {
             "trained": [group.ordinal for group in closed if group.sampled],
             "dropped": {**taken.dropped, **({"not sampled": missed} if missed else {})},
             "open": [g.ordinal for g in taken.open_groups if g.ordinal not in ends],
         }
+        if any(line.values()):
+            RunDirectory(run.directory).append_groups(taken.step + 1, line)
 
     def _epoch_of(self, cursors: Mapping[str, int]) -> int:
         return cursors.get("train", 0) // self.run.num_rows.get("train", 1)
@@ -793,8 +821,6 @@ class Steps(Iterator[Step]):
     def _record(self, samples: Samples) -> None:
         step = self.run.state.step
         try:
-            if any(self._groups.values()):
-                RunDirectory(self.run.directory).append_groups(step, self._groups)
             if samples:
                 self._call("on_samples", step, samples)
         finally:  # the last hook of a step: a checkpoint covers all that was recorded before it

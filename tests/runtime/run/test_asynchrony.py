@@ -3,6 +3,9 @@
 import asyncio
 import json
 import random
+import sys
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from nemorl.losses.advantages import advantages, to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.environments.classes import ClassEnvironment
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.files import NotWritten, writing
 from tests.examples import EXAMPLES, load_example, visiting
 from tests.runtime.runs import (
     addition_rows,
@@ -24,6 +29,7 @@ from tests.runtime.runs import (
     grpo_config,
     numbers,
     of_phase,
+    sft_config,
     start,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -108,14 +114,14 @@ def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
     assert samples[0] == samples[1]
 
 
-def test_the_example_is_the_synchronous_one_but_for_two_lines(tmp_path: Path):
+def test_the_example_is_the_synchronous_one_but_for_a_few_lines(tmp_path: Path):
     def body(name: str) -> list[str]:
         text = (EXAMPLES / f"{name}.py").read_text()
         return text[text.index("def main") : text.index("    return run.result")].splitlines()
 
     ours, theirs = body("async_loop"), body("grpo_loop")
     changed = [line for line in ours if line not in theirs]
-    assert [line for line in changed if "  # " in line] == changed[-2:]
+    assert sum("  # " in line for line in changed) == 3 and len(changed) == 4
     assert len((EXAMPLES / "async_loop.py").read_text().splitlines()) <= 60
     with visiting():
         flags = load_example("grpo_loop").demonstration(
@@ -181,8 +187,11 @@ def test_an_engine_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
         start(ahead(tmp_path, 2, steps=30))
 
 
-def test_tokens_carry_the_version_that_sampled_them(tmp_path: Path):
+def test_tokens_carry_the_version_that_sampled_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """With `keep` long responses go on with new weights, and each token has its own version."""
+    monkeypatch.setattr("nemorl.rollout.torch_backend.STEP_S", 0.0)  # it stops where it is told
     versions = list[tuple[int, ...]]()
 
     with nemorl.open_run(
@@ -207,11 +216,197 @@ def test_tokens_carry_the_version_that_sampled_them(tmp_path: Path):
     assert any(len(set(each)) > 1 for each in versions)
 
 
+class Exits:
+    """Ends its task, or its conversation's, from within."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def __call__(self, row: Any, policy: Any) -> nemorl.Outcome:
+        await policy.sample(policy.prompt)
+        if self.how == "exit":
+
+            async def tool() -> None:
+                sys.exit(3)
+
+            await asyncio.gather(tool())
+        elif self.how == "interrupt":
+            raise KeyboardInterrupt
+        else:
+            for task in asyncio.all_tasks():
+                task.cancel()
+            await asyncio.sleep(0)
+        return nemorl.Outcome(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("exit", BaseException), ("interrupt", KeyboardInterrupt), ("cancel", RuntimeError)],
+)
+def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, tmp_path: Path):
+    """It does not leave the trainer waiting for groups that never come."""
+
+    async def episode(row: Any, policy: Any) -> nemorl.Outcome:
+        return await Exits(how)(row, policy)
+
+    with pytest.raises(error):
+        nemorl.run(
+            ahead(tmp_path, 2),
+            model=tiny_model(),
+            tokenizer=tiny_tokenizer(),
+            train=addition_rows(),
+            environment=episode,
+        )
+    assert not [each for each in threading.enumerate() if each.name == "nemorl-rollouts"]
+
+
+def test_rewards_of_groups_that_end_together_are_one_call(tmp_path: Path):
+    """A slow reward of batches is not called once for each group."""
+    sizes = list[int]()
+
+    def slow(prompts: list[str], responses: list[str]) -> list[float]:
+        sizes.append(len(responses))
+        time.sleep(0.1)
+        return [digits("", each) for each in responses]
+
+    start(ahead(tmp_path, 2, steps=4, num_prompts_per_step=12), reward=slow)
+    assert sum(sizes) == 4 * 12 * 4 and all(size % 4 == 0 for size in sizes)
+    assert max(sizes) > 4
+
+
+def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
+    """Else it would be computed beside what is drawn in its place."""
+    from nemorl.rollout.torch_backend import TorchGenerationBackend
+
+    left = list[int]()
+    waits = TorchGenerationBackend.wake
+
+    def counted(self: Any) -> None:
+        open_ones = [*self._scheduler._open, *self._scheduler._new]
+        left.append(sum(not each.future.done() for each in open_ones))
+        waits(self)
+
+    config = ahead(
+        tmp_path,
+        2,
+        in_flight="abort",
+        steps=5,
+        generation=nemorl.GenerationConfig(max_new_tokens=20, max_batch_size=8),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchGenerationBackend, "wake", counted)
+        start(config)
+    assert len(left) >= 5 and not any(left)
+
+
+def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
+    """The embedded engine, which has the same model, waits meanwhile."""
+    with nemorl.open_run(
+        ahead(tmp_path, 2, steps=4),
+        model=tiny_model(scale=2.0),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as run:
+        prompts = run.prompts()
+        for step in run.steps(4):
+            with run.sampling():
+                if step.number == 1:
+                    groups = run.groups(prompts, count=6, n=4)  # in the block, too
+                found = groups.next()
+                for _ in range(3):
+                    run.trainer.get_logprobs(to_token_batch(found))
+            learn(run, step, found)
+    prove(tmp_path, 4)
+
+
+def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
+    """A replica that comes back between two minibatches has it."""
+    with nemorl.open_run(
+        ahead(tmp_path, 2, steps=4),
+        model=tiny_model(),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as run:
+        run.synced.update({0: 0, 4: 1, 8: 2})
+        assert [run.synced_at(version) for version in (0, 3, 4, 7, 9)] == [0, 0, 1, 1, 2]
+        with pytest.raises(RuntimeError, match="tokens must carry a version of the trainer's"):
+            run.synced_at(-1)
+
+
+def test_groups_without_a_section_async(tmp_path: Path):
+    with nemorl.open_run(
+        sft_config(tmp_path, steps=2),
+        model=tiny_model(),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+        generates=True,
+    ) as run:
+        groups = run.groups(run.prompts(), count=3, n=2)
+        for step in run.steps(2):
+            step.log({"size": float(len(groups.next()))})
+    assert [line["trained"] for line in lines(tmp_path)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_groups_that_can_not_be_written_are_not_lost(tmp_path: Path):
+    """The step has no checkpoint then, and the run goes on from the one before."""
+    append = RunDirectory.append_groups
+
+    def full(self: Any, step: int, groups: Any) -> None:
+        if step == 3:
+            with writing("the numbers of the groups", self.groups):
+                raise OSError(28, "No space left on device")
+        append(self, step, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDirectory, "append_groups", full)
+        with pytest.raises(NotWritten, match="No space left on device"):
+            start(ahead(tmp_path, 2, steps=6, run={"save_period": 1}))
+    start(ahead(tmp_path, 2, steps=6, run={"resume": True}))
+    prove(tmp_path, 6)
+
+
+def test_a_loop_that_takes_too_few_is_told(tmp_path: Path):
+    with nemorl.open_run(
+        ahead(tmp_path, 1, steps=6),
+        model=tiny_model(),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as run:
+        groups = run.groups(run.prompts(), count=6, n=4)
+        with pytest.warns(UserWarning, match="became older than async.max_staleness before a step"):
+            for step in run.steps(6):
+                learn(run, step, groups.next(2))
+    assert any(line["dropped"].get("stale") for line in lines(tmp_path))
+
+
+def test_a_loop_that_samples_by_itself_is_told(tmp_path: Path):
+    with (
+        pytest.warns(UserWarning, match="the loop took no groups from run.groups"),
+        nemorl.open_run(
+            ahead(tmp_path, 1, steps=2),
+            model=tiny_model(),
+            tokenizer=tiny_tokenizer(),
+            train=addition_rows(),
+            reward=digits,
+        ) as run,
+    ):
+        prompts = run.prompts()
+        for step in run.steps(2):
+            learn(run, step, step.sample(prompts.next(3), n=2))
+
+
 def test_refusals(tmp_path: Path):
     with pytest.raises(ValueError, match=r"async.max_staleness must be below max_num_steps \(4\)"):
         ahead(tmp_path, 4)
     with pytest.raises(ValueError, match="in_flight must be keep or abort with gen"):
         ahead(tmp_path, 1, in_flight="wait")
+    with pytest.raises(ValueError, match="must be keep or abort with generation"):
+        vllm = nemorl.GenerationConfig(backend="vllm", max_new_tokens=4)
+        ahead(tmp_path, 1, in_flight="wait", generation=vllm)
     with pytest.raises(ValueError, match=r"in_flight is for async.max_staleness of 1"):
         nemorl.AsyncConfig(in_flight="abort")
     with (

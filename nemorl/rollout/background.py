@@ -94,6 +94,7 @@ class Background:
         if self._loop.is_closed():
             return
         self._do(self._stop([*self._tasks]))
+        self._do(self._stop_all())
         self._closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
@@ -131,9 +132,18 @@ class Background:
         late = (await asyncio.wait(tasks, timeout=STOP_S))[1] if tasks else ()
         if late:
             warn(
-                f"{len(late)} conversations go on although they were cancelled: an environment or"
-                " episode catches asyncio.CancelledError and must raise it again"
+                f"{len(late)} groups of conversations go on {STOP_S:g} s after they were cancelled:"
+                " an environment closes slowly, or catches asyncio.CancelledError and does not"
+                " raise it again"
             )
+
+    async def _stop_all(self) -> None:
+        """End what is left, such as a call of a reward that nobody waits for."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)
 
     async def _converse(self, prompts: Prompts) -> None:
         (group,) = prompts.groups
@@ -148,11 +158,13 @@ class Background:
                 beside=self._rounds,
             )
         except asyncio.CancelledError as error:
-            if group not in self._tasks:  # `_stop` did it
+            if self._tasks.get(group) is not asyncio.current_task():  # `_stop` did it
                 raise
             found = RuntimeError("a conversation was cancelled by its own environment or episode")
             found.__cause__ = error
         except BaseException as error:
             found = error
-        self._tasks.pop(group, None)
+        if self._tasks.get(group) is not asyncio.current_task():  # it ended after `_stop`
+            return
+        del self._tasks[group]
         self._ended.put((group, found))

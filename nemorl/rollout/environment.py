@@ -126,6 +126,11 @@ class FunctionalRewardWrapper:
             self._loop = EventLoop()  # the same for all calls: it may keep connections
             weakref.finalize(self, self._loop.free)
 
+    @property
+    def each_alone(self) -> bool:
+        """Whether a response is judged without the others of a call."""
+        return not self.signature.batch
+
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
     ) -> EnvironmentReturn:

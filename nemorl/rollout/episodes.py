@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,8 +44,6 @@ MOST_FAILED = 0.5
 """Share of conversations that may fail; with more the run ends."""
 ATTEMPTS = 3
 """How often a failed conversation is begun at most, where its group needs it."""
-_LOCKS: dict[int, threading.RLock] = {}
-"""Held while an environment of batches is called, by its id."""
 Request = tuple[tuple[int, ...], SamplingParams]
 """A prompt, and how it is sampled."""
 
@@ -471,9 +468,7 @@ def judged(
     """
     name = type(environment).__name__
     try:
-        # A validation may judge beside what is sampled ahead.
-        lock = _LOCKS.setdefault(id(environment), threading.RLock())
-        with lock, exit_is_error(f"environment {name!r}"):
+        with exit_is_error(f"environment {name!r}"):
             result = environment.step([log for log, _ in asked], [row for _, row in asked])
         used = ("observations", "metadata", "next_stop_strings")
         check_counts(result, len(asked), name, *used)

@@ -102,8 +102,8 @@ class _Shared:
         self.late: dict[Any, EnvironmentTimeout] = {}
         """By function, which is not called again: its last call may still go on."""
         self.free = asyncio.Semaphore(THREADS)
-        self.together: dict[Any, list[Request]] = {}
-        """What groups asked together, by function, while its last call goes on."""
+        self.together: dict[Any, list[tuple[Callable, list[Request]]]] = {}
+        """What each group asked together, by owner, while the last call goes on."""
         self.judging: dict[Any, asyncio.Task[None]] = {}
 
 
@@ -118,8 +118,7 @@ class Rounds:
     - `in_thread`: a function is called in a thread, by a caller that holds `free`.
 
     Several may share an event loop (`led`): each is a group of coroutines of its own, which
-    `together` waits for alone. Calls of a function come one after the other, each with all that
-    groups ask meanwhile.
+    `together` waits for alone. Calls for an owner come one after the other, one for each group.
     """
 
     def __init__(self, *, beside: "Rounds | None" = None, number: int = 0) -> None:
@@ -144,8 +143,9 @@ class Rounds:
         """Return what will be `function(items)` for this item, or raise it if it is an error.
 
         owner: functions of one owner count as the same, and its calls come one after the other.
+        One with an attribute `each_alone` that is True may be asked for several groups in a call.
         """
-        self._owners[function] = function if owner is None else id(owner)
+        self._owners[function] = owner
         future = self._future(self._asked, function, item)
         self._waiting += 1
         self._compare()
@@ -262,26 +262,35 @@ class Rounds:
         """Have a function called in a thread, once its last call has ended; with what other groups
         ask until then.
         """
-        key, shared = self._owners[function], self._shared
-        shared.together.setdefault(key, []).extend(requests)
+        owner, shared = self._owners[function], self._shared
+        key = function if owner is None else id(owner)
+        shared.together.setdefault(key, []).append((function, requests))
         if key not in shared.judging:
-            shared.judging[key] = asyncio.create_task(self._judged(function, key))
+            shared.judging[key] = asyncio.create_task(self._judged(owner, key))
 
-    async def _judged(self, function: Callable, key: Any) -> None:
+    async def _judged(self, owner: Any, key: Any) -> None:
         shared = self._shared
         try:
-            while requests := shared.together.pop(key, []):
-                try:
-                    found = await self.in_thread(function, [item for item, _ in requests])
-                    _give(requests, found)
-                except Exception as error:
-                    _give(requests, [error] * len(requests))
-                except BaseException as error:
-                    ended = RuntimeError(f"a reward or environment raised {error!r}")
-                    ended.__cause__ = error
-                    _give(requests, [ended] * len(requests))
+            while waiting := shared.together.pop(key, []):
+                if getattr(owner, "each_alone", False):  # groups in one call judge no other
+                    waiting = [(waiting[0][0], [one for _, each in waiting for one in each])]
+                for function, requests in waiting:
+                    await self._one_call(function, requests, owner)
         finally:
             del shared.judging[key]
+
+    async def _one_call(self, function: Callable, requests: list[Request], owner: Any) -> None:
+        requests = [request for request in requests if not request[1].done()]
+        items = [item for item, _ in requests]
+        try:
+            _give(requests, await self.in_thread(_locked, owner, function, items))
+        except Exception as error:
+            _give(requests, [error] * len(requests))
+        except BaseException as error:
+            ended = RuntimeError(f"a reward or environment raised {error!r}")
+            ended.__cause__ = error
+            _give(requests, [ended] * len(requests))
+            raise
 
     def begun(self, task: asyncio.Task[Any]) -> None:
         """Have a task that coroutines share end with them."""
@@ -290,7 +299,8 @@ class Rounds:
     def _answer(self) -> None:
         """Call each function with what it was asked together."""
         for function, requests in self._taken():
-            _give(requests, function([item for item, _ in requests]))
+            items = [item for item, _ in requests]
+            _give(requests, _locked(self._owners[function], function, items))
 
     def _taken(self) -> list[tuple[Callable, list[Request]]]:
         """Return what was asked together, by function."""
@@ -346,6 +356,18 @@ class Rounds:
         outside = self._outside if self._waiting else 0
         if self._waiting + outside >= self._open:
             self._idle.set()
+
+
+_LOCKS: dict[int, threading.RLock] = {}
+"""Held while a function of an owner is called, by the owner's id."""
+
+
+def _locked(owner: Any, function: Callable[[list[Any]], T], items: list[Any]) -> T:
+    """Call a function while no other thread calls one of the same owner: a validation may judge
+    beside what is sampled ahead.
+    """
+    with _LOCKS.setdefault(id(owner), threading.RLock()):
+        return function(items)
 
 
 def _in_order(asked: Mapping[Place, Request]) -> list[Request]:

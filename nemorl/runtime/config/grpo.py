@@ -400,8 +400,8 @@ class GRPOConfig(BaseConfig):
         require(
             self.async_.in_flight != "wait" or not self.generation.colocated,
             "async.in_flight",
-            "must be keep or abort with generation.colocated: engines that sleep lose the old"
-            " weights",
+            "must be keep or abort with generation.colocated: its engines rest while the trainer"
+            " works",
             "wait",
             "use keep, or --generation.no-colocated",
         )

@@ -56,7 +56,6 @@ class GroupStream:
         self._found: dict[int, list[Conversation]] = {}
         """Conversations of groups that are done, by place."""
         self._handed: Sequence[int] | None = None
-        self._embedded = run.config.generation.traits.embedded
         self._warned = False
 
     def next(self, count: int | None = None) -> Rollouts:
@@ -81,18 +80,14 @@ class GroupStream:
     def _taken(self, count: int) -> tuple[Sequence[int], Rollouts]:
         """Wait for the next groups; return their numbers and what was sampled for them."""
         step = self.run.step
-        with self.run.sampling() as generator, step.timed("generate"):
+        with self.run.sampling(), step.timed("generate"):
             if self._background is None:  # it was made within run.sampling()
                 self.after_update(changed=False)
             assert self._background is not None
-            if self._embedded:
-                generator.wake()
-                self._background.resume()
+            self._background.resume()
             self._feed(Wanted(count))
             while self._handed is None:
                 self._note(*self._background.next_ended())
-            if self._embedded:  # the caller may have the trainer compute before the block ends
-                self.run.rest(generator)
         places, self._handed = self._handed, None
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)

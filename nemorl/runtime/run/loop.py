@@ -340,22 +340,23 @@ class OpenRun:
         after it: the trainer needs its memory. May be nested.
 
         What is sampled ahead (`groups`) goes on inside of the block, and after it in an engine that
-        does not sleep.
+        does not sleep. The embedded engine sleeps after each `next` of a stream that samples ahead,
+        in the block, too: the caller may have the trainer compute.
         """
         generator, nested = self.generator, self._awake
+        # Of what is in flight, no token may have the trainer's new weights and the old version:
+        # where the engine computes with them, it wakes with the new one, and rests in between.
+        later = self.schedule is not None and self.config.generation.traits.embedded
         step = None if self._steps is None else self._steps.step
         with nullcontext() if step is None else step.timed("sync"):
             if not nested:
                 shared = self._live().shares_weights
                 self._maker.make_room(self, [self.trainer], keep_weights=shared)
                 self._maker.make_room(self, self._models.all)
-                # Of what is in flight, no token may have the trainer's new weights and the old
-                # version: where the engine computes with them, it wakes with the new one.
-                later = self.schedule is not None and self.config.generation.traits.embedded
                 if not later:
                     generator.wake()
             changed = self._update(generator)
-            if not nested and later:
+            if later:
                 generator.wake()
             for stream in self._streams if changed or not nested else ():
                 stream.after_update(changed=changed)
@@ -365,7 +366,7 @@ class OpenRun:
         finally:
             check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
-            if not nested:
+            if not nested or later:
                 self.rest(generator)
 
     def rest(self, generator: GenerationBackend) -> None:
@@ -407,8 +408,10 @@ class OpenRun:
         """Return the finished steps when the generator got a version of the weights. One between
         two, as a replica gets that comes back between two minibatches, counts as the older.
         """
-        known = [each for each in self.synced if each <= version]
-        if not known:
+        if version in self.synced:
+            return self.synced[version]
+        known = [each for each in self.synced if each < version]
+        if not known or version > max(self.synced):
             raise RuntimeError(
                 f"tokens must carry a version of the trainer's weights, but the engine gave"
                 f" {version}: completions have policy_versions of the last update_weights"

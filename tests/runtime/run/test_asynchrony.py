@@ -77,7 +77,8 @@ def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
     assert [line["trained"] for line in lines(tmp_path / "ahead")] == straight
     prove(tmp_path / "ahead", steps)
     oldest = [line["staleness/max"] for line in of_phase(found, "train")]
-    assert oldest == [min(step, staleness) for step in range(steps)]
+    assert all(age <= min(step, staleness) for step, age in enumerate(oldest))
+    assert in_flight == "abort" or max(oldest) > 0
     shares = [
         sum(line[key] for key in line if key.removeprefix("staleness/").isdigit())
         for line in of_phase(found, "train")
@@ -129,7 +130,7 @@ def test_the_example_is_the_synchronous_one_but_for_a_few_lines(tmp_path: Path):
         )
         example = load_example("async_loop")
         found = example.main(nemorl.cli(nemorl.GRPOConfig, flags))
-    assert of_phase(found, "train")[-1]["staleness/max"] == 2
+    assert 0 < max(line["staleness/max"] for line in of_phase(found, "train")) <= 2
     prove(tmp_path / "run", 4, count=9)
 
 
@@ -260,18 +261,50 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
     assert not [each for each in threading.enumerate() if each.name == "nemorl-rollouts"]
 
 
-def test_rewards_of_groups_that_end_together_are_one_call(tmp_path: Path):
-    """A slow reward of batches is not called once for each group."""
+def test_rewards_of_a_batch_are_of_one_group(tmp_path: Path):
+    """Whatever takes how long, so that a replay gets the same calls."""
     sizes = list[int]()
 
     def slow(prompts: list[str], responses: list[str]) -> list[float]:
         sizes.append(len(responses))
-        time.sleep(0.1)
+        time.sleep(0.01)
         return [digits("", each) for each in responses]
 
+    start(ahead(tmp_path, 2, steps=4), reward=slow)
+    assert sizes == [4] * 24
+
+
+def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Path):
+    """A slow judge is not waited for once for each group."""
+    at_once, most = [0], list[int]()
+
+    async def slow(prompt: str, response: str) -> float:
+        at_once[0] += 1
+        most.append(at_once[0])
+        await asyncio.sleep(0.05)
+        at_once[0] -= 1
+        return digits(prompt, response)
+
     start(ahead(tmp_path, 2, steps=4, num_prompts_per_step=12), reward=slow)
-    assert sum(sizes) == 4 * 12 * 4 and all(size % 4 == 0 for size in sizes)
-    assert max(sizes) > 4
+    assert len(most) == 4 * 12 * 4 and max(most) > 4
+
+
+def test_the_generator_is_awake_inside_of_sampling(tmp_path: Path):
+    with nemorl.open_run(
+        ahead(tmp_path, 2, steps=3),
+        model=tiny_model(scale=2.0),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as run:
+        prompts = run.prompts()
+        groups = run.groups(prompts, count=6, n=4)
+        for step in run.steps(3):
+            with run.sampling():
+                found = groups.next()
+                more = step.sample(prompts.next(2), n=2)
+            assert len(more) == 4
+            learn(run, step, found)
 
 
 def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
@@ -330,9 +363,10 @@ def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
         reward=digits,
     ) as run:
         run.synced.update({0: 0, 4: 1, 8: 2})
-        assert [run.synced_at(version) for version in (0, 3, 4, 7, 9)] == [0, 0, 1, 1, 2]
-        with pytest.raises(RuntimeError, match="tokens must carry a version of the trainer's"):
-            run.synced_at(-1)
+        assert [run.synced_at(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+        for unknown in (-1, 9):
+            with pytest.raises(RuntimeError, match="tokens must carry a version of the trainer's"):
+                run.synced_at(unknown)
 
 
 def test_groups_without_a_section_async(tmp_path: Path):

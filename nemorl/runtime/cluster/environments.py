@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import inspect
 import sys
-import weakref
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial, wraps
@@ -31,11 +31,59 @@ START_S = 600.0
 DIED = (RayActorError, OutOfMemoryError)
 
 
+class Places:
+    """At most `count` blocks run at a time, `async with places:`, whichever threads' event loops
+    they are on; the others wait in turn.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._lock = threading.RLock()  # a task may be collected, and so end, within it
+        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+
+    async def __aenter__(self) -> None:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            turn = loop.create_future()
+            self._waiting[turn] = loop
+        try:
+            await turn
+        except BaseException:
+            with self._lock:
+                given = self._waiting.pop(turn, None) is None
+            if given:
+                self._leave()
+            raise
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the place to the first that waits: it has it once it is no longer in the list."""
+        with self._lock:
+            while self._waiting:
+                turn = next(iter(self._waiting))
+                loop = self._waiting.pop(turn)
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(_set, turn)
+                    return
+            self._free += 1
+
+
+def _set(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
 class RayWorkers:
     """At most `count` processes, each of which holds the object of one conversation at a time.
 
-    They start when they are needed, and are used again. One whose call was given up, at its time
-    limit or by cancellation, is killed, and only its own conversation fails.
+    They start when they are needed, and are used again, by event loops of any thread. One whose
+    call was given up, at its time limit or by cancellation, is killed, and only its own
+    conversation fails.
     options: of the actors, by Ray's names. Raises: ValueError for others; from `room`
     RayClusterError where Ray can't be reached, and ResourcesError where they don't fit.
     """
@@ -47,26 +95,20 @@ class RayWorkers:
             must = f"must be options of a Ray actor ({error})"
             require(False, "rollout.worker", must, options, "see ray.remote")
         self._count, self._options, self._free = count, options, list[Any]()
+        self._places, self._connecting = Places(count), threading.Lock()
         self._connected = False
         self._refused: ResourcesError | None = None
-        self._rooms = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     @asynccontextmanager
     async def room(self, make: Callable[..., Any], kind: type) -> AsyncIterator[Callable[..., Any]]:
         """Wait for a process, and yield `async def made(*args, **named)`, which makes an object of
         the class `kind` there.
         """
-        if not self._connected:
-            connect()
-            atexit.register(release)  # no garbage collection may wait for Ray
-            self._connected = True
-            if is_local() and not could_fit(self._bundles()):
-                self._refused = self._refusal(TOO_LITTLE)
-        loop = asyncio.get_running_loop()
-        async with self._rooms.setdefault(loop, asyncio.Semaphore(self._count)):
+        self._connect()
+        async with self._places:
             if self._refused is not None:
                 raise self._refused
-            process = _Process(self._free.pop() if self._free else self._actor.remote())
+            process = _Process(self._worker())
             try:
                 await self._started(process)
                 yield partial(_made, process, _sent(make, kind), kind)
@@ -76,6 +118,22 @@ class RayWorkers:
                         ray.kill(process.actor)
                 else:
                     self._free.append(process.actor)
+
+    def _connect(self) -> None:
+        with self._connecting:
+            if self._connected:
+                return
+            connect()
+            atexit.register(release)  # no garbage collection may wait for Ray
+            self._connected = True
+            if is_local() and not could_fit(self._bundles()):
+                self._refused = self._refusal(TOO_LITTLE)
+
+    def _worker(self) -> Any:
+        try:
+            return self._free.pop()
+        except IndexError:  # another thread may take the last one at any time
+            return self._actor.remote()
 
     async def _started(self, process: "_Process") -> None:
         try:

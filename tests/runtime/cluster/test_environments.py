@@ -1,5 +1,6 @@
 """Environments in processes of their own."""
 
+import asyncio
 import inspect
 import os
 import signal
@@ -7,10 +8,12 @@ import sysconfig
 import threading
 import time
 import venv
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +26,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.cluster import environments as module
-from nemorl.runtime.cluster.environments import RayWorkers, _class_of
+from nemorl.runtime.cluster.environments import Places, RayWorkers, _class_of
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.start.settings import workers_of
 from tests.ray_session import ray_cpus
@@ -263,6 +266,97 @@ def test_processes_without_a_place_end_the_run(generator, monkeypatch, local, re
     with pytest.raises(ResourcesError, match=message):
         collect(generator, in_processes(workers), PROMPTS, SAMPLING, seed=1)
     assert len(tried) == number  # the others do not wait as long
+
+
+def in_two_loops(work) -> None:
+    """Run `work()` on two event loops, each in a thread of its own."""
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(lambda: asyncio.run(work())) for _ in range(2)]:
+            each.result(timeout=120)
+
+
+def test_two_event_loops_share_the_processes(workers):
+    """As the conversations sampled ahead and those of a validation."""
+    begun, most, lock = 0, 0, threading.Lock()
+
+    async def converse() -> float:
+        nonlocal begun, most
+        async with workers.room(Game, Game) as make:
+            game = await make()
+            with lock:
+                begun += 1
+                most = max(most, begun)
+            await asyncio.sleep(0.05)
+            pid = (await game.get_metrics())["pid"]
+            with lock:
+                begun -= 1
+        return pid
+
+    found = set()
+
+    async def work() -> None:
+        found.update(await asyncio.gather(*[converse() for _ in range(6)]))
+
+    in_two_loops(work)
+    assert most == 2 and len(found) <= 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_more_places_are_taken_than_there_are(count):
+    """Whichever tasks are cancelled while they wait, or just as they get a place."""
+    places, lock, random = Places(count), threading.Lock(), Random(0)
+    taken, most, done = 0, 0, 0
+
+    async def hold() -> None:
+        nonlocal taken, most, done
+        async with places:
+            with lock:
+                taken += 1
+                most = max(most, taken)
+            try:
+                await asyncio.sleep(random.random() / 1000)
+            finally:
+                with lock:
+                    taken -= 1
+                    done += 1
+
+    async def work() -> None:
+        for _ in range(20):
+            tasks = [asyncio.create_task(hold()) for _ in range(10)]
+            await asyncio.sleep(random.random() / 1000)
+            for task in random.sample(tasks, 5):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    in_two_loops(work)
+    assert most == count and done >= 200 and taken == 0
+
+    async def all_places() -> None:
+        async with asyncio.timeout(5), AsyncExitStack() as stack:
+            for _ in range(count):
+                await stack.enter_async_context(places)
+
+    asyncio.run(all_places())
+
+
+def test_a_place_is_not_left_to_a_closed_loop():
+    places, closed = Places(1), asyncio.new_event_loop()
+
+    async def first() -> None:
+        async with places:
+            waiting = closed.create_task(wait())
+            closed_once = asyncio.to_thread(closed.run_until_complete, asyncio.sleep(0.01))
+            await closed_once
+            closed.close()
+            assert not waiting.done()
+        async with asyncio.timeout(5), places:
+            pass
+
+    async def wait() -> None:
+        async with places:
+            raise AssertionError
+
+    asyncio.run(first())
 
 
 def test_an_environment_of_a_file(generator, workers, tmp_path, monkeypatch):

@@ -152,7 +152,8 @@ def policy_loss(
     of `importance_weights` and `kl_loss`; None without them. `by_advantage` in off_policy: False
     keeps the advantages from `importance_weights`. interpolate: where the batch has no
     `prev_logprobs` they are estimated by `interpolated_logprobs`, from its `policy_versions` and
-    what `at_version` says; otherwise they are the present ones. penalty: coef of
+    what `at_version` says, and `sampler_gap` is measured before the first update on the rollout
+    batch alone; otherwise they are the present ones. penalty: coef of
     `log_ratio_penalty`; 0: without. entropy_coef: 0 only reports the entropy; with None it is not
     computed.
 
@@ -217,13 +218,16 @@ def _policy_loss(
     logprobs, sampled = output.token_logprobs, batch.generation_logprobs
     weights, segments = batch.loss_weights, batch.segment_ids
     mask = weights != 0
+    before: Tensor | None
     if batch.prev_logprobs is not None:
-        prev = batch.prev_logprobs
+        prev = before = batch.prev_logprobs
     elif interpolate:
         prev = _interpolated(logprobs, sampled, batch.policy_versions, version, progress)
+        # In part the sampler's own: they tell nothing of it. The present ones do, until an update.
+        before = None if progress else logprobs
     else:  # the only update on the batch: the policy precedes itself
-        prev = policy.on_policy(logprobs)
-    metrics = sampler_gap(prev, sampled, mask, segments)
+        prev = before = policy.on_policy(logprobs)
+    metrics = {} if before is None else sampler_gap(before, sampled, mask, segments)
     options = {"segment_ids": segments} if by_sequence else {}
     if off_policy is not None:
         keywords = dict(off_policy)

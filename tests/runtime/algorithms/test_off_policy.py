@@ -21,8 +21,15 @@ from nemorl.runtime.algorithms.policy_loss import make_loss
 from nemorl.runtime.config.grpo import OffPolicyConfig, OwnLoss
 from nemorl.runtime.config.own import section_of
 from nemorl.runtime.config.presets import PRESETS, preset
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.verify import verify_run
+from nemorl.runtime.watch.report.gather import Gathered
+from nemorl.runtime.watch.report.page import render
 from tests.runtime.algorithms.test_grpo import rollouts
 from tests.runtime.runs import grpo_config, numbers, start
+from tests.runtime.watch.test_gap import skewed
+
+__all__ = ["skewed"]
 
 
 def at(staleness: int, **settings: Any) -> nemorl.GRPOConfig:
@@ -229,6 +236,48 @@ def test_the_proximal_policy_of_each_minibatch_lies_between_sampler_and_present(
             return clipped(now, prox, batch.advantages, batch.loss_weights, v)
 
         assert torch.equal(gradient, run(plainly, batch)[0])
+
+
+GAP = (
+    "token_mult_prob_error",
+    "token_mult_prob_error_max",
+    "gen_kl_error",
+    "gen_kl_error_max",
+)
+
+
+def test_the_gap_of_an_interpolating_loss_is_of_the_present_policy_before_the_first_update():
+    """Where the sampler's weights were the present ones, π_prox is the sampler itself."""
+    batch = stale_batch()
+    batch = replace(batch, policy_versions=torch.full_like(batch.input_ids, 5))
+    loss_fn = make_loss(nemorl.GRPOConfig(off_policy=OffPolicyConfig(**INTERPOLATED), **TWICE))
+    _, first = run(nemorl.at_version(loss_fn, version=5, present=5), batch)
+    prev = torch.full_like(batch.loss_weights, -1.0)
+    _, expected = run(make_loss(nemorl.GRPOConfig()), replace(batch, prev_logprobs=prev))
+    assert {name: first[name] for name in GAP} == {name: expected[name] for name in GAP}
+    assert first["token_mult_prob_error"] > 1.3
+    _, later = run(nemorl.at_version(loss_fn, version=5, present=6), batch)
+    assert not {*GAP} & later.keys()
+
+
+def test_an_interpolating_run_stops_at_a_gap(tmp_path: Path, skewed):
+    skewed.factors = {2: 1.5}
+    generation = nemorl.GenerationConfig(max_new_tokens=4, backend="skewed")
+    config = grpo_config(
+        tmp_path,
+        steps=3,
+        off_policy=OffPolicyConfig(mode="truncate", proximal="interpolate"),
+        gap=nemorl.GapConfig(stop=1.3),
+        generation=generation,
+        **TWICE,
+    )
+    with pytest.raises(FloatingPointError, match=r"^step 2: .* by a factor of 1\.5"):
+        start(config)
+    gaps = [line["token_mult_prob_error"] for line in RunDirectory(tmp_path).read_metrics()]
+    assert gaps == pytest.approx([1.0, 1.5], abs=1e-4)
+    found = {each.name: each for each in verify_run(tmp_path)}["mismatch"]
+    assert found.holds is False and found.found.startswith("factor 1.5 on average in step 2")
+    assert "Sampler against trainer" in render(Gathered(tmp_path))
 
 
 def test_interpolation_needs_versions():

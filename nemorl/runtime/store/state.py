@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import require
 from nemorl.data.digest import Digest
 from nemorl.data.order import RowOrder
 from nemorl.data.stream import StreamedRows
@@ -121,10 +122,18 @@ class LoopState:
         return self._with([replace(g, step=step) for g in self.open_groups if g.ordinal in numbers])
 
     def drop(self, groups: Sequence[int], reason: str) -> "LoopState":
-        """Return the state in which no step trains on groups."""
+        """Return the state in which no step trains on groups.
+
+        Raises: ValueError for groups that are not open: they would be counted twice.
+        """
         numbers = {*groups}
+        closed = numbers - {group.ordinal for group in self.open_groups}
+        must = "must be open: neither dropped nor of a step that has ended"
+        remedy = "drop rollouts once, in the step that sampled them"
+        require(not closed, "groups to drop", must, sorted(closed), remedy)
         left = tuple(g for g in self.open_groups if g.ordinal not in numbers)
-        dropped = {**self.dropped, reason: (*self.dropped.get(reason, ()), *groups)}
+        counted = (*self.dropped.get(reason, ()), *dict.fromkeys(groups))
+        dropped = {**self.dropped, reason: counted}
         return replace(self, open_groups=left, dropped=dropped)
 
     def closing(self) -> list[OpenGroup]:

@@ -91,3 +91,17 @@ def test_a_number_is_sampled_once(asked: list[int], count: int, found: list[int]
     again, others = after.sample(found, len(found))
     assert not set(others) & set(found)
     assert again.advance().sample(found, len(found))[1][0] == again.groups
+
+
+def test_a_group_is_dropped_once():
+    state, _ = LoopState(0).take_groups("train", ORDERS["train"], 4, step=1)
+    state = state.drop([1, 1], "a").drop([0, 2], "b")
+    assert state.dropped == {"a": (1,), "b": (0, 2)}
+    message = (
+        "^groups to drop must be open: neither dropped nor of a step that has ended, but it is"
+        r" \[1, 2\]: drop rollouts once, in the step that sampled them$"
+    )
+    with pytest.raises(ValueError, match=message):
+        state.drop([3, 2, 1], "a")
+    with pytest.raises(ValueError, match=r"groups to drop .* but it is \[3\]"):
+        state.advance().drop([3], "a")

@@ -385,6 +385,8 @@ class OpenRun:
         waits = any(stream.settings.in_flight == "wait" for stream in self._streams)
         sync_weights(self.trainer, generator, in_flight="wait" if waits else "keep")
         self.synced[self.trainer.step] = self.state.step
+        if changed and self._steps is not None and self._steps.step is not None:
+            self._steps.step.sent += 1
         return changed
 
     @property
@@ -557,6 +559,10 @@ class Step:
         self._logged: dict[str, Metric | float] = {}
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._tokens, self._ages = 0, Counter[int]()
+        self.sent = 0
+        """How often the generator was given new weights."""
+        self._oldest = 0
+        """Steps by which the weights of its tokens may be older."""
         self._before, self._updates = run.taken, run.view.updates
         if (generator := run._live().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
@@ -621,6 +627,7 @@ class Step:
                     )
                 for version, number in Counter(versions).items():
                     self._ages[self.number - 1 - self.run.synced_at(version)] += number
+        self._oldest = most
         if self.staleness > most:
             raise RuntimeError(
                 f"no token of step {self.number} may be older than {most} steps"
@@ -679,6 +686,8 @@ class Step:
         if self._tokens:
             measured = self.run.generator.metrics().items()
             self.log({f"generation/{name}": value for name, value in measured})
+            if not self.run._live().shares_weights:
+                self.log({"generation/weights/updates": float(self.sent)})
         logged = self._logged.items()
         read = finalize({name: value for name, value in logged if isinstance(value, Metric)})
         numbers = {**self._logged, **read}  # in the order in which they were logged
@@ -687,6 +696,7 @@ class Step:
         if total := self._ages.total():
             mean = sum(age * number for age, number in self._ages.items()) / total
             found |= {"staleness/mean": mean, "staleness/max": float(self.staleness)}
+            found["staleness/limit"] = float(self._oldest)
             shares = sorted(self._ages.items())
             found |= {f"staleness/{age}": number / total for age, number in shares}
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}

@@ -28,6 +28,10 @@ ENGINE = re.compile("generation/.+/restarts")
 """A metric of an engine's processes, which are sent the weights."""
 STALE = "staleness/max"
 """The metric of the oldest weights that sampled a token of a step."""
+STALEST = "staleness/limit"
+"""The metric of what async.max_staleness was in a step; older runs have none."""
+UPDATES = "generation/weights/updates"
+"""The metric of how often engines were given new weights in a step; older runs have none."""
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -94,15 +98,19 @@ def _weights(lines: Lines, files: RunFiles) -> Found:
         return None, "nothing to prove: no engine reports weights of its own"
     begins = files.record.sessions if files.record else ()
     validated = {line["step"] for line in files.metrics if line["phase"] == "validation"}
-    lacking = []
+    counts = [line for line in sampled if is_number(line.get(UPDATES))]
+    lacking = [line["step"] for line in counts if line[UPDATES] > 0 and not _number(line, name)]
     for last, line in pairwise(sampled):
+        if is_number(line.get(UPDATES)):
+            continue
         # A process begins, and a validation, with an update that no step counts.
         begun = any(last["time"] < begin <= line["time"] for begin in begins)
         counted = not begun and last["step"] not in validated and last.get("num_updates") != 0
         if counted and not _number(line, name):
             lacking.append(line["step"])
     if lacking:
-        return False, f"step {lacking[0]} sampled after an update without a receipt{_more(lacking)}"
+        first = min(lacking)
+        return False, f"step {first} sampled after an update without a receipt{_more(lacking)}"
     if not proved:
         return None, "not recorded: no update is counted"
     fewest = min(int(line[name]) for line in proved)
@@ -211,16 +219,25 @@ def _prompts(directory: RunDirectory) -> Found:
 
 
 def _staleness(lines: Lines, config: Mapping[str, Any]) -> Found:
-    name = STALE
-    measured = [line for line in lines if is_number(line.get(name))]
+    """No step has a token that is older than the step's own limit, which a resume may change."""
+    measured = [line for line in lines if is_number(line.get(STALE))]
     if not measured:
         return None, "not recorded"
-    worst = max(measured, key=lambda line: line[name])
-    limit = _setting(config, "async", "max_staleness", None)
+    usual = _setting(config, "async", "max_staleness", None)
+
+    def limit_of(line: Mapping[str, Any]) -> float | None:
+        return line[STALEST] if is_number(line.get(STALEST)) else usual
+
+    def holds(line: Mapping[str, Any]) -> bool:
+        limit = limit_of(line)
+        return limit is None or line[STALE] <= limit
+
+    worst = max(measured, key=lambda line: (not holds(line), line[STALE]))
+    limit = limit_of(worst)
     if limit is None:
-        return None, f"up to {worst[name]:g} steps; async.max_staleness sets no limit"
-    found = f"up to {worst[name]:g} steps, in step {worst['step']} (at most {limit:g})"
-    return worst[name] <= limit, found
+        return None, f"up to {worst[STALE]:g} steps; async.max_staleness sets no limit"
+    found = f"up to {worst[STALE]:g} steps, in step {worst['step']} (at most {limit:g})"
+    return holds(worst), found
 
 
 def _checkpoints(directory: RunDirectory) -> Receipt:

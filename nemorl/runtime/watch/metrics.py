@@ -84,6 +84,9 @@ SECTIONS = {
         "staleness/max": Metric(
             "Age of the oldest token", "steps by which its weights are older", "stale", usual=0
         ),
+        "staleness/limit": Metric(
+            "Age allowed", "steps by which a token's weights may be older", usual=0
+        ),
         "staleness/": Metric("", "share of the tokens of this age, in steps"),
         "receipts/tokens": Metric("Tokens proved", "trained on as they were sampled"),
         "receipts/tokens_unproved": Metric("Tokens not proved", "trained on otherwise", usual=0),
@@ -106,7 +109,10 @@ SECTIONS = {
         "importance_": Metric(""),
         "num_tokens": Metric("Tokens", "in a step"),
     },
-    "Engines": {"generation/": Metric("")},
+    "Engines": {
+        "generation/weights/updates": Metric("Weights sent", "updates of the engines in a step"),
+        "generation/": Metric(""),
+    },
     "Speed and resources": {
         "tokens_per_second": Metric("Throughput", "tokens per second", "tok/s"),
         "trainer/mfu": Metric(

@@ -22,6 +22,7 @@ from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.environments.classes import ClassEnvironment
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
+from nemorl.runtime.store.verify import verify_run
 from tests.examples import EXAMPLES, load_example, visiting
 from tests.runtime.runs import (
     addition_rows,
@@ -79,6 +80,7 @@ def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
     oldest = [line["staleness/max"] for line in of_phase(found, "train")]
     assert all(age <= min(step, staleness) for step, age in enumerate(oldest))
     assert in_flight == "abort" or max(oldest) > 0
+    assert {line["staleness/limit"] for line in of_phase(found, "train")} == {staleness}
     shares = [
         sum(line[key] for key in line if key.removeprefix("staleness/").isdigit())
         for line in of_phase(found, "train")
@@ -154,6 +156,36 @@ def test_dynamic_sampling_draws_as_many_as_it_drops(staleness: int, tmp_path: Pa
     assert len(rejected) > 5
     prove(tmp_path, 5)
     assert max(line["staleness/max"] for line in of_phase(found, "train")) <= staleness
+
+
+def test_a_resume_with_less_staleness_leaves_the_receipt_of_older_steps(tmp_path: Path):
+    start(ahead(tmp_path, 3, steps=4))
+    found = start(ahead(tmp_path, 1, steps=6, run={"resume": True}))
+    limits = [line["staleness/limit"] for line in lines(tmp_path, "metrics.jsonl")]
+    assert limits == [3.0] * 4 + [1.0] * 2 and found.history
+    receipt = {each.name: each for each in verify_run(tmp_path)}["staleness"]
+    assert receipt.holds, receipt.found
+
+
+def test_a_group_is_dropped_once(tmp_path: Path):
+    with nemorl.open_run(
+        ahead(tmp_path, 1),
+        model=tiny_model(scale=2.0),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as run:
+        stream = run.groups(run.prompts(), count=2, n=2)
+        earlier = None
+        for step in run.steps(2):
+            found = stream.next()
+            step.log({"mine": 1.0})
+            if earlier is not None:
+                with pytest.raises(ValueError, match="groups to drop must be open: neither "):
+                    stream.drop(earlier, "late")
+            earlier = found
+    receipt = {each.name: each for each in verify_run(tmp_path)}["prompts"]
+    assert receipt.holds, receipt.found
 
 
 def test_conversations_that_fail_leave_their_groups(tmp_path: Path):

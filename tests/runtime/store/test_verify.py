@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nemorl
+from nemorl.losses import policy
+from nemorl.losses.masks import token_mean_weights
+from nemorl.rollout.collect import to_token_batch
+from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.run.receipts import ReceiptError
-from nemorl.runtime.start.registry import TRAINING_BACKENDS
+from nemorl.runtime.start import live
+from nemorl.runtime.start.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.store.verify import Receipt, verify_run
@@ -20,7 +26,8 @@ from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import render
 from nemorl.runtime.watch.report.receipts import depth_profile, depths
 from tests.runtime.algorithms.test_receipts import Exchanging
-from tests.runtime.runs import grpo_config, start
+from tests.runtime.runs import addition_rows, digits, grpo_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +179,80 @@ def test_engines_without_any_receipt(run: Path):
     assert found.found == "step 2 sampled after an update without a receipt (2 in all)"
 
 
+@pytest.mark.parametrize(("sent", "holds"), [(0.0, True), (1.0, False), (2.0, False)])
+def test_only_a_step_that_was_given_weights_needs_a_receipt(sent: float, holds: bool, run: Path):
+    """A loop of one's own may train in some steps only, and log no number of updates."""
+
+    def change(line: dict[str, Any]) -> dict[str, Any]:
+        found = engines(generation__weights__proved=None)(line)
+        found["generation/weights/updates"] = sent if line["step"] == 3 else 1.0
+        return {name: value for name, value in found.items() if name != "num_updates"}
+
+    rewrite(run, lambda line: {**change(line), "generation/weights/proved": 9.0})
+    assert of(run)["weights"].found == "3 updates, 9 tensors or more in each"
+    rewrite(run, lambda line: change({**line, "generation/weights/proved": 9.0}))
+    found = of(run)["weights"]
+    assert found.holds is holds
+    if not holds:
+        assert found.found == "step 3 sampled after an update without a receipt"
+
+
+def test_an_update_in_the_first_step_that_counts_it_needs_a_receipt(run: Path):
+    rewrite(run, engines(generation__weights__updates=1.0))
+    rewrite(run, step(1, generation__weights__updates=1.0))
+    found = of(run)["weights"].found
+    assert found == "step 1 sampled after an update without a receipt"
+
+
+class Receiving(TorchGenerationBackend):
+    """The embedded engine, which says what an engine of its own does of weights it is sent."""
+
+    proved: float | None = None
+
+    async def update_weights(self, source: Any, **options: Any) -> int:
+        self.proved = 9.0
+        return await super().update_weights(source, **options)
+
+    def metrics(self) -> dict[str, float]:
+        proved, self.proved = self.proved, None
+        told = {} if proved is None else {"weights/proved": proved, "weights/unproved": 0.0}
+        return {**super().metrics(), **told, "replica_0/restarts": 0.0}
+
+
+@pytest.mark.parametrize("period", [1, 2, 9])
+def test_a_loop_that_trains_in_some_steps(
+    period: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setitem(GENERATION_BACKENDS, "receiving", Receiving)
+    monkeypatch.setattr(live, "shares_weights", lambda launch, engine: False)
+    generation = nemorl.GenerationConfig(max_new_tokens=4, backend="receiving")
+    with nemorl.open_run(
+        grpo_config(tmp_path, generation=generation),
+        model=tiny_model(scale=2.0),
+        tokenizer=tiny_tokenizer(),
+        train=addition_rows(),
+        reward=digits,
+    ) as opened:
+        prompts = opened.prompts()
+        for each in opened.steps(5):
+            found = each.sample(prompts.next(2), n=2)
+            each.log({"mine": 1.0})
+            if each.number % period == 0:
+                batch = to_token_batch(found)
+                weights = token_mean_weights(batch.loss_mask)
+                batch = replace(batch, advantages=torch.ones_like(weights), loss_weights=weights)
+                loss = nemorl.policy_loss(policy.clipped, clip_low=0.2, clip_high=0.2)
+                each.log(opened.trainer.train_step(batch, loss))
+    lines = RunDirectory(tmp_path).read_metrics()
+    sent = [line["generation/weights/updates"] for line in lines]
+    assert sent == [float(n > 1 and (n - 1) % period == 0) for n in range(1, 6)]
+    weights = of(tmp_path)["weights"]
+    assert weights.holds is not False, weights.found
+    if period < 9:
+        rewrite(tmp_path, lambda line: {**line, "generation/weights/proved": None})
+        assert of(tmp_path)["weights"].holds is False
+
+
 GROUPS = [
     {"step": 1, "trained": [0, 1], "dropped": {}, "open": [2, 3]},
     {"step": 2, "trained": [3], "dropped": {"uninformative": [2]}, "open": [4]},
@@ -209,13 +290,29 @@ def test_a_prompt_that_is_lost_or_doubled_is_found(changed: dict[str, Any], said
 
 
 @pytest.mark.parametrize(("worst", "holds"), [(2, True), (3, False)])
-def test_no_token_is_staler_than_allowed(worst: int, holds: bool, run: Path):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_no_token_is_staler_than_allowed(worst: int, holds: bool, recorded: bool, run: Path):
+    """Runs that recorded no limit are compared with their settings."""
     rewrite(run, step(3, staleness__max=worst))
     assert of(run)["staleness"].holds is False
+    limit = 2.0 if recorded else None
+    rewrite(run, lambda line: {**line, "staleness/limit": limit})
     text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("max_staleness: 0", "max_staleness: 2"))
+    setting = f"max_staleness: {9 if recorded else 2}"
+    (run / "config.yaml").write_text(text.replace("max_staleness: 0", setting))
     found = of(run)["staleness"]
     assert found == Receipt("staleness", holds, f"up to {worst} steps, in step 3 (at most 2)")
+
+
+def test_a_resume_may_change_how_stale_tokens_may_be(run: Path):
+    """The older steps keep their limit, and a step beyond its own is named before others."""
+    rewrite(run, step(1, staleness__max=3.0, staleness__limit=3.0))
+    rewrite(run, step(3, staleness__max=1.0, staleness__limit=1.0))
+    found = of(run)["staleness"]
+    assert found == Receipt("staleness", True, "up to 3 steps, in step 1 (at most 3)")
+    rewrite(run, step(3, staleness__max=2.0))
+    found = of(run)["staleness"]
+    assert found == Receipt("staleness", False, "up to 2 steps, in step 3 (at most 1)")
 
 
 def test_a_loop_of_ones_own_counts_no_updates(run: Path):

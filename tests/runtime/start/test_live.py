@@ -5,6 +5,7 @@ ranks die. The ranks are stand-ins here.
 import json
 import random
 import re
+import threading
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -229,6 +230,23 @@ def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
     assert [one.ended for one in ranks["all"]] == [True] * 3
     assert json.loads(result.paths.record.read_text())["status"] == "finished"
     assert nemorl.load_config(type(config), result.paths.config).run.resume is False
+
+
+def test_ranks_that_die_lose_no_prompt_that_is_sampled_ahead(folder, ranks, tmp_path: Path):
+    """Groups in flight end with the ranks, and are drawn again of the same prompts."""
+    config = grpo_config(
+        tmp_path / "run",
+        steps=6,
+        run={"save_period": 2},
+        async_=nemorl.AsyncConfig(max_staleness=2),
+    )
+    ranks["deaths"][("train_step", 4)] = killed
+    with pytest.warns(UserWarning, match="with new ranks"):
+        go(on_ranks(config, folder, max_restarts=1))
+    lines = (tmp_path / "run" / "groups.jsonl").read_text().splitlines()
+    trained = [number for line in lines for number in json.loads(line)["trained"]]
+    assert trained == [*range(36)]
+    assert not [each for each in threading.enumerate() if each.name == "nemorl-rollouts"]
 
 
 class Arm(Callback):

@@ -493,7 +493,7 @@ def test_values_that_change_training_make_a_note(theirs: str, key: str, note: st
 @pytest.mark.parametrize(
     ("theirs", "blocker"),
     [
-        ("grpo: {async_grpo: {enabled: true}}", "grpo.async_grpo.enabled True: .*take turns"),
+        ("grpo: {async_grpo: {enabled: true}}", r"grpo.async_grpo.enabled True: .*async.max_stal"),
         ("grpo: {adv_estimator: {name: gdpo}}", "adv_estimator.name 'gdpo': .*reinforce_plus_plus"),
         ("grpo: {max_rollout_turns: 5}\nenv: {sudoku: {}}", "max_rollout_turns 5: .*several turns"),
         ("grpo: {}\nenv: {reward_model: {enabled: true}}", "env.reward_model .*write it as one"),
@@ -738,7 +738,7 @@ ATTACKS = {
     "environments": ("grpo: {}\nenv: [math]", "must be"),
     "asynchrony": (
         "grpo: {}\nasync_rl: {sampler: {name: in_order}}",
-        "async_rl generation and training take turns",
+        "async_rl remove it, and add async.max_staleness",
     ),
     "a critic": ("grpo: {}\nvalue: {model_name: m}", "value nemorl grpo has no critic"),
     "penalties": (

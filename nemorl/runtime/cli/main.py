@@ -83,7 +83,6 @@ COMMON = {
     "loss.name",
     "advantage.name",
     "kl.coef",
-    "async.max_staleness",
 }
 """The settings of sections that `--help` shows without being asked for their section."""
 RARE = {

@@ -40,6 +40,7 @@ from nemorl.runtime.config.tree import (
     field_docs,
     fields_of,
     from_dict,
+    key_of,
     load_config,
     unions,
     unused,
@@ -85,9 +86,9 @@ def flags(cls: type, prefix: str = "") -> Iterator[tuple[type, dataclasses.Field
     """Every leaf of a config with its flag."""
     for field, hint in fields_of(cls):
         for member in variants(hint):
-            yield from flags(member, f"{prefix}{field.name}.")
+            yield from flags(member, f"{prefix}{key_of(field.name)}.")
         if not variants(hint):
-            yield cls, field, "--" + (prefix + field.name).replace("_", "-"), hint is bool
+            yield cls, field, "--" + (prefix + key_of(field.name)).replace("_", "-"), hint is bool
 
 
 # Help

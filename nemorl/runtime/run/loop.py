@@ -684,9 +684,9 @@ class Step:
     def metrics(self) -> dict[str, float]:
         """Return what was logged, what the generator measured, and how long it took."""
         if self._tokens:
-            measured = self.run.generator.metrics().items()
-            self.log({f"generation/{name}": value for name, value in measured})
-            if not self.run._live().shares_weights:
+            measured = self.run.generator.metrics()
+            self.log({f"generation/{name}": value for name, value in measured.items()})
+            if any(name.endswith("/restarts") for name in measured):  # of engines' processes
                 self.log({"generation/weights/updates": float(self.sent)})
         logged = self._logged.items()
         read = finalize({name: value for name, value in logged if isinstance(value, Metric)})

@@ -23,7 +23,7 @@ from nemorl.runtime.algorithms.policy_loss import (
     make_loss_weights,
     make_shaping,
 )
-from nemorl.runtime.algorithms.receipts import TokenReceipt, with_receipts
+from nemorl.runtime.algorithms.receipts import TokenReceipt, read_at_once, with_receipts
 from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import nearest_preset
@@ -55,7 +55,7 @@ def grpo(run: OpenRun) -> None:
             batch = replace(batch, advantages=advantages(rollouts, batch))
             step.log({}, samples=compared_samples(run, rollouts, batch, shaping))
             receipt = TokenReceipt(rollouts, trains)
-            num_updates, version = 0, run.trainer.step
+            learned, version = [], run.trainer.step
             for rows in minibatches(len(batch), config, seed=step.seed):
                 part = take(batch, rows)
                 if teaches(config, part):
@@ -65,15 +65,16 @@ def grpo(run: OpenRun) -> None:
                     if config.interpolates:
                         loss = at_version(loss_fn, version=version, present=run.trainer.step)
                     trained = run.trainer.train_step(segments_apart(part)[0], with_receipts(loss))
-                    step.log(receipt.add(trained, rows))
-                    num_updates += 1
+                    learned.append((trained, rows))
+            for trained, rows in read_at_once(learned):
+                step.log(receipt.add(trained, rows))
             step.log(receipt.check(receipts, step.number, stale=step.staleness > 0))
         found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
-        own = {"groups_kept": kept, "num_updates": float(num_updates)}
+        own = {"groups_kept": kept, "num_updates": float(len(learned))}
         if config.overlong.buffer:
             own["shaped_reward"] = float(shaping(everything).mean())
-        if not num_updates:
+        if not learned:
             own |= {"loss": 0.0, "grad_norm": 0.0}
         step.log(beside(own, found))
 

@@ -4,7 +4,7 @@ The sampler's side is hashed from the conversations alone, the trainer's inside 
 microbatch, behind collating, packing, cutting and ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import sqrt
@@ -62,6 +62,25 @@ def _with_receipts(output: ForwardOutput, batch: TokenBatch, *, loss_fn: LossFn)
         if batch.logprob_kind.filtered:
             found |= support_ratio(prev, sampled, mask)
     return replace(result, metrics=merge(result.metrics, found))
+
+
+Results = Sequence[tuple[Mapping[str, Metric | float], Int[Tensor, "rows"]]]
+"""Metrics of optimizer steps, and the conversations that each had."""
+
+
+def read_at_once(results: Results) -> Results:
+    """Return the same with metrics in main memory: the host waits for the device once."""
+    found = {
+        f"{number} {name}": each
+        for number, (metrics, _) in enumerate(results)
+        for name, each in metrics.items()
+        if isinstance(each, Metric)
+    }
+    read: Mapping[str, Metric | float] = in_main_memory(found)
+    return [
+        ({name: read.get(f"{number} {name}", each) for name, each in metrics.items()}, rows)
+        for number, (metrics, rows) in enumerate(results)
+    ]
 
 
 def sampled_hashes(rollouts: Rollouts) -> tuple[Int[Tensor, "batch"], Int[Tensor, "batch"]]:

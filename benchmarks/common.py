@@ -34,6 +34,32 @@ def command(main: Callable[[Any], None], options: type, **small: Any) -> None:
     main(tyro.cli(options, args=arguments, default=default))
 
 
+class Stopwatch:
+    """Seconds spent in wrapped functions since `take` was last called, in the outermost ones."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before, start = self.seconds, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds = before + time.perf_counter() - start
+
+        return timed
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+def share_of_even(prompt: str, response: str) -> float:
+    """A reward that a random model earns now and then."""
+    return sum(token[-1] in "02468" for token in response.split()) / max(1, len(response.split()))
+
+
 def quiet() -> None:
     """Nothing on the screen but the results."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command, load_tokenizer, quiet, save_model, words
+from common import Stopwatch, command, load_tokenizer, quiet, save_model, share_of_even, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,31 +35,6 @@ class Options:
     """Steps; the first is not counted."""
     hidden: int = 64
     """Width of the model; 64 makes 0.3 M parameters."""
-
-
-class Stopwatch:
-    """Seconds spent in wrapped functions since `take` was last called."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
-
-    def take(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-def share_of_even(prompt: str, response: str) -> float:
-    return sum(token[-1] in "02468" for token in response.split()) / max(1, len(response.split()))
 
 
 def backward_seconds(output: Any, batch: Any, loss_fn: Callable[..., Any]) -> float:

@@ -10,14 +10,13 @@ less their time: their share is smaller than what two runs on a shared machine d
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import command, load_tokenizer, quiet, save_model, words
+from common import Stopwatch, command, load_tokenizer, quiet, save_model, share_of_even, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,30 +33,6 @@ class Options:
     """Steps; the first is not counted."""
     hidden: int = 64
     """Width of the model; 64 makes 0.3 M parameters."""
-
-
-class Stopwatch:
-    """Seconds spent in wrapped functions since `take` was last called, in the outermost ones."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            before, start = self.seconds, time.perf_counter()
-            found = function(*args, **kwargs)
-            self.seconds = before + time.perf_counter() - start
-            return found
-
-        return timed
-
-    def take(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-def share_of_even(prompt: str, response: str) -> float:
-    return sum(token[-1] in "02468" for token in response.split()) / max(1, len(response.split()))
 
 
 def main(options: Options) -> None:

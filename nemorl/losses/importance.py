@@ -92,17 +92,7 @@ def importance_weights(
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
     require(0 <= min <= max, "(min, max)", "must be 0 <= min <= max", (min, max), "1 = on policy")
-    for name, bounds in (
-        ("token_bounds", token_bounds),
-        ("extreme_bounds", extreme_bounds),
-        ("geometric_bounds", geometric_bounds),
-    ):
-        fits = bounds is None or 0 <= bounds[0] <= bounds[1]
-        require(fits, name, "must be 0 <= low <= high", bounds, "1 = on policy")
-    fits = probability_bounds is None or builtins.min(probability_bounds) >= 0
-    remedy = "(0.2, 0.2) is prime-rl's"
-    require(fits, "probability_bounds", "must both be at least 0", probability_bounds, remedy)
-
+    _check_bounds(token_bounds, extreme_bounds, geometric_bounds, probability_bounds)
     usable = loss_mask & generation_logprobs.isfinite()
     prev = masked(usable, prev_logprobs.detach())
     generation = masked(usable, generation_logprobs.detach())
@@ -123,13 +113,7 @@ def importance_weights(
     if geometric_bounds is not None:
         dropped = dropped | _outside(ratios["geometric"], geometric_bounds)
     if probability_bounds is not None:
-        change = bounded_exp(prev) - bounded_exp(generation)
-        low, high = probability_bounds
-        fell, rose = change < -low, change > high
-        further = fell | rose
-        if advantages is not None:
-            further = torch.where(masked(usable, advantages.detach()) > 0, rose, fell)
-        dropped = dropped | further
+        dropped = dropped | _moved(prev, generation, usable, advantages, probability_bounds)
     bounded = weight.clamp(min, max) if mode == "truncate" else weight
     metrics: Metrics = {
         "importance_ratio_mean": mean_of(weight, usable),
@@ -139,6 +123,39 @@ def importance_weights(
         "generation_nonfinite_fraction": share_of(~usable, loss_mask),
     }
     return torch.where(usable & ~dropped, bounded, 0.0), metrics
+
+
+def _check_bounds(
+    token_bounds: Bounds | None,
+    extreme_bounds: Bounds | None,
+    geometric_bounds: Bounds | None,
+    probability_bounds: Bounds | None,
+) -> None:
+    for name, bounds in (
+        ("token_bounds", token_bounds),
+        ("extreme_bounds", extreme_bounds),
+        ("geometric_bounds", geometric_bounds),
+    ):
+        fits = bounds is None or 0 <= bounds[0] <= bounds[1]
+        require(fits, name, "must be 0 <= low <= high", bounds, "1 = on policy")
+    fits = probability_bounds is None or builtins.min(probability_bounds) >= 0
+    remedy = "(0.2, 0.2) is prime-rl's"
+    require(fits, "probability_bounds", "must both be at least 0", probability_bounds, remedy)
+
+
+def _moved(
+    prev: PerToken,
+    generation: PerToken,
+    usable: TokenMask,
+    advantages: PerToken | None,
+    bounds: Bounds,
+) -> TokenMask:
+    """Return where π_prev − π_gen is beyond bounds, with advantages in their direction alone."""
+    change, (low, high) = bounded_exp(prev) - bounded_exp(generation), bounds
+    fell, rose = change < -low, change > high
+    if advantages is None:
+        return fell | rose
+    return torch.where(masked(usable, advantages.detach()) > 0, rose, fell)
 
 
 def _outside(ratio: PerToken, bounds: Bounds) -> TokenMask:

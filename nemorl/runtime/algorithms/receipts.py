@@ -64,7 +64,7 @@ def _with_receipts(output: ForwardOutput, batch: TokenBatch, *, loss_fn: LossFn)
     return replace(result, metrics=merge(result.metrics, found))
 
 
-Results = Sequence[tuple[Mapping[str, Metric | float], Int[Tensor, "rows"]]]
+Results = Sequence[tuple[Mapping[str, Metric | float], Int[Tensor, "_"]]]
 """Metrics of optimizer steps, and the conversations that each had."""
 
 

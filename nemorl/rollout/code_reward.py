@@ -15,6 +15,7 @@ from typing import Any
 from nemorl.checks import short
 from nemorl.data.datasets import as_messages
 from nemorl.rollout.sandbox import Limits, ProgramResult, find_sandbox, run_program
+from nemorl.rollout.syntax import parse
 
 SIDES = Path(__file__).with_name("code_sides.py").read_text()
 FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
@@ -46,7 +47,7 @@ def program_of(text: str, tests: str = "") -> str:
 def _parses(text: str) -> bool:
     """Return whether a text is Python, in which a block would be in a docstring."""
     try:
-        return bool(ast.parse(text))
+        return bool(parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
@@ -83,7 +84,7 @@ def read_tests(answer: Any) -> list[Any]:
 
 def _nodes_that_run(test: str) -> list[ast.AST]:
     """Return the parts of a test that run by themselves."""
-    statements = [each for each in ast.parse(test).body if not isinstance(each, STORED)]
+    statements = [each for each in parse(test).body if not isinstance(each, STORED)]
     return [node for each in statements for node in ast.walk(each)]
 
 
@@ -91,7 +92,7 @@ def _lacks_call(test: str) -> bool:
     """Return whether a test defines `check(candidate)`, and nothing else in it calls that."""
     functions = {
         each.name: {getattr(node, "id", "") for node in ast.walk(each)}
-        for each in ast.parse(test).body
+        for each in parse(test).body
         if isinstance(each, STORED)
     }
     run = {getattr(node, "id", "") for node in _nodes_that_run(test)}
@@ -102,7 +103,7 @@ def _lacks_call(test: str) -> bool:
 def _checks(test: str) -> bool:
     """Return whether a test could fail: a call, an assert or a raise runs."""
     kinds = ast.Call, ast.Assert, ast.Raise
-    nodes = ast.walk(ast.parse(test)) if _lacks_call(test) else _nodes_that_run(test)
+    nodes = ast.walk(parse(test)) if _lacks_call(test) else _nodes_that_run(test)
     if not any(isinstance(node, kinds) for node in nodes):
         raise ValueError("nothing that could fail runs: call the functions of the tests")
     return True
@@ -162,7 +163,7 @@ async def code_tests(
     called = "\n".join([entry_point, *(each for each in tests if isinstance(each, str))])
     program = program_of(as_messages(response, "response")[-1]["content"] or "", called)
     try:
-        head = head if entry_point and f"def {entry_point}(" in head and ast.parse(head) else ""
+        head = head if entry_point and f"def {entry_point}(" in head and parse(head) else ""
     except SyntaxError:  # it only mentions the function
         head = ""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from nemorl.checks import at_least, short
 from nemorl.rollout.sandbox import Limits, find_sandbox, run_program
+from nemorl.rollout.syntax import parse
 
 MAX_BITS, MAX_CHARACTERS = 1024, 1000
 LIMITS = Limits(cpu=5, wall=10.0)
@@ -34,7 +35,7 @@ class Calculator:
         """
         if len(expression) > MAX_CHARACTERS:
             raise ValueError(f"an expression must have at most {MAX_CHARACTERS} characters")
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _value(parse(expression.strip(), mode="eval").body)
         exact = value.denominator == 1 and abs(value) < 2**MAX_BITS
         return str(value if exact else float(value))
 

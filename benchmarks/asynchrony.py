@@ -39,15 +39,15 @@ class Options:
     """How often each K is run, in turns."""
     steps: int = 24
     """Steps of a run. Of them max(K) + 2 at the start and max(K) at the end are not counted."""
-    prompts: int = 32
+    prompts: int = 8
     """Groups of a step."""
-    size: int = 8
+    size: int = 4
     """Responses of a group."""
     longest: int = 384
     """Tokens of the longest response."""
-    stops: int = 12
+    stops: int = 5
     """Tokens of 512 that end a response: the mean length is about 512 / stops."""
-    hidden: int = 256
+    hidden: int = 128
     """Width of the model, which has four layers and heads of a quarter of it."""
     replicas: int = 2
     """Engines."""

@@ -19,7 +19,6 @@ lengths and the engines' behavior in a batch are assumptions, see `Options`.
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import mean, median
@@ -219,7 +218,7 @@ class Run:
         """Responses that a group still waits for."""
         self.begun: dict[int, int] = {}
         """Steps behind the weights with which a group began."""
-        self.trained: Counter[int] = Counter()
+        self.trained: list[int] = []
         self.ages: list[list[int]] = []
         """Of the groups of each step: steps since they began."""
         self.handed: tuple[int, ...] | None = None
@@ -265,7 +264,7 @@ class Run:
             self.go(wait=True)
             waits.append(engines.time - marks[-1][0])
             assert self.handed is not None, "the run does not stand still"
-            self.trained.update(self.handed)
+            self.trained.extend(self.handed)
             self.ages.append([step - self.begun[number] for number in self.handed])
             self.handed = None
             self.go(engines.time + train_s)
@@ -289,7 +288,7 @@ class Run:
 
     def check(self) -> None:
         """Check that each group was trained on once, in order, and none was too old."""
-        assert self.trained == Counter(range(self.options.steps * self.system.groups))
+        assert self.trained == [*range(self.options.steps * self.system.groups)]
         assert max(map(max, self.ages)) <= self.staleness
         ahead = {group.number for group in self.state.open}
         assert {*self.begun} == {*self.trained} | ahead, "none was lost"

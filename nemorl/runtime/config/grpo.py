@@ -307,7 +307,7 @@ class GRPOConfig(BaseConfig):
     """Replace groups whose rewards, before shaping, are all equal by fresh ones (DAPO)."""
     max_sampling_rounds: int = 4
     """Rounds after which dynamic sampling continues with the groups that it has. With none, the
-    step updates nothing.
+    step updates nothing; 16 such steps in a row end the run.
     """
     entropy_coef: float | None = 0.0
     """Weight of the entropy bonus; 0 only reports the entropy. None: it is not computed, which

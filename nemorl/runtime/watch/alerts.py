@@ -10,15 +10,32 @@ from nemorl.runtime.store.state import Run
 from nemorl.warn import warn
 
 
+REJECTED_STEPS = 16
+"""Steps in a row, with the same weights, of which dynamic sampling may reject all groups."""
+
+
 class SignalWatch(Callback):
     """Warn of the first, second, fourth, eighth, … step from which there was little or nothing to
-    learn: all responses to each prompt had the same reward, or nothing was updated.
+    learn: all responses to each prompt had the same reward, or nothing was updated. End the run
+    with a RuntimeError where dynamic sampling rejects everything again and again.
     """
 
     def __init__(self) -> None:
         self.silent = 0
+        self.rejected = 0
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self._warn(step, metrics)
+        self.rejected = self.rejected + 1 if metrics.get("groups_kept") == 0 else 0
+        if self.rejected == REJECTED_STEPS:
+            raise RuntimeError(
+                f"dynamic_sampling rejected all groups of the last {self.rejected} steps: all"
+                " responses to each prompt had the same reward, and nothing was learned. Look at"
+                " samples/ and at the reward: it must tell good responses from bad ones, and some"
+                " prompts must be neither too easy nor too hard"
+            )
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
         reward, rounding = metrics.get("reward", math.nan), 1e-6
         differ = metrics.get("informative_groups", 0) > 0  # of equal rewards, in those of turns
         if not differ and metrics.get("reward_std", math.inf) <= rounding * abs(reward):

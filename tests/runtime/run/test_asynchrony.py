@@ -1,6 +1,7 @@
 """Runs that sample ahead: the same prompts in the same steps, nothing too old, lost or doubled."""
 
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -416,22 +417,25 @@ def test_groups_without_a_section_async(tmp_path: Path):
     assert [line["trained"] for line in lines(tmp_path)] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_groups_that_can_not_be_written_are_not_lost(tmp_path: Path):
+@pytest.mark.parametrize("file", ["groups", "schedule"])
+def test_groups_that_can_not_be_written_are_not_lost(file: str, tmp_path: Path):
     """The step has no checkpoint then, and the run goes on from the one before."""
-    append = RunDirectory.append_groups
+    append, calls = getattr(RunDirectory, f"append_{file}"), itertools.count(1)
 
-    def full(self: Any, step: int, groups: Any) -> None:
-        if step == 3:
-            with writing("the numbers of the groups", self.groups):
+    def full(self: Any, *line: Any) -> None:
+        if next(calls) == 3:
+            with writing("a line", getattr(self, file)):
                 raise OSError(28, "No space left on device")
-        append(self, step, groups)
+        append(self, *line)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunDirectory, "append_groups", full)
+        patch.setattr(RunDirectory, f"append_{file}", full)
         with pytest.raises(NotWritten, match="No space left on device"):
             start(ahead(tmp_path, 2, steps=6, run={"save_period": 1}))
     start(ahead(tmp_path, 2, steps=6, run={"resume": True}))
     prove(tmp_path, 6)
+    written = [line["step"] for line in lines(tmp_path, "schedule.jsonl") if "groups" in line]
+    assert written == [*range(1, 7)]
 
 
 def test_a_loop_that_takes_too_few_is_told(tmp_path: Path):

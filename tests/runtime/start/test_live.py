@@ -232,7 +232,8 @@ def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
     assert nemorl.load_config(type(config), result.paths.config).run.resume is False
 
 
-def test_ranks_that_die_lose_no_prompt_that_is_sampled_ahead(folder, ranks, tmp_path: Path):
+@pytest.mark.parametrize("death", [killed, lambda: WorkerTimeout("no answer within 9 s")])
+def test_lost_ranks_lose_no_prompt_that_is_sampled_ahead(death, folder, ranks, tmp_path: Path):
     """Groups in flight end with the ranks, and are drawn again of the same prompts."""
     config = grpo_config(
         tmp_path / "run",
@@ -240,7 +241,7 @@ def test_ranks_that_die_lose_no_prompt_that_is_sampled_ahead(folder, ranks, tmp_
         run={"save_period": 2},
         async_=nemorl.AsyncConfig(max_staleness=2),
     )
-    ranks["deaths"][("train_step", 4)] = killed
+    ranks["deaths"][("train_step", 4)] = death
     with pytest.warns(UserWarning, match="with new ranks"):
         go(on_ranks(config, folder, max_restarts=1))
     lines = (tmp_path / "run" / "groups.jsonl").read_text().splitlines()

@@ -6,7 +6,7 @@ import pytest
 import nemorl
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch import plots
-from nemorl.runtime.watch.alerts import SignalWatch
+from nemorl.runtime.watch.alerts import REJECTED_STEPS, SignalWatch
 from nemorl.runtime.watch.plots import PlotCallback
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import tiny_run
@@ -42,6 +42,32 @@ def test_steps_without_a_signal_are_warned_of_ever_more_rarely():
         "step 10: all responses had the reward 0.25",
     ]
     assert ["num_updates 0" in str(warning.message) for warning in caught] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.filterwarnings("ignore:step .*nothing to learn from")
+def test_a_run_whose_groups_are_all_rejected_ends(tmp_path: Path, staleness: int):
+    config = grpo_config(
+        tmp_path,
+        steps=REJECTED_STEPS + 4,
+        dynamic_sampling=True,
+        max_sampling_rounds=2,
+        async_=nemorl.AsyncConfig(max_staleness=staleness),
+    )
+    with pytest.raises(RuntimeError, match=f"rejected all groups of the last {REJECTED_STEPS} "):
+        start(config, reward=lambda prompt, response: 1.0)
+    metrics = RunDirectory(Path(config.run.dir)).metrics.read_text().splitlines()
+    assert len(metrics) == REJECTED_STEPS
+
+
+def test_only_steps_in_a_row_end_a_run():
+    rejected, watch = {"groups_kept": 0.0}, SignalWatch()
+    for step in range(1, 3 * REJECTED_STEPS):
+        kept = {"groups_kept": float(step % REJECTED_STEPS == 0)}
+        watch.on_step_end(tiny_run(step=step), step, kept)
+    watch.rejected = REJECTED_STEPS - 1
+    with pytest.raises(RuntimeError, match="dynamic_sampling rejected all groups"):
+        watch.on_step_end(tiny_run(step=step), step, rejected)
 
 
 def test_where_all_responses_are_right_harder_prompts_are_the_advice():

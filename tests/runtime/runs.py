@@ -104,6 +104,14 @@ def digits(prompt: str, response: str) -> float:
     return sum(c.isdigit() for c in response) / 4
 
 
+def opened(config: Any, **given: Any) -> Any:
+    """An open run of a tiny model on sums, for a loop of a test's own."""
+    usual = {"train": addition_rows(), "reward": digits}
+    return nemorl.open_run(
+        config, model=tiny_model(scale=2.0), tokenizer=tiny_tokenizer(), **{**usual, **given}
+    )
+
+
 def start(
     config: Any,
     *,

@@ -458,7 +458,7 @@ WORDS: dict[str, str | Absent] = {
         ("asynchronous", "async_train", "staleness", "max_head_offpolicyness"),
         "async.max_staleness",
     ),
-    "use_decoupled_loss": "off_policy.mode (the clip is decoupled where batches have several updates)",
+    "use_decoupled_loss": "off_policy.mode (decoupled where batches have several updates)",
     **dict.fromkeys(("turns", "multi_turn", "max_tool_calls"), "rollout.max_turns"),
     **dict.fromkeys(("quantization", "fp8"), QUANTIZED),
     "qlora": "lora.quantize",

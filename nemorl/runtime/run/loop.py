@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,8 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
-from nemorl.runtime.run.schedule import ScheduleFile
+from nemorl.runtime.run.sampling import Sampler
 from nemorl.runtime.run.signals import update_in_progress
-from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.errors import memory_advice
 from nemorl.runtime.store.files import NotWritten, check_writer
@@ -138,8 +137,6 @@ class OpenRun:
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
         """Rows of the orders, by name."""
-        self.synced: dict[int, int] = {}
-        """Finished steps when the generator last got a version of the weights, by version."""
         self.missed: set[int] = set()
         """Numbers of groups that were not sampled before the end of their step."""
         questions = any(row.get("answer") is not None for row in validation_rows)
@@ -152,12 +149,8 @@ class OpenRun:
         """The callbacks of the loop, once it begins."""
         self._models = Models(config.optimizer.schedule, self.num_updates)
         self._steps: Steps | None = None
-        self._streams: list[GroupStream] = []
-        self.schedule: ScheduleFile | None = None
-        """Of a run that samples ahead."""
-        if hasattr(config, "async_") and config.async_.max_staleness:
-            self.schedule = ScheduleFile(config, RunDirectory(directory))
-        self._over = self._awake = False
+        self.sampler = Sampler(self)
+        self._over = False
 
     @property
     def num_updates(self) -> int | None:
@@ -307,7 +300,7 @@ class OpenRun:
         at_least(1, count=count, n=n)
         environment, params = self.asked(environment, params)
         stream = GroupStream(self, prompts, environment, count=count, n=n, params=params)
-        self._streams.append(stream)
+        self.sampler.streams.append(stream)
         return stream
 
     def asked(
@@ -323,19 +316,18 @@ class OpenRun:
         return environment, params or self.config.generation.sampling_params()
 
     @property
-    def ahead(self) -> bool:
-        """Whether groups are taken from `groups`."""
-        return bool(self._streams)
+    def present(self) -> "Step | None":
+        """The present step; None outside of the loop over `steps`."""
+        return None if self._steps is None else self._steps.step
 
     @property
     def step(self) -> "Step":
         """The present step. Raises RuntimeError outside of the loop over `steps`."""
-        if self._steps is None or self._steps.step is None:
+        if self.present is None:
             raise RuntimeError("there is no step now: use it in the loop over run.steps(…)")
-        return self._steps.step
+        return self.present
 
-    @contextmanager
-    def sampling(self) -> Iterator[GenerationBackend]:
+    def sampling(self) -> AbstractContextManager[GenerationBackend]:
         """Have the generator awake with the trainer's present weights in the block, and asleep
         after it: the trainer needs its memory. May be nested.
 
@@ -343,51 +335,13 @@ class OpenRun:
         does not sleep. The embedded engine sleeps after each `next` of a stream that samples ahead,
         in the block, too: the caller may have the trainer compute.
         """
-        generator, nested = self.generator, self._awake
-        # Of what is in flight, no token may have the trainer's new weights and the old version:
-        # where the engine computes with them, it wakes with the new one, and rests in between.
-        later = self.schedule is not None and self.config.generation.traits.embedded
-        step = None if self._steps is None else self._steps.step
-        with nullcontext() if step is None else step.timed("sync"):
-            if not nested:
-                shared = self._live().shares_weights
-                self._maker.make_room(self, [self.trainer], keep_weights=shared)
-                self._maker.make_room(self, self._models.all)
-                if not later:
-                    generator.wake()
-            changed = self._update(generator)
-            if later:
-                generator.wake()
-            for stream in self._streams if changed or not nested else ():
-                stream.after_update(changed=changed)
-        self._awake = True
-        try:
-            yield generator
-        finally:
-            check_writer(self.directory)  # after rewards, and before an engine is called
-            self._awake = nested
-            if not nested or later:
-                self.rest(generator)
+        return self.sampler.awake()
 
-    def rest(self, generator: GenerationBackend) -> None:
-        """Have the generator sleep, and what is sampled ahead wait for it."""
-        if self.schedule is not None:
-            self.schedule.wait()
-        for stream in self._streams if getattr(generator, "sleeps", True) else ():
-            stream.pause()
-        generator.sleep()
-
-    def _update(self, generator: GenerationBackend) -> bool:
-        """Give the generator the trainer's weights, and return whether they changed."""
-        changed = generator.policy_version != self.trainer.step
-        for stream in self._streams if changed else ():
-            stream.before_update()
-        waits = any(stream.settings.in_flight == "wait" for stream in self._streams)
-        sync_weights(self.trainer, generator, in_flight="wait" if waits else "keep")
-        self.synced[self.trainer.step] = self.state.step
-        if changed and self._steps is not None and self._steps.step is not None:
-            self._steps.step.sent += 1
-        return changed
+    def make_room(self) -> None:
+        """Free memory of the trainer's devices for the generator."""
+        shared = self._live().shares_weights
+        self._maker.make_room(self, [self.trainer], keep_weights=shared)
+        self._maker.make_room(self, self._models.all)
 
     @property
     def view(self) -> Run:
@@ -406,27 +360,10 @@ class OpenRun:
         if self._steps is not None:
             self._steps.finish()
 
-    def synced_at(self, version: int) -> int:
-        """Return the finished steps when the generator got a version of the weights. One between
-        two, as a replica gets that comes back between two minibatches, counts as the older.
-        """
-        if version in self.synced:
-            return self.synced[version]
-        known = [each for each in self.synced if each < version]
-        if not known or version > max(self.synced):
-            raise RuntimeError(
-                f"tokens must carry a version of the trainer's weights, but the engine gave"
-                f" {version}: completions have policy_versions of the last update_weights"
-            )
-        return self.synced[max(known)]
-
     def end_step(self) -> None:
         """Advance the state by the present step."""
         self.state = self.taken = self.taken.advance()
-        if self.schedule is not None:
-            self.schedule.end_step(self.state.step, self.trainer.step)
-        for stream in self._streams:
-            stream.end_step()
+        self.sampler.end_step()
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell the callbacks of an error, and return the one to raise: a signal that waited comes
@@ -443,8 +380,7 @@ class OpenRun:
 
     def close(self) -> None:
         self._over = True
-        for stream in self._streams:
-            stream.close()
+        self.sampler.close()
 
     def _open(self) -> None:
         check_writer(self.directory)
@@ -457,8 +393,7 @@ class OpenRun:
             self._maker.make_room(self, self._models.frozen.values())  # an engine may start
             self.live = self._maker.parts(self)
             self.state = self.taken = self.live.state
-            if self.schedule is not None and self.live.generator is not None:
-                self.schedule.attach(self.live.generator)
+            self.sampler.attach(self.live.generator)
         return self.live
 
 
@@ -626,7 +561,7 @@ class Step:
                         " completions policy_versions"
                     )
                 for version, number in Counter(versions).items():
-                    self._ages[self.number - 1 - self.run.synced_at(version)] += number
+                    self._ages[self.number - 1 - self.run.sampler.synced_at(version)] += number
         self._oldest = most
         if self.staleness > most:
             raise RuntimeError(
@@ -750,7 +685,7 @@ class Steps(Iterator[Step]):
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
                 " them: call run.trainer.train_step(batch, loss_fn)"
             )
-        if self.run.schedule is not None and not self.run.ahead:
+        if self.run.sampler.schedule is not None and not self.run.sampler.streams:
             warn(
                 "async.max_staleness is set, but the loop took no groups from run.groups, so"
                 " nothing was sampled ahead: use it in place of step.sample"
@@ -790,6 +725,7 @@ class Steps(Iterator[Step]):
             with self._update:
                 self._metrics = step.metrics()
                 self._note_groups()  # before a checkpoint has the step
+                self.run.sampler.note_step()
                 self.step, whole = None, True
                 self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period

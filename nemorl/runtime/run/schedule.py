@@ -85,7 +85,7 @@ class ScheduleFile:
         if self._expected:
             self._expected.popleft()
 
-    def end_step(self, step: int, version: int) -> None:
+    def note_step(self, step: int, version: int) -> None:
         """Write the line of a step.
 
         Raises: RuntimeError where a replay differs from what it repeats.

@@ -9,7 +9,6 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.state import Run
 from nemorl.warn import warn
 
-
 REJECTED_STEPS = 16
 """Steps in a row, with the same weights, of which dynamic sampling may reject all groups."""
 

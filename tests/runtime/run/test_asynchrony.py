@@ -31,6 +31,7 @@ from tests.runtime.runs import (
     grpo_config,
     numbers,
     of_phase,
+    opened,
     sft_config,
     start,
 )
@@ -92,13 +93,7 @@ def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
 def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
     """Bit for bit: a loop over `run.groups`, and one over `step.sample`."""
     for name in ("groups", "sample"):
-        with nemorl.open_run(
-            grpo_config(tmp_path / name, steps=4),
-            model=tiny_model(scale=2.0),
-            tokenizer=tiny_tokenizer(),
-            train=addition_rows(),
-            reward=digits,
-        ) as run:
+        with opened(grpo_config(tmp_path / name, steps=4)) as run:
             prompts = run.prompts()
             groups = run.groups(prompts, count=6, n=4)
             for step in run.steps(4):
@@ -169,13 +164,7 @@ def test_a_resume_with_less_staleness_leaves_the_receipt_of_older_steps(tmp_path
 
 
 def test_a_group_is_dropped_once(tmp_path: Path):
-    with nemorl.open_run(
-        ahead(tmp_path, 1),
-        model=tiny_model(scale=2.0),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
-    ) as run:
+    with opened(ahead(tmp_path, 1)) as run:
         stream = run.groups(run.prompts(), count=2, n=2)
         earlier = None
         for step in run.steps(2):
@@ -228,17 +217,13 @@ def test_tokens_carry_the_version_that_sampled_them(
     monkeypatch.setattr("nemorl.rollout.torch_backend.STEP_S", 0.0)  # it stops where it is told
     versions = list[tuple[int, ...]]()
 
-    with nemorl.open_run(
+    with opened(
         ahead(
             tmp_path,
             2,
             steps=6,
             generation=nemorl.GenerationConfig(max_new_tokens=20, max_batch_size=8),
-        ),
-        model=tiny_model(scale=2.0),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
+        )
     ) as run:
         groups = run.groups(run.prompts(), count=6, n=4)
         for step in run.steps(6):
@@ -323,13 +308,7 @@ def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Pat
 
 
 def test_the_generator_is_awake_inside_of_sampling(tmp_path: Path):
-    with nemorl.open_run(
-        ahead(tmp_path, 2, steps=3),
-        model=tiny_model(scale=2.0),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
-    ) as run:
+    with opened(ahead(tmp_path, 2, steps=3)) as run:
         prompts = run.prompts()
         groups = run.groups(prompts, count=6, n=4)
         for step in run.steps(3):
@@ -367,13 +346,7 @@ def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
 
 def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
     """The embedded engine, which has the same model, waits meanwhile."""
-    with nemorl.open_run(
-        ahead(tmp_path, 2, steps=4),
-        model=tiny_model(scale=2.0),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
-    ) as run:
+    with opened(ahead(tmp_path, 2, steps=4)) as run:
         prompts = run.prompts()
         for step in run.steps(4):
             with run.sampling():
@@ -388,29 +361,16 @@ def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
 
 def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
     """A replica that comes back between two minibatches has it."""
-    with nemorl.open_run(
-        ahead(tmp_path, 2, steps=4),
-        model=tiny_model(),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
-    ) as run:
-        run.synced.update({0: 0, 4: 1, 8: 2})
-        assert [run.synced_at(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+    with opened(ahead(tmp_path, 2, steps=4)) as run:
+        run.sampler.synced.update({0: 0, 4: 1, 8: 2})
+        assert [run.sampler.synced_at(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
         for unknown in (-1, 9):
             with pytest.raises(RuntimeError, match="tokens must carry a version of the trainer's"):
-                run.synced_at(unknown)
+                run.sampler.synced_at(unknown)
 
 
 def test_groups_without_a_section_async(tmp_path: Path):
-    with nemorl.open_run(
-        sft_config(tmp_path, steps=2),
-        model=tiny_model(),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
-        generates=True,
-    ) as run:
+    with opened(sft_config(tmp_path, steps=2), generates=True) as run:
         groups = run.groups(run.prompts(), count=3, n=2)
         for step in run.steps(2):
             step.log({"size": float(len(groups.next()))})
@@ -439,13 +399,7 @@ def test_groups_that_can_not_be_written_are_not_lost(file: str, tmp_path: Path):
 
 
 def test_a_loop_that_takes_too_few_is_told(tmp_path: Path):
-    with nemorl.open_run(
-        ahead(tmp_path, 1, steps=6),
-        model=tiny_model(),
-        tokenizer=tiny_tokenizer(),
-        train=addition_rows(),
-        reward=digits,
-    ) as run:
+    with opened(ahead(tmp_path, 1, steps=6)) as run:
         groups = run.groups(run.prompts(), count=6, n=4)
         with pytest.warns(UserWarning, match="became older than async.max_staleness before a step"):
             for step in run.steps(6):
@@ -456,13 +410,7 @@ def test_a_loop_that_takes_too_few_is_told(tmp_path: Path):
 def test_a_loop_that_samples_by_itself_is_told(tmp_path: Path):
     with (
         pytest.warns(UserWarning, match="the loop took no groups from run.groups"),
-        nemorl.open_run(
-            ahead(tmp_path, 1, steps=2),
-            model=tiny_model(),
-            tokenizer=tiny_tokenizer(),
-            train=addition_rows(),
-            reward=digits,
-        ) as run,
+        opened(ahead(tmp_path, 1, steps=2)) as run,
     ):
         prompts = run.prompts()
         for step in run.steps(2):
@@ -480,13 +428,7 @@ def test_refusals(tmp_path: Path):
     with pytest.raises(ValueError, match=r"in_flight is for async.max_staleness of 1"):
         nemorl.AsyncConfig(in_flight="abort")
     with (
-        nemorl.open_run(
-            grpo_config(tmp_path),
-            model=tiny_model(),
-            tokenizer=tiny_tokenizer(),
-            train=addition_rows(),
-            reward=digits,
-        ) as run,
+        opened(grpo_config(tmp_path)) as run,
         pytest.raises(RuntimeError, match="there is no step now"),
     ):
         run.groups(run.prompts(), count=2).next()

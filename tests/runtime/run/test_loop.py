@@ -30,24 +30,17 @@ from tests.parallel.batches import random_batch
 from tests.runtime.runs import (
     TRAINER,
     addition_rows,
-    digits,
     grpo_config,
     numbers,
+    opened,
     run_config,
     sft_config,
     start,
 )
 from tests.runtime.store.test_checkpoint import flip_a_bit
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 LOSS = nemorl.policy_loss(policy.clipped)
-
-
-def opened(config, **given):
-    usual = {"train": addition_rows(), "reward": digits}
-    return nemorl.open_run(
-        config, model=tiny_model(scale=2.0), tokenizer=tiny_tokenizer(), **{**usual, **given}
-    )
 
 
 def learn(run, step, prompts) -> Any:

@@ -64,7 +64,8 @@ def grpo(run: OpenRun) -> None:
                     loss = loss_fn
                     if config.interpolates:
                         loss = at_version(loss_fn, version=version, present=run.trainer.step)
-                    trained = run.trainer.train_step(segments_apart(part)[0], with_receipts(loss))
+                    loss = with_receipts(loss, fresh=run.trainer.step == version)
+                    trained = run.trainer.train_step(segments_apart(part)[0], loss)
                     learned.append((trained, rows))
             for trained, rows in read_at_once(learned):
                 step.log(receipt.add(trained, rows))

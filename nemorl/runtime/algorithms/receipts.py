@@ -41,26 +41,31 @@ PREFIX = "receipts/"
 """Begins the names of the metrics of receipts."""
 
 
-def with_receipts(loss_fn: LossFn) -> LossFn:
-    """Return the loss with the metrics that `TokenReceipt` reads, of each microbatch."""
-    found: Any = partial(_with_receipts, loss_fn=loss_fn)
+def with_receipts(loss_fn: LossFn, *, fresh: bool = True) -> LossFn:
+    """Return the loss with the metrics that `TokenReceipt` reads, of each microbatch.
+
+    fresh: whether the weights have not learned from the step's samples yet. If they have, sampler
+    and trainer are compared only where the batch has `prev_logprobs`.
+    """
+    found: Any = partial(_with_receipts, loss_fn=loss_fn, fresh=fresh)
     found.needs = needs_of(loss_fn)
     return found
 
 
-def _with_receipts(output: ForwardOutput, batch: TokenBatch, *, loss_fn: LossFn) -> LossOutput:
+def _with_receipts(
+    output: ForwardOutput, batch: TokenBatch, *, loss_fn: LossFn, fresh: bool
+) -> LossOutput:
     result = loss_fn(output, batch)
     sampled, weights = batch.generation_logprobs, batch.loss_weights
     assert sampled is not None and weights is not None
     mask = weights != 0
     with torch.no_grad():
-        prev = output.token_logprobs if batch.prev_logprobs is None else batch.prev_logprobs
-        found = {
-            **token_receipt(batch.input_ids, batch.position_ids, sampled, mask),
-            **gap_by_depth(prev, sampled, mask, batch.response_mask, batch.segment_ids),
-        }
-        if batch.logprob_kind.filtered:
-            found |= support_ratio(prev, sampled, mask)
+        found = dict(token_receipt(batch.input_ids, batch.position_ids, sampled, mask))
+        if fresh or batch.prev_logprobs is not None:
+            prev = output.token_logprobs if batch.prev_logprobs is None else batch.prev_logprobs
+            found |= gap_by_depth(prev, sampled, mask, batch.response_mask, batch.segment_ids)
+            if batch.logprob_kind.filtered:
+                found |= support_ratio(prev, sampled, mask)
     return replace(result, metrics=merge(result.metrics, found))
 
 

@@ -50,7 +50,7 @@ def roll_out(run: OpenRun, groups: GroupStream) -> tuple[Rollouts, Rollouts]:
                 wanted -= len(kept[-1].group_id.unique())
             if not wanted:
                 break
-    for each in rejected if kept else ():
+    for each in rejected:
         groups.drop(each, "uninformative")
     everything = join(sampled)
     return replace(join(kept or sampled[-1:]), failed=everything.failed), everything

@@ -56,6 +56,8 @@ class GroupStream:
         self._found: dict[int, list[Conversation]] = {}
         """Conversations of groups that are done, by place."""
         self._handed: Sequence[int] | None = None
+        self._failed: BaseException | None = None
+        """What ended the sampling ahead."""
         self._warned = False
 
     def next(self, count: int | None = None) -> Rollouts:
@@ -67,7 +69,12 @@ class GroupStream:
         """
         step, count = self.run.step, count or self.count
         if self.settings.max_staleness:
-            groups, found = self._taken(count)
+            groups, talks = self._taken(count)
+            try:
+                found = as_rollouts(talks, self.environment, self.params)
+            except BaseException:
+                self._drop(groups, "failed")
+                raise
         else:
             prompts = self.prompts.next(count)
             groups = prompts.groups
@@ -77,18 +84,15 @@ class GroupStream:
             self._drop(sorted(failed), "failed")
         return found
 
-    def _taken(self, count: int) -> tuple[Sequence[int], Rollouts]:
+    def _taken(self, count: int) -> tuple[Sequence[int], list[Conversation]]:
         """Wait for the next groups; return their numbers and what was sampled for them."""
         step = self.run.step
         with self.run.sampling(), step.timed("generate"):
-            if self._background is None:  # it was made within run.sampling()
-                self.after_update(changed=False)
-            assert self._background is not None
-            self._background.resume()
-            self._feed(Wanted(count))
-            while self._handed is None:
-                self._note(*self._background.next_ended())
-        places, self._handed = self._handed, None
+            try:
+                places = self._wait_for(count)
+            except BaseException as error:
+                self._failed = error
+                raise
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)
         talks = [each for place in places for each in self._found.pop(place)]
@@ -97,7 +101,29 @@ class GroupStream:
             talks, {group: begun[place] for group, place in zip(groups, places, strict=True)}
         )
         step.count(talks)
-        return groups, as_rollouts(talks, self.environment, self.params)
+        return groups, talks
+
+    def _wait_for(self, count: int) -> Sequence[int]:
+        """Return the places of the next groups, once they are done."""
+        if self._failed is not None:
+            raise RuntimeError(
+                "run.groups must not be read after an error ended what it sampled ahead: resume the"
+                " run from its last checkpoint"
+            ) from self._failed
+        if self._background is None:
+            self._background = Background(
+                self.run.generator,
+                self.environment,
+                replace(self.params, n=self.n),
+                seed=self.run.state.seed,
+            )
+            self.after_update(changed=False)
+        self._background.resume()
+        self._feed(Wanted(count))
+        while self._handed is None:
+            self._note(*self._background.next_ended())
+        places, self._handed = self._handed, None
+        return places
 
     def drop(self, rollouts: Rollouts, reason: str) -> None:
         """Count the groups of some responses as dropped: the step does not train on them. Others
@@ -133,17 +159,10 @@ class GroupStream:
 
     def after_update(self, *, changed: bool) -> None:
         """Begin what may begin with the weights that engines have now, and what was stopped."""
-        if not self.settings.max_staleness:
+        if self._background is None:  # nobody has asked for groups yet
             return
         state = replace(self._admission, step=self.run.state.step, last=self.run.num_steps)
         self._admission = state
-        if self._background is None:
-            self._background = Background(
-                self.run.generator,
-                self.environment,
-                replace(self.params, n=self.n),
-                seed=self.run.state.seed,
-            )
         self._background.resume()
         self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
 

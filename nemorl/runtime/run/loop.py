@@ -646,7 +646,7 @@ class Steps(Iterator[Step]):
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None
         self._stop = self._ended = self.begun = False
-        self._update, self._epoch = ExitStack(), -1
+        self._update, self._passed = ExitStack(), -1
         self._validated = self._first = self._updates = 0
         self._metrics: dict[str, float] = {}
 
@@ -657,9 +657,9 @@ class Steps(Iterator[Step]):
         if self._ended or self._stop or self.run.state.step >= self.last_step:
             self.finish()
             raise StopIteration
-        epoch = self._epoch_of(self.run.state.cursors)
-        if epoch != self._epoch:
-            self._epoch = epoch
+        epoch = self._epoch()
+        if epoch != self._passed:
+            self._passed = epoch
             self._call("on_epoch_begin", epoch)
         self._call("on_step_begin", self.run.state.step + 1)
         self.step, before = Step(self.run), self.run.view.updates
@@ -718,7 +718,7 @@ class Steps(Iterator[Step]):
         """Close the present step: a whole one is recorded, though a signal or the validation ends
         the run.
         """
-        step, whole = self.step, False
+        step = self.step
         if step is None:
             return
         try:
@@ -726,19 +726,18 @@ class Steps(Iterator[Step]):
                 self._metrics = step.metrics()
                 self._note_groups()  # before a checkpoint has the step
                 self.run.sampler.note_step()
-                self.step, whole = None, True
+                self.step = None
                 self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
                 answers = self._validation()
                 step.samples = step.samples or answers
         finally:
-            if whole:
+            if self.run.state.step == step.number:
                 with update_in_progress():
                     self._record(step.samples)
-        now = self._epoch_of(self.run.state.cursors)
-        for passed in range(self._epoch, now):
-            if passed != self._epoch:
+        for passed in range(self._passed, self._epoch()):
+            if passed != self._passed:
                 self._call("on_epoch_begin", passed)
             self._call("on_epoch_end", passed, self._metrics)
 
@@ -757,8 +756,12 @@ class Steps(Iterator[Step]):
         if any(line.values()):
             RunDirectory(run.directory).append_groups(taken.step + 1, line)
 
-    def _epoch_of(self, cursors: Mapping[str, int]) -> int:
-        return cursors.get("train", 0) // self.run.num_rows.get("train", 1)
+    def _epoch(self) -> int:
+        """Return how often the finished steps have passed over the data."""
+        state = self.run.state
+        open_ones = sum(group.stream == "train" for group in state.open_groups)
+        done = state.cursors.get("train", 0) - open_ones
+        return done // self.run.num_rows.get("train", 1)
 
     def _validation(self) -> Samples:
         assert self.validate is not None

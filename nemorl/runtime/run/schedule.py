@@ -104,11 +104,12 @@ class ScheduleFile:
         if not self._repeats:
             return
         if (expected := self._repeats.pop(0)) != line:
-            key = next(name for name in expected if expected[name] != line.get(name))
+            keys = {**expected, **line}
+            key = next(name for name in keys if expected.get(name) != line.get(name))
             raise RuntimeError(
                 f"step {step} must repeat {self.path}, but its {key} are others:"
-                f" {short(line[key])}, not {short(expected[key])}: replay it with the same code,"
-                " model and data"
+                f" {short(line.get(key))}, not {short(expected.get(key))}: replay it with the same"
+                " code, model and data"
             )
 
     def _read(self, config: Any) -> None:

@@ -67,7 +67,7 @@ def receipts_of(directory: RunDirectory, files: RunFiles) -> list[Receipt]:
         "tokens": _tokens(lines),
         "support": _support(lines, files.config),
         "mismatch": _mismatch(lines, files.config),
-        "prompts": _prompts(directory),
+        "prompts": _prompts(directory, lines),
         "staleness": _staleness(lines, files.config),
     }
     failed = _failed(files)
@@ -126,13 +126,20 @@ def _tokens(lines: Lines) -> Found:
     wrong = [line["step"] for line in proved if line.get("receipts/tokens_unproved") != 0]
     if wrong:
         return False, f"in step {wrong[0]} others were trained on than sampled{_more(wrong)}"
+    steps = Counter[int](line["step"] for line in lines)
+    if twice := sorted(step for step, count in steps.items() if count > 1):
+        return False, f"metrics.jsonl has step {twice[0]} more than once{_more(twice)}"
+    if gone := sorted({*range(min(steps), max(steps))} - {*steps}):
+        return False, f"metrics.jsonl lacks step {gone[0]}{_more(gone)}"
     recorded = {line["step"] for line in proved}
     trained = {line["step"] for line in lines if line.get("num_updates")}
-    lacking = sorted(trained - recorded)
+    earlier = {step for step in trained if step < min(recorded)}  # by a version without receipts
+    lacking = sorted(trained - recorded - earlier)
     if lacking:
         return False, f"step {lacking[0]} trained without a receipt{_more(lacking)}"
     count = sum(int(line["receipts/tokens"]) for line in proved)
-    return True, f"{count:,} tokens in {len(proved)} steps are the sampled ones"
+    since = f", from step {min(recorded)} on" if earlier else ""
+    return True, f"{count:,} tokens in {len(proved)} steps are the sampled ones{since}"
 
 
 def _support(lines: Lines, config: Mapping[str, Any]) -> Found:
@@ -162,8 +169,10 @@ def _support(lines: Lines, config: Mapping[str, Any]) -> Found:
 
 
 def _mismatch(lines: Lines, config: Mapping[str, Any]) -> Found:
-    name = "token_mult_prob_error"
+    name, fraction = "token_mult_prob_error", "generation_nonfinite_fraction"
     found = [line for line in lines if is_number(line.get(name))]
+    if unread := [line["step"] for line in found if _number(line, fraction) == 1]:
+        return False, f"step {unread[0]} has no finite logprob to compare{_more(unread)}"
     measured = [line for line in found if not _number(line, STALE)]
     if not measured:
         older = "nothing to compare: all steps have tokens of older weights"
@@ -193,13 +202,17 @@ def _deepest(lines: Lines) -> tuple[int, float] | None:
     return max(found.items(), default=None)
 
 
-def _prompts(directory: RunDirectory) -> Found:
-    file = directory.path / GROUPS
-    if not file.exists():
+def _prompts(directory: RunDirectory, steps: Lines) -> Found:
+    """Each prompt of the finished steps, which have metrics, is trained on, dropped or open."""
+    sampled = {line["step"] for line in steps if is_number(line.get(STALE))}
+    if not sampled:
         return None, "not recorded"
-    lines = read_lines(file, LINE)
-    if not lines:
-        return None, f"{GROUPS} has no whole line yet"
+    file = directory.path / GROUPS
+    lines = read_lines(file, LINE) if file.exists() else []
+    if lacking := sorted(sampled - {line["step"] for line in lines}):
+        return False, f"{GROUPS} lacks step {lacking[0]}{_more(lacking)}"
+    first = min(min(sampled), lines[0]["step"])
+    lines = [line for line in lines if line["step"] <= max(line["step"] for line in steps)]
     closed = Counter[int]()
     reasons = Counter[str]()
     for line in lines:
@@ -212,7 +225,8 @@ def _prompts(directory: RunDirectory) -> Found:
     total = closed + opened
     if doubled := sorted(group for group, count in total.items() if count > 1):
         return False, f"group {doubled[0]} is in it {total[doubled[0]]} times{_more(doubled)}"
-    if lost := sorted(set(range(max(total, default=-1) + 1)) - total.keys()):
+    start = 0 if first == 1 else min(total, default=0)  # others are of a version without the file
+    if lost := sorted({*range(start, max(total, default=-1) + 1)} - {*total}):
         return False, f"group {lost[0]} is lost{_more(lost)}"
     counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     return True, f"{len(total):,} taken: {counts}, {len(opened):,} open"

@@ -326,6 +326,23 @@ def test_a_sampler_of_another_support_is_found(monkeypatch: pytest.MonkeyPatch, 
     assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5)
 
 
+@pytest.mark.parametrize("proximal", ["recompute", "interpolate"])
+def test_support_is_that_of_the_policy_before_the_step(proximal: Any, tmp_path: Path):
+    """Updates on the step's own samples are no fault of the sampler."""
+    config = grpo_config(
+        tmp_path,
+        steps=2,
+        generation=nemorl.GenerationConfig(max_new_tokens=8, top_p=0.9),
+        optimizer=nemorl.OptimizerConfig(lr=3e-2),
+        loss=nemorl.ReinforceLoss(),
+        off_policy=nemorl.OffPolicyConfig(mode="truncate", proximal=proximal),
+        **{**SIZES, "num_updates_per_batch": 6},
+    )
+    for line in of_phase(start(config), "train"):
+        assert line["receipts/support_ratio"] == pytest.approx(1, abs=1e-4)
+        assert line["receipts/kl_from_1"] < 1e-6 and line["receipts/tokens_unproved"] == 0
+
+
 @pytest.mark.parametrize("value", [0, -1.0])
 def test_settings_are_checked(value: float):
     with pytest.raises(ValueError, match=r"receipts\.support must be above 0 or None, but it is"):

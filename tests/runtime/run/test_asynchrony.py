@@ -21,6 +21,7 @@ from nemorl.losses.advantages import advantages, to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.environments.classes import ClassEnvironment
+from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
 from nemorl.runtime.store.verify import verify_run
@@ -192,6 +193,94 @@ def test_conversations_that_fail_leave_their_groups(tmp_path: Path):
     trained = [n for line in groups for n in line["trained"]]
     assert failed and sorted([*failed, *trained]) == list(range(36))
     assert any(line["failed_fraction"] > 0 for line in of_phase(found, "train"))
+
+
+def test_groups_of_which_too_many_fail_are_dropped(tmp_path: Path):
+    """The step has not got them, though the loop goes on."""
+
+    def fails(prompt: str, response: str) -> float:
+        if prompt.startswith("3"):
+            raise nemorl.ConversationFailed("no")
+        return 1.0
+
+    refused = []
+    with opened(ahead(tmp_path, 1), reward=fails) as run:
+        groups = run.groups(run.prompts(), count=1, n=2)
+        for step in run.steps(8):
+            try:
+                groups.next()
+            except nemorl.ConversationFailed:
+                refused.append(step.number)
+            step.log({"mine": 1.0})
+    failed = [line["step"] for line in lines(tmp_path) if line["dropped"].get("failed")]
+    assert refused and failed == refused
+    assert [line["step"] for line in lines(tmp_path) if not line["trained"]] == refused
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_groups_that_taught_nothing_are_dropped(staleness: int, tmp_path: Path):
+    config = ahead(tmp_path, staleness, steps=3, dynamic_sampling=True, max_sampling_rounds=2)
+    with pytest.warns(UserWarning, match="nothing to learn from"):
+        start(config, reward=lambda prompt, response: 1.0)
+    assert [line["trained"] for line in lines(tmp_path)] == [[]] * 3
+    assert [len(line["dropped"]["uninformative"]) for line in lines(tmp_path)] == [12] * 3
+    assert all(each.holds is not False for each in verify_run(tmp_path))
+
+
+def test_what_is_read_after_an_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The groups that the error ended will never be done."""
+    from nemorl.rollout.torch_backend import TorchGenerationBackend
+
+    draw, passes = TorchGenerationBackend._draw, itertools.count(1)
+
+    def once(self: Any, work: Any) -> torch.Tensor:
+        if next(passes) == 9:
+            raise FloatingPointError("the logits are not finite")
+        return draw(self, work)
+
+    monkeypatch.setattr(TorchGenerationBackend, "_draw", once)
+    with opened(ahead(tmp_path, 1)) as run:
+        groups = run.groups(run.prompts(), count=2, n=2)
+        for _ in run.steps(6):
+            try:
+                groups.next()
+            except FloatingPointError:
+                break
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="not be read after an error"):
+                groups.next()
+
+
+def test_a_stream_that_nobody_reads_samples_nothing(tmp_path: Path):
+    with opened(ahead(tmp_path, 2)) as run:
+        prompts = run.prompts()
+        groups, _ = (run.groups(prompts, count=2, n=2) for _ in range(2))
+        for step in run.steps(4):
+            groups.next()
+            step.log({"mine": 1.0})
+    assert [line["trained"] for line in lines(tmp_path)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert not any(line["dropped"] for line in lines(tmp_path))
+
+
+class Epochs(Callback):
+    """The epochs that begin and end, and the steps at which they do."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self.ended: list[tuple[int, int]] = []
+
+    def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
+        self.begun.append((epoch, trainer.state.step))
+
+    def on_epoch_end(self, trainer: Any, epoch: int, metrics: Any) -> None:
+        self.ended.append((epoch, trainer.state.step))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_epochs_are_those_of_what_was_trained_on(staleness: int, tmp_path: Path):
+    seen = Epochs()
+    start(ahead(tmp_path, staleness, steps=6), rows=addition_rows(12), callbacks=[seen])
+    assert seen.begun == [(0, 0), (1, 2), (2, 4)] and seen.ended == [(0, 2), (1, 4), (2, 6)]
 
 
 def test_an_engine_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

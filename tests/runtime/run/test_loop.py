@@ -25,6 +25,7 @@ from nemorl.runtime.run.callbacks import check_callbacks
 from nemorl.runtime.run.data import warn_of_unknown
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.state import LoopState
 from tests.examples import forgetting_own
 from tests.parallel.batches import random_batch
 from tests.runtime.runs import (
@@ -613,3 +614,19 @@ def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_p
         return [line["generation/tokens"] for line in lines]
 
     assert tokens("resumed", 2, 4) == tokens("unbroken", 4)
+
+
+def test_a_step_that_a_signal_ends_before_it_counts_is_not_recorded(tmp_path: Path, monkeypatch):
+    advance = LoopState.advance
+
+    def interrupted(self: LoopState) -> LoopState:
+        if self.step == 1:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(LoopState, "advance", interrupted)
+    with pytest.raises(KeyboardInterrupt), opened(grpo_config(tmp_path, steps=4)) as run:
+        for step in run.steps(4):
+            step.log({"mine": float(step.number)})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]

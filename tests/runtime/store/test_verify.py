@@ -260,8 +260,11 @@ GROUPS = [
 
 
 def write_groups(run: Path, *lines: dict[str, Any], torn: str = "") -> None:
+    """With the metrics of their steps."""
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "groups.jsonl").write_text(text + torn)
+    metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(metrics[: len(lines)]))
 
 
 def test_every_prompt_is_trained_on_dropped_or_open(run: Path):
@@ -269,8 +272,8 @@ def test_every_prompt_is_trained_on_dropped_or_open(run: Path):
     found = of(run)["prompts"]
     assert found.holds
     assert found.found == "5 taken: 3 trained on, 1 dropped as uninformative, 1 open"
-    write_groups(run, torn='{"step": 3, "trai')
-    assert of(run)["prompts"] == Receipt("prompts", None, "groups.jsonl has no whole line yet")
+    write_groups(run, torn='{"step": 1, "trai')
+    assert of(run)["prompts"] == Receipt("prompts", None, "not recorded")
 
 
 @pytest.mark.parametrize(
@@ -287,6 +290,54 @@ def test_every_prompt_is_trained_on_dropped_or_open(run: Path):
 def test_a_prompt_that_is_lost_or_doubled_is_found(changed: dict[str, Any], said: str, run: Path):
     write_groups(run, GROUPS[0], {**GROUPS[1], **changed})
     assert of(run)["prompts"] == Receipt("prompts", False, said)
+
+
+def without_lines(file: Path, *steps: int) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] not in steps))
+
+
+@pytest.mark.parametrize("gone", [(1,), (2,), (3,), (2, 3), (1, 2, 3)])
+def test_a_step_without_its_groups_is_found(gone: tuple[int, ...], run: Path):
+    without_lines(run / "groups.jsonl", *gone)
+    more = f" ({len(gone)} in all)" if len(gone) > 1 else ""
+    said = f"groups.jsonl lacks step {gone[0]}{more}"
+    assert of(run)["prompts"] == Receipt("prompts", False, said)
+    (run / "groups.jsonl").unlink()
+    assert of(run)["prompts"].holds is False
+
+
+def test_groups_of_a_step_that_did_not_end_do_not_count(run: Path):
+    """As after a full disk between groups.jsonl and the checkpoint."""
+    without_lines(run / "metrics.jsonl", 3)
+    assert of(run)["prompts"].found == "12 taken: 12 trained on, 0 open"
+
+
+def test_metrics_without_a_step_or_with_one_twice_are_no_receipt(run: Path):
+    file = run / "metrics.jsonl"
+    first, second, third = file.read_text().splitlines(keepends=True)
+    file.write_text(first + second + second + third)
+    assert of(run)["tokens"] == Receipt("tokens", False, "metrics.jsonl has step 2 more than once")
+    file.write_text(first + third)
+    assert of(run)["tokens"] == Receipt("tokens", False, "metrics.jsonl lacks step 2")
+
+
+def test_steps_of_a_version_without_receipts_need_none(run: Path):
+    def older(line: dict[str, Any]) -> dict[str, Any]:
+        new = ("receipts/", "staleness/") if line["step"] == 1 else ("-",)
+        return {name: value for name, value in line.items() if not name.startswith(new)}
+
+    rewrite(run, older)
+    without_lines(run / "groups.jsonl", 1)
+    found = of(run)
+    assert found["tokens"].holds and found["tokens"].found.endswith("ones, from step 2 on")
+    assert found["prompts"] == Receipt("prompts", True, "12 taken: 12 trained on, 0 open")
+
+
+def test_a_sampler_without_finite_logprobs_does_not_agree(run: Path):
+    rewrite(run, step(2, token_mult_prob_error=0.0, generation_nonfinite_fraction=1.0))
+    said = "step 2 has no finite logprob to compare"
+    assert of(run)["mismatch"] == Receipt("mismatch", False, said)
 
 
 @pytest.mark.parametrize(("worst", "holds"), [(2, True), (3, False)])

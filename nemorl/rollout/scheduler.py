@@ -178,8 +178,9 @@ class Scheduler:
         if not self._open:
             return
         dropped = [request for request in self._open if request.future.done()]
+        given_up = {*dropped}
         try:
-            self.step(new, dropped)
+            self.step([request for request in new if request not in given_up], dropped)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):

@@ -68,17 +68,19 @@ class GroupStream:
         most of them fail.
         """
         step, count = self.run.step, count or self.count
-        if self.settings.max_staleness:
-            groups, talks = self._taken(count)
-            try:
+        groups: Sequence[int] = ()
+        try:
+            if self.settings.max_staleness:
+                groups, talks = self._taken(count)
                 found = as_rollouts(talks, self.environment, self.params)
-            except BaseException:
+            else:
+                prompts = self.prompts.next(count)
+                groups = prompts.groups
+                found = step.sample(prompts, self.environment, n=self.n, params=self.params)
+        except Exception:  # from which a loop may go on
+            if groups:
                 self._drop(groups, "failed")
-                raise
-        else:
-            prompts = self.prompts.next(count)
-            groups = prompts.groups
-            found = step.sample(prompts, self.environment, n=self.n, params=self.params)
+            raise
         step.aged(found.conversations, most=self.settings.max_staleness)
         if failed := {*groups} - {*found.group_id.tolist()}:
             self._drop(sorted(failed), "failed")
@@ -91,7 +93,7 @@ class GroupStream:
             try:
                 places = self._wait_for(count)
             except BaseException as error:
-                self._failed = error
+                self._failed = self._failed or error
                 raise
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)

@@ -724,9 +724,9 @@ class Steps(Iterator[Step]):
         try:
             with self._update:
                 self._metrics = step.metrics()
+                self.step = None  # though a full disk may end the loop here
                 self._note_groups()  # before a checkpoint has the step
                 self.run.sampler.note_step()
-                self.step = None
                 self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import is_number
-from nemorl.runtime.store.directory import RunDirectory, read_lines
+from nemorl.runtime.store.directory import RunDirectory, read_lines, step_of
 from nemorl.runtime.store.reading import RunFiles, read_run
 from nemorl.runtime.store.shapes import is_count, is_mapping, list_of
 
@@ -62,12 +62,14 @@ def verify_run(path: Path | str) -> list[Receipt]:
 def receipts_of(directory: RunDirectory, files: RunFiles) -> list[Receipt]:
     """Return a run's receipts but for its checkpoints'."""
     lines = [line for line in files.metrics if line["phase"] == "train"]
+    saved = map(step_of, directory.checkpoints.glob("step_*"))
+    last = max([*saved, *(line["step"] for line in lines)], default=0)
     found = {
         "weights": _weights(lines, files),
-        "tokens": _tokens(lines),
+        "tokens": _tokens(lines, last),
         "support": _support(lines, files.config),
         "mismatch": _mismatch(lines, files.config),
-        "prompts": _prompts(directory, lines),
+        "prompts": _prompts(directory, lines, last),
         "staleness": _staleness(lines, files.config),
     }
     failed = _failed(files)
@@ -119,7 +121,7 @@ def _weights(lines: Lines, files: RunFiles) -> Found:
     return True, f"{len(proved)} updates, {fewest:,} tensors or more in each{rest}"
 
 
-def _tokens(lines: Lines) -> Found:
+def _tokens(lines: Lines, last: int) -> Found:
     proved = [line for line in lines if is_number(line.get("receipts/tokens"))]
     if not proved:
         return None, "not recorded"
@@ -129,14 +131,16 @@ def _tokens(lines: Lines) -> Found:
     steps = Counter[int](line["step"] for line in lines)
     if twice := sorted(step for step, count in steps.items() if count > 1):
         return False, f"metrics.jsonl has step {twice[0]} more than once{_more(twice)}"
-    if gone := sorted({*range(min(steps), max(steps))} - {*steps}):
-        return False, f"metrics.jsonl lacks step {gone[0]}{_more(gone)}"
     recorded = {line["step"] for line in proved}
     trained = {line["step"] for line in lines if line.get("num_updates")}
-    earlier = {step for step in trained if step < min(recorded)}  # by a version without receipts
+    with_limit = {line["step"] for line in lines if STALEST in line}
+    # Others before the first receipt are of a version that recorded none.
+    earlier = {step for step in trained - with_limit if step < min(recorded)}
     lacking = sorted(trained - recorded - earlier)
     if lacking:
         return False, f"step {lacking[0]} trained without a receipt{_more(lacking)}"
+    if gone := sorted({*range(1, last + 1)} - {*steps}):
+        return None, f"not recorded: metrics.jsonl lacks step {gone[0]}{_more(gone)}"
     count = sum(int(line["receipts/tokens"]) for line in proved)
     since = f", from step {min(recorded)} on" if earlier else ""
     return True, f"{count:,} tokens in {len(proved)} steps are the sampled ones{since}"
@@ -202,17 +206,16 @@ def _deepest(lines: Lines) -> tuple[int, float] | None:
     return max(found.items(), default=None)
 
 
-def _prompts(directory: RunDirectory, steps: Lines) -> Found:
-    """Each prompt of the finished steps, which have metrics, is trained on, dropped or open."""
-    sampled = {line["step"] for line in steps if is_number(line.get(STALE))}
-    if not sampled:
-        return None, "not recorded"
+def _prompts(directory: RunDirectory, steps: Lines, last: int) -> Found:
+    """Each prompt of the finished steps is trained on, dropped or open."""
     file = directory.path / GROUPS
     lines = read_lines(file, LINE) if file.exists() else []
+    lines = [line for line in lines if line["step"] <= last]
+    sampled = {line["step"] for line in steps if is_number(line.get(STALE))}
     if lacking := sorted(sampled - {line["step"] for line in lines}):
         return False, f"{GROUPS} lacks step {lacking[0]}{_more(lacking)}"
-    first = min(min(sampled), lines[0]["step"])
-    lines = [line for line in lines if line["step"] <= max(line["step"] for line in steps)]
+    if not lines:
+        return None, "not recorded"
     closed = Counter[int]()
     reasons = Counter[str]()
     for line in lines:
@@ -225,7 +228,8 @@ def _prompts(directory: RunDirectory, steps: Lines) -> Found:
     total = closed + opened
     if doubled := sorted(group for group, count in total.items() if count > 1):
         return False, f"group {doubled[0]} is in it {total[doubled[0]]} times{_more(doubled)}"
-    start = 0 if first == 1 else min(total, default=0)  # others are of a version without the file
+    # A run that begins later in the file began with a version that did not have it.
+    start = 0 if lines[0]["step"] == 1 else min(total, default=0)
     if lost := sorted({*range(start, max(total, default=-1) + 1)} - {*total}):
         return False, f"group {lost[0]} is lost{_more(lost)}"
     counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())

@@ -195,7 +195,8 @@ def test_conversations_that_fail_leave_their_groups(tmp_path: Path):
     assert any(line["failed_fraction"] > 0 for line in of_phase(found, "train"))
 
 
-def test_groups_of_which_too_many_fail_are_dropped(tmp_path: Path):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_groups_of_which_too_many_fail_are_dropped(staleness: int, tmp_path: Path):
     """The step has not got them, though the loop goes on."""
 
     def fails(prompt: str, response: str) -> float:
@@ -204,7 +205,7 @@ def test_groups_of_which_too_many_fail_are_dropped(tmp_path: Path):
         return 1.0
 
     refused = []
-    with opened(ahead(tmp_path, 1), reward=fails) as run:
+    with opened(ahead(tmp_path, staleness), reward=fails) as run:
         groups = run.groups(run.prompts(), count=1, n=2)
         for step in run.steps(8):
             try:
@@ -466,8 +467,23 @@ def test_groups_without_a_section_async(tmp_path: Path):
     assert [line["trained"] for line in lines(tmp_path)] == [[0, 1, 2], [3, 4, 5]]
 
 
+def loop(config: Any) -> None:
+    """A loop of one's own that ends the run in order after an error."""
+    error = None
+    with opened(config) as run:
+        groups = run.groups(run.prompts(), count=6, n=4)
+        try:
+            for step in run.steps(6):
+                learn(run, step, groups.next())
+        except NotWritten as found:
+            error = found
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("train", [start, loop])
 @pytest.mark.parametrize("file", ["groups", "schedule"])
-def test_groups_that_can_not_be_written_are_not_lost(file: str, tmp_path: Path):
+def test_groups_that_can_not_be_written_are_not_lost(file: str, train: Any, tmp_path: Path):
     """The step has no checkpoint then, and the run goes on from the one before."""
     append, calls = getattr(RunDirectory, f"append_{file}"), itertools.count(1)
 
@@ -480,8 +496,9 @@ def test_groups_that_can_not_be_written_are_not_lost(file: str, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDirectory, f"append_{file}", full)
         with pytest.raises(NotWritten, match="No space left on device"):
-            start(ahead(tmp_path, 2, steps=6, run={"save_period": 1}))
-    start(ahead(tmp_path, 2, steps=6, run={"resume": True}))
+            train(ahead(tmp_path, 2, steps=6, run={"save_period": 1}))
+    assert all(each.holds is not False for each in verify_run(tmp_path))
+    train(ahead(tmp_path, 2, steps=6, run={"resume": True}))
     prove(tmp_path, 6)
     written = [line["step"] for line in lines(tmp_path, "schedule.jsonl") if "groups" in line]
     assert written == [*range(1, 7)]

@@ -26,7 +26,7 @@ from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import render
 from nemorl.runtime.watch.report.receipts import depth_profile, depths
 from tests.runtime.algorithms.test_receipts import Exchanging
-from tests.runtime.runs import addition_rows, digits, grpo_config, start
+from tests.runtime.runs import addition_rows, digits, grpo_config, opened, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -265,6 +265,7 @@ def write_groups(run: Path, *lines: dict[str, Any], torn: str = "") -> None:
     (run / "groups.jsonl").write_text(text + torn)
     metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(metrics[: len(lines)]))
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
 
 def test_every_prompt_is_trained_on_dropped_or_open(run: Path):
@@ -310,16 +311,35 @@ def test_a_step_without_its_groups_is_found(gone: tuple[int, ...], run: Path):
 def test_groups_of_a_step_that_did_not_end_do_not_count(run: Path):
     """As after a full disk between groups.jsonl and the checkpoint."""
     without_lines(run / "metrics.jsonl", 3)
+    shutil.rmtree(run / "checkpoints" / "step_3")
     assert of(run)["prompts"].found == "12 taken: 12 trained on, 0 open"
 
 
-def test_metrics_without_a_step_or_with_one_twice_are_no_receipt(run: Path):
+def test_metrics_with_a_step_twice_are_no_receipt(run: Path):
     file = run / "metrics.jsonl"
     first, second, third = file.read_text().splitlines(keepends=True)
     file.write_text(first + second + second + third)
     assert of(run)["tokens"] == Receipt("tokens", False, "metrics.jsonl has step 2 more than once")
-    file.write_text(first + third)
-    assert of(run)["tokens"] == Receipt("tokens", False, "metrics.jsonl lacks step 2")
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_step_without_metrics_is_not_recorded(gone: int, run: Path):
+    """A full disk for metrics.jsonl is a warning only."""
+    without_lines(run / "metrics.jsonl", gone)
+    found = of(run)
+    said = f"not recorded: metrics.jsonl lacks step {gone}"
+    assert found["tokens"] == Receipt("tokens", None, said)
+    assert found["prompts"].found == "18 taken: 18 trained on, 0 open"
+
+
+def test_a_loop_that_samples_by_itself_records_its_prompts(tmp_path: Path):
+    with opened(grpo_config(tmp_path)) as run:
+        prompts = run.prompts()
+        for each in run.steps(3):
+            each.log({}, samples=each.sample(prompts.next(2), n=2))
+    assert of(tmp_path)["prompts"].found == "6 taken: 6 trained on, 0 open"
+    without_lines(tmp_path / "groups.jsonl", 2)
+    assert of(tmp_path)["prompts"] == Receipt("prompts", False, "group 2 is lost (2 in all)")
 
 
 def test_steps_of_a_version_without_receipts_need_none(run: Path):

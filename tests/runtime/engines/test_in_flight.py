@@ -18,8 +18,8 @@ from tests.runtime.engines.shared import small_model, vllm_backend
 pytestmark = pytest.mark.xdist_group("ray")
 PROMPTS = [[2 + (i * j) % 39 for i in range(70)] for j in range(1, 9)]
 """Of more than two blocks of the cache, which their samples share."""
-OLD, NEW = small_model(scale=3.0), small_model(seed=1, scale=3.0)
-LONG = 180
+OLD, NEW = (small_model(seed=seed, scale=3.0, max_position_embeddings=512) for seed in range(2))
+LONG = 400
 """Tokens of a response: none may end before the weights change."""
 
 

@@ -34,7 +34,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`."""
+        """Have the generator awake with the trainer's present weights (`OpenRun.sampling`)."""
         run, nested = self.run, self._awake
         generator: GenerationBackend = run.generator
         # Of what is in flight, no token may have the trainer's new weights and the old version:

@@ -176,7 +176,7 @@ def _mismatch(lines: Lines, config: Mapping[str, Any]) -> Found:
     name, fraction = "token_mult_prob_error", "generation_nonfinite_fraction"
     found = [line for line in lines if is_number(line.get(name))]
     if unread := [line["step"] for line in found if _number(line, fraction) == 1]:
-        return False, f"step {unread[0]} has no finite logprob to compare{_more(unread)}"
+        return False, f"in step {unread[0]} no logprob of the sampler is finite{_more(unread)}"
     measured = [line for line in found if not _number(line, STALE)]
     if not measured:
         older = "nothing to compare: all steps have tokens of older weights"
@@ -228,8 +228,9 @@ def _prompts(directory: RunDirectory, steps: Lines, last: int) -> Found:
     total = closed + opened
     if doubled := sorted(group for group, count in total.items() if count > 1):
         return False, f"group {doubled[0]} is in it {total[doubled[0]]} times{_more(doubled)}"
-    # A run that begins later in the file began with a version that did not have it.
-    start = 0 if lines[0]["step"] == 1 else min(total, default=0)
+    # Steps before the file are of an older version, if their metrics have no staleness either.
+    older = bool(sampled) and 1 in {line["step"] for line in steps} - sampled
+    start = min(total, default=0) if older else 0
     if lost := sorted({*range(start, max(total, default=-1) + 1)} - {*total}):
         return False, f"group {lost[0]} is lost{_more(lost)}"
     counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())

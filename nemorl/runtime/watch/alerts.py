@@ -31,7 +31,8 @@ class SignalWatch(Callback):
                 f"dynamic_sampling rejected all groups of the last {self.rejected} steps: all"
                 " responses to each prompt had the same reward, and nothing was learned. Look at"
                 " samples/ and at the reward: it must tell good responses from bad ones, and some"
-                " prompts must be neither too easy nor too hard"
+                " prompts must be neither too easy nor too hard. Where such prompts are rare, raise"
+                " max_sampling_rounds"
             )
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:

@@ -338,8 +338,18 @@ def test_a_loop_that_samples_by_itself_records_its_prompts(tmp_path: Path):
         for each in run.steps(3):
             each.log({}, samples=each.sample(prompts.next(2), n=2))
     assert of(tmp_path)["prompts"].found == "6 taken: 6 trained on, 0 open"
-    without_lines(tmp_path / "groups.jsonl", 2)
-    assert of(tmp_path)["prompts"] == Receipt("prompts", False, "group 2 is lost (2 in all)")
+    whole = (tmp_path / "groups.jsonl").read_text()
+    for gone, lost in ((1, 0), (2, 2)):
+        without_lines(tmp_path / "groups.jsonl", gone)
+        said = f"group {lost} is lost (2 in all)"
+        assert of(tmp_path)["prompts"] == Receipt("prompts", False, said)
+        (tmp_path / "groups.jsonl").write_text(whole)
+
+
+def test_files_that_both_lack_their_beginning_are_no_older_version(run: Path):
+    for name in ("groups.jsonl", "metrics.jsonl"):
+        without_lines(run / name, 1)
+    assert of(run)["prompts"] == Receipt("prompts", False, "group 0 is lost (6 in all)")
 
 
 def test_steps_of_a_version_without_receipts_need_none(run: Path):
@@ -356,7 +366,7 @@ def test_steps_of_a_version_without_receipts_need_none(run: Path):
 
 def test_a_sampler_without_finite_logprobs_does_not_agree(run: Path):
     rewrite(run, step(2, token_mult_prob_error=0.0, generation_nonfinite_fraction=1.0))
-    said = "step 2 has no finite logprob to compare"
+    said = "in step 2 no logprob of the sampler is finite"
     assert of(run)["mismatch"] == Receipt("mismatch", False, said)
 
 

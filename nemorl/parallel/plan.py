@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
@@ -94,6 +95,18 @@ class ParallelPlan:
     def num_stages(self) -> int:
         """Parts of the layers that a microbatch goes through one after the other."""
         return self.pp * self.vpp
+
+    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each of the `num_stages` stages, in order; a device of pp has every
+        pp-th stage.
+
+        >>> [len(stage) for stage in ParallelPlan(pp=8).stage_layers(94)]
+        [11, 12, 12, 12, 12, 12, 12, 11]
+        """
+        costs = [0] * self.num_stages
+        costs[0] += 1
+        costs[-1] += 1
+        return _consecutive(_shared(num_layers, costs))
 
     @property
     def min_microbatches(self) -> int:
@@ -226,6 +239,28 @@ class ParallelPlan:
         if interleaved:
             remedy = f"{remedy} with this vpp, or remove vpp" if pps else "remove parallel.vpp"
         return remedy
+
+
+def _shared(num_layers: int, costs: list[int]) -> list[int]:
+    """Share layers out so that stages, which have costs besides in layers' worth, have as equal
+    ones as can be.
+
+    What does not divide goes to stages at the ends, so that they have no fewer layers than others,
+    and then to the latest ones, which keep the activations of the fewest microbatches.
+
+    >>> [_shared(layers, [1, 0, 0, 1]) for layers in (4, 5, 6, 7, 8)]
+    [[1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]
+    """
+    each, more = divmod(num_layers + sum(costs), len(costs))
+    ends = [index for index, cost in enumerate(costs) if cost]
+    others = [index for index, cost in enumerate(costs) if not cost]
+    larger = [*ends, *reversed(others)][:more]
+    return [each - cost + (index in larger) for index, cost in enumerate(costs)]
+
+
+def _consecutive(counts: list[int]) -> tuple[range, ...]:
+    ends = list(accumulate(counts, initial=0))
+    return tuple(map(range, ends, ends[1:]))
 
 
 def num_experts(config: Any) -> int:

@@ -4,7 +4,6 @@ gradients that are added up over batches.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
@@ -179,6 +178,4 @@ class Accumulating(ABC):
         """Merge what all ranks measured, and the metrics of the first of those that share rows."""
         first = self.world.is_last_stage and self.world.cp_rank == self.world.tp_rank == 0
         own = {**metrics, **measured} if first else measured
-        if self.world.size == 1:
-            return own
-        return functools.reduce(merge, self.world.gather_objects(in_main_memory(own)))
+        return own if self.world.size == 1 else self.world.merge_objects(in_main_memory(own), merge)

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,11 @@ class CheckpointWriter:
                 error = OSError(repr(error))
             if error is not None:
                 raise error
-        parts = self.world.gather_objects(self._written, group=self.world.saving_group)
-        with self.world.share_errors(self.world.saving_group):
+        group = self.world.saving_group
+        files = self.world.merge_objects(self._written, or_, group=group, everywhere=False)
+        with self.world.share_errors(group):
             if self.world.rank == 0:
-                write_manifest(path, {name: file for part in parts for name, file in part.items()})
+                write_manifest(path, files)
                 (path / BEGUN).unlink()
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from nemorl.accelerator import is_accelerator, module_of
 from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SLOWEST_SAVE = timedelta(days=1)
@@ -78,13 +79,41 @@ class World:
         axes = ["dp_replicate", "fsdp"] if self.plan.dp_replicate > 1 else "fsdp"
         return self.dims.get_mesh(axes)
 
-    def gather_objects(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Return the values of all ranks, in order; a collective call (of `group` if given)."""
+    def merge_objects(
+        self,
+        value: T,
+        merge: Callable[[T, T], T],
+        *,
+        group: dist.ProcessGroup | None = None,
+        everywhere: bool = True,
+    ) -> T:
+        """Return the values of all ranks, merged in their order; a collective call (of `group` if
+        given). No rank receives more than log2(size) values, each of ranks merged already.
+
+        everywhere: else only rank 0 has the result, and the others a part of it.
+
+        Raises: what `merge` raises, on every rank (with `everywhere` false on rank 0).
+        """
         if self.control_group is None:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=group or self.control_group)
-        return found
+            return value
+        group = group or self.control_group
+        found: list[Any] = [value, None]
+        distance = 1
+        while distance < self.size:
+            if self.rank % (2 * distance):
+                dist.send_object_list(found, group=group, group_dst=self.rank - distance)
+                break
+            if self.rank + distance < self.size:
+                other: list[Any] = [None, None]
+                dist.recv_object_list(other, group=group, group_src=self.rank + distance)
+                found = _merged(found, other, merge)
+            distance *= 2
+        if everywhere:
+            dist.broadcast_object_list(found, group=group, group_src=0)
+        result, error = found
+        if error is not None and (everywhere or self.rank == 0):
+            raise error
+        return result
 
     @contextmanager
     def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
@@ -97,10 +126,19 @@ class World:
                 raise
             host = socket.gethostname()
             own = type(error), f"rank {self.rank} of {self.size} on {host}: {error}"
-        for found in self.gather_objects(own, group=group):
-            if found is not None:
-                kind, message = found
-                raise kind(message)
+        if found := self.merge_objects(own, lambda first, other: first or other, group=group):
+            kind, message = found
+            raise kind(message)
+
+
+def _merged(found: list[Any], other: list[Any], merge: Callable[[Any, Any], Any]) -> list[Any]:
+    """Return two values merged, and the error of one of them or of `merge`, which the other ranks
+    must hear of: they wait for the result.
+    """
+    try:
+        return [merge(found[0], other[0]), found[1] or other[1]]
+    except Exception as error:
+        return [found[0], found[1] or other[1] or error]
 
 
 def start_process_group(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ class Engine:
         self.replica = world.data_rank * world.plan.cp + world.cp_rank
 
     def follow(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
-        """Do what is ordered; return the answers that are complete, and a pass's seconds, 0 without
-        one. A collective call of all ranks, inside megatron-core's `runtime`.
+        """Do what is ordered; return the answers that are complete, rank 0 those of all replicas,
+        and a pass's seconds, 0 without one. A collective call of all ranks, inside megatron-core's
+        `runtime`.
         """
         if order.anew or order.asleep:
             self.decoding.preempt()
@@ -79,8 +81,7 @@ class Engine:
         answers = {number: self.requests.pop(number).future.result() for number in done}
         seconds = (time.monotonic() - begun) / passes if passes else 0.0
         if self.replicas > 1:
-            found = self.world.gather_objects(answers)
-            answers = {number: answer for one in found for number, answer in one.items()}
+            answers = self.world.merge_objects(answers, or_, everywhere=False)
         return answers, seconds
 
     def _is_ours(self, number: int) -> bool:

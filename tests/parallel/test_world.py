@@ -1,0 +1,75 @@
+"""What the ranks of a world tell each other."""
+
+from operator import add
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nemorl.losses.types import Max, Sum, merge
+from nemorl.parallel.dtensor import mesh
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import World
+from tests.ranks import run_ranks
+
+
+def joined() -> World:
+    return mesh.join(ParallelPlan(dp_shard=dist.get_world_size()), "cpu", timeout_s=30)
+
+
+def merged() -> tuple[Any, Any, int]:
+    """The ranks' numbers in order, everywhere and on rank 0, and how many values came in."""
+    world, received, original = joined(), 0, dist.recv_object_list
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal received
+        received += 1
+        return original(*args, **options)
+
+    dist.recv_object_list = counted
+    try:
+        everywhere = world.merge_objects([world.rank], add)
+        return everywhere, world.merge_objects([world.rank], add, everywhere=False), received
+    finally:
+        dist.recv_object_list = original
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_values_are_merged_in_the_order_of_ranks_and_none_receives_all(size: int):
+    found = run_ranks(size, merged)
+    assert [everywhere for everywhere, _, _ in found] == [list(range(size))] * size
+    assert found[0][1] == list(range(size))
+    most = (size - 1).bit_length()
+    assert found[0][2] == 2 * most
+    assert all(received <= 2 * most for _, _, received in found)
+
+
+def unlike() -> str:
+    """The error of a metric that is of another kind on the last rank."""
+    import torch
+
+    world = joined()
+    kind = Max if world.rank == world.size - 1 else Sum
+    with pytest.raises(ValueError) as caught:
+        world.merge_objects({"x": kind(torch.tensor(1.0))}, merge)
+    assert world.merge_objects(world.rank, max) == world.size - 1, "the ranks can go on"
+    return str(caught.value)
+
+
+def test_an_error_of_one_merge_is_raised_on_every_rank():
+    found = run_ranks(4, unlike)
+    assert len(set(found)) == 1 and "metric x must be a Sum" in found[0]
+
+
+def failing() -> str:
+    """The error of the second and the last rank, as every rank has it."""
+    world = joined()
+    with pytest.raises(FileNotFoundError) as caught, world.share_errors():
+        if world.rank in (1, world.size - 1):
+            raise FileNotFoundError(f"file of {world.rank}")
+    return str(caught.value)
+
+
+def test_the_first_ranks_error_is_raised_on_every_rank():
+    found = run_ranks(3, failing)
+    assert len(set(found)) == 1 and "file of 1" in found[0] and "rank 1 of 3" in found[0]

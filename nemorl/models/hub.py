@@ -15,6 +15,8 @@ PLAIN = (OSError, ValueError, SafetensorError)
 """Errors that say what is wrong."""
 CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
 """Files of a folder with PEFT's adapters, and of one with a model in several files."""
+PIECES = "weights-*-of-*.safetensors"
+"""Files of a checkpoint with pieces of weights, as several ranks held them."""
 DAMAGED_PICKLE = "its weights are a damaged pickle, or one that would run code"
 PARTS = ("vision_config", "audio_config", "speech_config")
 """Configurations of what is beside the text in a model of several kinds of input."""
@@ -126,6 +128,10 @@ def loading(
         remedy = "have it converted to model.safetensors by whoever made it"
         raise cannot_load(name, DAMAGED_PICKLE, field=field, remedy=remedy) from error
     except Exception as error:  # transformers refuses broken files with any
+        if any(Path(name).glob(PIECES)):
+            reason = "it is a checkpoint of several ranks, each of which wrote pieces of weights"
+            remedy = "nemorl export writes a model of them (--run RUN --step STEP --output FOLDER)"
+            raise cannot_load(name, reason, field=field, remedy=remedy) from error
         for file in map(Path(name).joinpath, files):
             if file.is_file() and not is_object(file):
                 raise cannot_load(name, f"{file.name} is not a JSON object", field=field) from error

@@ -61,8 +61,15 @@ def as_stored(
         if len(groups) == 1 and len(groups[0]) == 1:
             yield groups[0][0], tensor
             continue
-        for names, part in zip(groups, tensor.chunk(len(groups), 1), strict=True):
-            yield from zip(names, part.unbind(), strict=True)
+        yield from of_experts(groups, tensor)
+
+
+def of_experts(groups: Groups, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of a fused tensor, whose experts are those from `first` on, under the
+    names that files have; views.
+    """
+    for names, part in zip(groups, tensor.chunk(len(groups), 1), strict=True):
+        yield from zip(names[first : first + len(part)], part.unbind(), strict=True)
 
 
 def as_live(

@@ -6,6 +6,7 @@ but that serializes a whole file in memory, and plans by collective calls.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ NAMES = {
 """The names of number types in the format."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 OFFSETS, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
+OF = "tensor"
+"""The key of a place that names the tensor, where a file has several pieces of it."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,17 @@ class Piece:
 def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> Checksum:
     """Write a file of `pieces`, whose values `tensors` yields, to the disk."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    keyed = _keyed(pieces)
     if any(any(piece.offsets) for piece in pieces):
-        places = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
+        places = {
+            key: {"saved_offsets": piece.offsets, **({} if key == piece.name else {OF: piece.name})}
+            for key, piece in keyed.items()
+        }
         entries["__metadata__"] |= {OFFSETS: json.dumps(places), VERSION: "1.0"}
     end = 0
-    for piece in pieces:
+    for key, piece in keyed.items():
         begin, end = end, end + piece.num_bytes
-        entries[piece.name] = {
+        entries[key] = {
             "dtype": NAMES[piece.dtype],
             "shape": piece.shape,
             "data_offsets": [begin, end],
@@ -67,6 +74,19 @@ def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]
             flat = tensor.detach().cpu().contiguous().flatten()
             file.write(flat.view(torch.uint8).numpy())
         return file.checksum()
+
+
+def _keyed(pieces: Sequence[Piece]) -> dict[str, Piece]:
+    """Return pieces by the names of their entries, of which a file has each once: from a tensor's
+    second piece on, the name with its number.
+    """
+    found: dict[str, Piece] = {}
+    counts = Counter[str]()
+    for piece in pieces:
+        number = counts[piece.name]
+        found[f"{piece.name}[{number}]" if number else piece.name] = piece
+        counts[piece.name] += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -157,10 +177,10 @@ def _stored(file: CheckedFile) -> Iterator[_Stored]:
         raise DamagedFile(f"{file.path} is not a safetensors file ({error!r})") from error
     if size != file.size:
         raise DamagedFile(f"{file.path} is incomplete: it has {file.size} bytes instead of {size}")
-    for name, entry in header.items():
-        shape = tuple(entry["shape"])
-        place = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
-        piece = Piece(name, DTYPES[entry["dtype"]], shape, place)
+    for key, entry in header.items():
+        shape, place = tuple(entry["shape"]), offsets.get(key, {})
+        begins = tuple(place.get("saved_offsets", (0,) * len(shape)))
+        piece = Piece(place.get(OF, key), DTYPES[entry["dtype"]], shape, begins)
         yield _Stored(file, piece, begin + entry["data_offsets"][0])
 
 

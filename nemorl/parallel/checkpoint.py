@@ -1,23 +1,22 @@
 """Checkpoints of a model and its optimizer as safetensors, in one form for every plan.
 
-    config.json              and generation_config.json: with the weights a folder that
+    config.json              and generation_config.json: with model.safetensors a folder that
                              `transformers` loads as it is
-    model.safetensors        or, of n ranks, model-0000k-of-0000n.safetensors and their index:
-                             whole weights, of which each rank writes its share
-                             (with LoRA: PEFT's two files instead)
-    optimizer.safetensors    or optimizer-0000k-of-0000n.safetensors: the pieces of
-                             `<parameter's name>.<what>` that rank k holds
+    model.safetensors        or, of n ranks, weights-0000k-of-0000n.safetensors: the pieces of the
+                             weights that rank k holds (with LoRA: PEFT's two files instead)
+    optimizer.safetensors    or optimizer-0000k-of-0000n.safetensors: in the same way, the pieces
+                             of `<parameter's name>.<what>`
     backend.json             the optimizer's steps, and the fingerprint of the initial weights
     manifest.json            sizes and CRC-32 of all of these, written last by rank 0
 
-No rank holds more than one whole tensor besides its own part, and each reads and checks its own
-pieces only, from files of any plan.
+A rank writes what it holds, without any other's part; what several ranks hold, one of them writes.
+Each reads and checks its own pieces only, from files of any plan. Whole tensors are made of them by
+an export.
 """
 
 import json
 import threading
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import or_
 from pathlib import Path
@@ -34,7 +33,8 @@ from nemorl.models.checked_files import (
     read_manifest,
     write_manifest,
 )
-from nemorl.models.tensor_files import Piece, TensorFiles, file_name, write_index, write_tensors
+from nemorl.models.hub import PIECES
+from nemorl.models.tensor_files import Piece, TensorFiles, file_name, write_tensors
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.world import World
 
@@ -43,20 +43,19 @@ KIND = "optimizer"
 """The key of STATE that names an optimizer other than AdamW."""
 BEGUN = ".begun"
 """A file by which ranks see whether they share the folder."""
-File = tuple[str, list[Piece], Iterable[Tensor]]
-"""A file's name, its pieces, and their values in the same order."""
+Pieces = tuple[list[Piece], Iterable[Tensor]]
+"""What a rank writes of tensors, and its values in the same order."""
+File = tuple[str, Pieces]
+"""A file's name, and what is in it."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is to hold, as a backend has it."""
+    """What this rank writes of a checkpoint."""
 
-    weights: Mapping[str, Tensor]
-    """By name a tensor of each one's shape and type, in the order of `gather`."""
-    gather: Callable[[], Iterable[tuple[str, Tensor]]]
-    """Returns the whole tensors; a collective call."""
-    optimizer: tuple[list[Piece], Iterable[Tensor]]
-    """This rank's pieces of the optimizer's state."""
+    weights: Pieces
+    optimizer: Pieces
+    """Of the optimizer's state."""
     write_config: Callable[[Path], None]
     """Writes the small files that go with the weights."""
     adapters: bool = False
@@ -90,13 +89,6 @@ class CheckpointWriter:
         written. `state` goes into backend.json.
         """
         self.wait()
-        tensors, lora = contents.weights, contents.adapters
-        count = 1 if lora else min(self.world.size, len(tensors))
-        names = [WEIGHTS if lora else file_name("model", index, count) for index in range(count)]
-        owners = shared_out({name: tensor.numel() for name, tensor in tensors.items()}, count)
-        pieces: list[list[Piece]] = [[] for _ in range(self.world.size)]
-        for name, tensor in tensors.items():
-            pieces[owners[name]].append(Piece.whole(name, tensor))
         with self.world.share_errors():
             if self.world.rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
@@ -104,8 +96,6 @@ class CheckpointWriter:
                     file.unlink()
                 (path / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
                 contents.write_config(path)
-                if count > 1:
-                    write_index(path, dict(zip(names, pieces, strict=False)))
                 (path / BEGUN).touch()
         with self.world.share_errors():
             # It is listed, as a look-up may be answered from a cache.
@@ -115,16 +105,16 @@ class CheckpointWriter:
                     " all machines share"
                 )
         self._path, self._written, self._error = path, {}, None
-        own, name = pieces[self.world.rank], names[min(self.world.rank, count - 1)]
-        of_optimizer = file_name("optimizer", self.world.rank, self.world.size)
+        place = self.world.rank, self.world.size
+        name = file_name("model" if self.world.size == 1 else "weights", *place)
         files: list[File] = [
-            (name, own, owned(contents.gather(), {piece.name for piece in own})),
-            (of_optimizer, *contents.optimizer),
+            (WEIGHTS if contents.adapters else name, contents.weights),
+            (file_name("optimizer", *place), contents.optimizer),
         ]
         if background:
             files = [
-                (name, pieces, [tensor.detach().to("cpu", copy=True) for tensor in values])
-                for name, pieces, values in files
+                (name, (pieces, [each.detach().to("cpu", copy=True) for each in values]))
+                for name, (pieces, values) in files
             ]
             self._thread = threading.Thread(
                 target=self._write, args=(path, files), name="checkpoint", daemon=True
@@ -163,19 +153,14 @@ class CheckpointWriter:
             self._thread.join()
 
     def _write(self, path: Path, files: list[File]) -> None:
-        for name, pieces, values in files:
-            tensors = iter(values)
-            try:
-                if pieces:
-                    self._written[name] = write_tensors(path / name, pieces, tensors)
-            except Exception as error:
-                self._error = self._error or error
-            deque(tensors, maxlen=0)  # the other ranks need this one's part of every tensor
         try:
+            for name, (pieces, values) in files:
+                if pieces:
+                    self._written[name] = write_tensors(path / name, pieces, values)
             for file in path.glob("*.json") if self.world.rank == 0 else ():
                 self._written[file.name] = checksum(file)
-        except OSError as error:
-            self._error = self._error or error
+        except Exception as error:
+            self._error = error
 
 
 class Saved:
@@ -202,7 +187,7 @@ class Saved:
         """Return the weights. Raises ValueError unless they belong to a model with `shapes`, or
         of its adapters.
         """
-        files = self.path.glob(WEIGHTS if lora else "model*.safetensors")
+        files = [self.path / WEIGHTS] if lora else saved_weights(self.path)
         stored = TensorFiles(files, self.checksums)
         if wrong := sorted({name for name, _ in stored.shapes.items() ^ shapes.items()}):
             whose, remedy = "the model", "name the model of that run"
@@ -243,11 +228,9 @@ def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     return owners
 
 
-def owned(tensors: Iterable[tuple[str, Tensor]], names: Container[str]) -> Iterator[Tensor]:
-    """Yield the tensors of some names, in order, and go through all."""
-    for name, tensor in tensors:
-        if name in names:
-            yield tensor
+def saved_weights(folder: Path) -> list[Path]:
+    """Return the files with a checkpoint's weights, whole ones or pieces."""
+    return sorted([*folder.glob("model*.safetensors"), *folder.glob(PIECES)])
 
 
 def write_model_config(model: Any, path: Path) -> None:

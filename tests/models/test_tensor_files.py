@@ -159,6 +159,28 @@ def test_any_box_is_read_from_any_pieces(tmp_path_factory, data, rows, columns):
     assert torch.equal(stored.read("x"), tensor)
 
 
+def test_a_file_may_have_several_pieces_of_a_tensor(tmp_path: Path):
+    tensor, other = torch.randn(6, 4), torch.randn(3)
+    boxes = [(slice(0, 1), slice(2, 4)), (slice(1, 5), slice(0, 4)), (slice(5, 6), slice(0, 3))]
+    rest = [(slice(0, 1), slice(0, 2)), (slice(5, 6), slice(3, 4))]
+    for index, part in enumerate((boxes, rest)):
+        pieces = [
+            Piece("x", tensor.dtype, tuple(tensor[box].shape), (box[0].start, box[1].start))
+            for box in part
+        ]
+        values = [tensor[box] for box in part]
+        if index == 0:
+            pieces.append(Piece.whole("x.exp_avg", other))
+            values.append(other)
+        write_tensors(tmp_path / f"{index}.safetensors", pieces, values)
+    stored = TensorFiles(tmp_path.glob("*.safetensors"))
+    assert stored.shapes == {"x": (6, 4), "x.exp_avg": (3,)}
+    assert torch.equal(stored.read("x"), tensor) and torch.equal(stored.read("x.exp_avg"), other)
+    assert torch.equal(stored.read("x", (0, 1), (6, 3)), tensor[:, 1:])
+    with pytest.raises(ValueError, match="x must be there in full"):
+        _ = TensorFiles([tmp_path / "0.safetensors"]).shapes
+
+
 def test_pieces_are_torchs_own_form(tmp_path: Path):
     """torch.distributed.checkpoint's reader puts them together."""
     import torch.distributed.checkpoint as dcp

@@ -11,11 +11,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nemorl.losses.types import finalize
+from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.checked_files import DamagedFile, checksum, read_manifest, write_manifest
-from nemorl.models.tensor_files import TensorFiles
+from nemorl.models.source import ModelSource
+from nemorl.models.tensor_files import TensorFiles, write_model_files
 from nemorl.parallel import checkpoint
 from nemorl.parallel.config import (
     BackendConfig,
@@ -27,6 +30,7 @@ from nemorl.parallel.config import (
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.saved import Carried, exported
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -100,6 +104,14 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     return {name: stored.read(name) for name in stored.shapes}
 
 
+def stored_bytes(folder: Path, kind: str) -> int:
+    """Of all pieces, some of which might be there twice."""
+    return sum(
+        sum(tensor.nbytes for tensor in load_file(path).values())
+        for path in folder.glob(f"{kind}*.safetensors")
+    )
+
+
 def assert_same(a: Path, b: Path, *, atol: float = 0) -> None:
     torch.testing.assert_close(contents(a), contents(b), atol=atol, rtol=0)
     assert (a / "backend.json").read_text() == (b / "backend.json").read_text()
@@ -128,23 +140,36 @@ def test_any_plan_goes_on_from_any_other(saved, name):
 def test_all_plans_write_the_same(saved):
     """Up to the order of additions in two steps. No pickle is written, and nothing twice."""
     root, (first, *others) = saved
-    whole = sum(path.stat().st_size for path in (root / first).glob("optimizer*"))
     for other in others:
         assert_same(root / first, root / other, atol=2e-4)
         assert {path.suffix for path in (root / other).iterdir()} == {".json", ".safetensors"}
-        assert sum(path.stat().st_size for path in (root / other).glob("optimizer*")) < 1.3 * whole
+        for kind in ("optimizer", "[mw]"):
+            assert stored_bytes(root / other, kind) == stored_bytes(root / first, kind)
 
 
 def test_transformers_loads_what_any_plan_wrote(saved):
+    """One process's as it is, and the export of ranks' pieces."""
     root, expected = saved
     for name in expected:
-        model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
+        folder = root / name if name == "alone" else exported(root / name)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         found = contents(root / name)
         for key, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.detach(), found[key], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["optimizer", "model"])
+def test_pieces_are_not_taken_for_a_model(saved):
+    """transformers finds none, and nemorl says what makes one."""
+    folder = saved[0] / "fsdp 3"
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    said = "checkpoint of several ranks, .*: nemorl export writes a model of them"
+    for use in (lambda: load_causal_lm(str(folder)), lambda: next(ModelSource(folder).weights())):
+        with pytest.raises(ValueError, match=said):
+            use()
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "weights"])
 def test_each_rank_writes_its_share(saved, kind):
     sizes = {
         path.name: path.stat().st_size
@@ -174,6 +199,26 @@ def test_adapters_and_untied_embeddings_go_from_plan_to_plan(tmp_path: Path, ran
         for other in names:
             assert found[other] == pytest.approx(expected[other], rel=5e-7)
             assert_same(tmp_path / other, tmp_path / f"{other} by {name}")
+
+
+def largest_calls(root: Path, name: str) -> tuple[int, int]:
+    """The bytes of the largest collective call of a save, and of an export."""
+    made = backend(root / "model", PLANS[name])
+    step(made)
+    with Carried() as saving:
+        made.save_checkpoint(root / name)
+    with Carried() as exporting:
+        all(True for _ in made.weights())
+    return saving.most, exporting.most
+
+
+@pytest.mark.parametrize("name", ["fsdp 3", "fsdp 2 x tp 2"])
+def test_no_rank_gathers_what_others_write(tmp_path: Path, name):
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    tiny_model(scale=2.0, **sizes).save_pretrained(tmp_path / "model")
+    count = ParallelPlan(**PLANS[name]).num_ranks
+    for saving, exporting in run_ranks(count, largest_calls, tmp_path, name):
+        assert saving < 16_384 < exporting
 
 
 def meet_damage(root: Path, file: str) -> str:
@@ -213,7 +258,7 @@ def test_damage_that_one_rank_meets_at_once_is_raised_by_all(tmp_path: Path):
     assert first == second and re.fullmatch("rank 1 of 2 on .*: cut", first)
 
 
-@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.parametrize("kind", ["weights", "optimizer"])
 def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path: Path, kind):
     """And then all of them can load another checkpoint."""
     tiny_model().save_pretrained(tmp_path / "model")
@@ -300,6 +345,23 @@ def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
         "model.safetensors",
         "optimizer.safetensors",
     ]
+
+
+def test_whole_tensors_of_ranks_load_as_before(tmp_path: Path):
+    """In the files of earlier versions."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    made = backend(tmp_path / "model", {})
+    step(made)
+    made.save_checkpoint(tmp_path / "saved")
+    expected = {name: tensor.clone() for name, tensor in made.weights()}
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    write_model_files(tmp_path / "saved", expected.items(), max_bytes=20_000)
+    files = [path for path in (tmp_path / "saved").iterdir() if path.name != "manifest.json"]
+    assert sum(path.name.startswith("model-0") for path in files) > 1
+    write_manifest(tmp_path / "saved", {path.name: checksum(path) for path in files})
+    step(made)
+    made.load_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in made.weights())
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):

@@ -35,6 +35,7 @@ from nemorl.parallel.megatron.backend import source_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms import preference_loss, sft
 from tests.parallel.batches import DEVICE, nll_loss, random_batch
+from tests.parallel.saved import exported
 from tests.parallel.test_training_conformance import ATOL, LAYOUTS, LENGTHS
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_critic, tiny_model
@@ -244,7 +245,7 @@ def test_values_on_ranks_are_those_of_one_process(plan, tmp_path):
     alone = outcome(critic_of(ModelConfig(path=str(folder))))
     for found in run_ranks(2, sharded_outcome, folder, plan):
         close(found, alone)
-    saved = AutoModelForTokenClassification.from_pretrained(tmp_path / f"saved-{plan}")
+    saved = AutoModelForTokenClassification.from_pretrained(exported(tmp_path / f"saved-{plan}"))
     torch.testing.assert_close(dict(saved.named_parameters()), found["weights"], atol=0, rtol=0)
 
 

@@ -259,7 +259,8 @@ class DTensorBackend(Accumulating):
         self._away.take(x for x in tensors if storage_of(x) not in others)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
+        """Write this rank's pieces of the weights, or rank 0 the adapters, and of the optimizer's
+        state. What a process by itself writes `transformers` (with LoRA: PEFT) loads.
 
         Every other plan can resume from it.
 

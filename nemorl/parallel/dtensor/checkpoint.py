@@ -1,19 +1,18 @@
 """What checkpoints of DTensors hold, and how a model and its optimizer are filled from them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemorl.models.adapters import full_tensor, has_adapters, live_tensors
-from nemorl.models.stored import as_stored, shapes_of, stored_names
+from nemorl.models.stored import shapes_of, stored_names
 from nemorl.models.tensor_files import Piece, TensorFiles
 from nemorl.parallel.checkpoint import Contents, Saved, write_model_config
 from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_adapter_config
 from nemorl.parallel.dtensor.optimizers import AdamW8bit, Optimizers
-from nemorl.parallel.dtensor.pieces import fill, own_part, replicas
+from nemorl.parallel.dtensor.pieces import fill, own_pieces
 from nemorl.parallel.world import World
 
 
@@ -78,49 +77,40 @@ def _load_8bit(part: AdamW8bit, names: Mapping[nn.Parameter, str], stored: Tenso
 
 
 def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Contents:
-    """Return a checkpoint's contents of a model, or its adapters, and their optimizer."""
+    """Return a checkpoint's contents of a model, or its adapters, and their optimizer; of adapters
+    a collective call.
+    """
     lora = has_adapters(model)
-    tensors = adapter_tensors(model) if lora else live_tensors(model)
-    names = {} if lora else stored_names(model)
-    outlines = [
-        (name, torch.empty(x.shape, dtype=x.dtype, device="meta")) for name, x in tensors.items()
-    ]
     return Contents(
-        weights=dict(as_stored(outlines, names)),
-        gather=lambda: as_stored(_whole(tensors), names),
-        optimizer=_pieces(model, optimizer, world),
+        weights=_adapters(model, world)
+        if lora
+        else own_pieces(live_tensors(model), world, stored_names(model)),
+        optimizer=own_pieces(_state(model, optimizer), world),
         write_config=partial(write_adapter_config if lora else write_model_config, model),
         adapters=lora,
     )
 
 
-def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items():
-        yield name, full_tensor(tensor.detach())
-
-
-def _pieces(
-    model: nn.Module, optimizer: Optimizers, world: World
-) -> tuple[list[Piece], list[Tensor]]:
-    """Return this rank's pieces of the optimizer's state. Ranks with the same take turns.
-
-    In the order of its parameters: its own table has another one after a load.
-    """
-    names = {id(parameter): name for name, parameter in live_tensors(model).items()}
+def _adapters(model: nn.Module, world: World) -> tuple[list[Piece], list[Tensor]]:
+    """Return PEFT's matrices, which rank 0 writes whole; a collective call."""
     pieces: list[Piece] = []
     values: list[Tensor] = []
-    entries = [
-        (f"{names[id(parameter)]}.{what}", tensor)
+    for name, tensor in adapter_tensors(model).items():
+        whole = full_tensor(tensor.detach())
+        if world.rank == 0:
+            pieces.append(Piece.whole(name, whole))
+            values.append(whole)
+    return pieces, values
+
+
+def _state(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
+    """Return the optimizer's state by `<parameter's name>.<what>`, in the order of its parameters:
+    its own table has another one after a load.
+    """
+    names = {id(parameter): name for name, parameter in live_tensors(model).items()}
+    return {
+        f"{names[id(parameter)]}.{what}": tensor
         for group in optimizer.param_groups
         for parameter in group["params"]
         for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
-    ]
-    for number, (name, tensor) in enumerate(entries):
-        local, offsets = own_part(tensor)
-        copies, this = world.size, world.rank
-        if isinstance(tensor, DTensor):
-            copies, this = replicas(tensor)
-        if local.numel() and this == number % copies:
-            pieces.append(Piece(name, local.dtype, tuple(local.shape), offsets))
-            values.append(local)
-    return pieces, values
+    }

@@ -1,6 +1,6 @@
 """A rank's own piece of a tensor that ranks share."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,8 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nemorl.models.stored import Stored, as_live
-from nemorl.models.tensor_files import TensorFiles
+from nemorl.models.stored import Stored, as_live, of_experts
+from nemorl.models.tensor_files import Piece, TensorFiles
+from nemorl.parallel.checkpoint import shared_out
+from nemorl.parallel.world import World
 
 NOTHING: Stored = {}
 
@@ -36,6 +38,52 @@ def replicas(tensor: DTensor) -> tuple[int, int]:
             size = tensor.device_mesh.size(axis)
             count, this = count * size, this * size + tensor.device_mesh.get_local_rank(axis)
     return count, this
+
+
+def own_pieces(
+    tensors: Mapping[str, Tensor], world: World, stored: Stored = NOTHING
+) -> tuple[list[Piece], list[Tensor]]:
+    """Return the pieces of tensors that this rank writes, and their values. Ranks with the same
+    piece share the work.
+
+    stored: tensors that files are to have otherwise.
+    """
+    pieces: list[Piece] = []
+    values: list[Tensor] = []
+    ours = _ours(tensors, world)
+    for name, tensor in tensors.items():
+        local, offsets = own_part(tensor)
+        if name not in ours or not local.numel():
+            continue
+        groups = stored.get(name, ((name,),))
+        if groups == ((groups[0][0],),):
+            pieces.append(Piece(groups[0][0], local.dtype, tuple(local.shape), offsets))
+            values.append(local)
+            continue
+        assert local.shape[1:] == tensor.shape[1:]  # FSDP2 cuts the first dimension
+        for expert, matrix in of_experts(groups, local, offsets[0]):
+            pieces.append(Piece.whole(expert, matrix))
+            values.append(matrix)
+    return pieces, values
+
+
+def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
+    """Return the tensors of whose part this rank, of all that hold it, is the one that writes."""
+    sizes: dict[Hashable, dict[str, int]] = {}
+    places: dict[Hashable, tuple[int, int]] = {}
+    for name, tensor in tensors.items():
+        where: Hashable = None
+        place = world.size, world.rank
+        if isinstance(tensor, DTensor):
+            replicated = tuple(isinstance(each, Replicate) for each in tensor.placements)
+            where, place = (tensor.device_mesh, replicated), replicas(tensor)
+        sizes.setdefault(where, {})[name] = tensor.numel()
+        places[where] = place
+    found = set()
+    for where, (count, this) in places.items():
+        owners = shared_out(sizes[where], count)
+        found |= {name for name, owner in owners.items() if owner == this}
+    return found
 
 
 def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING) -> Tensor:

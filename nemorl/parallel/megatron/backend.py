@@ -50,7 +50,8 @@ from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
-from nemorl.parallel.megatron.moments import fill_moments, moments
+from nemorl.parallel.megatron.moments import fill_moments, own_moments
+from nemorl.parallel.megatron.pieces import own_boxes, own_weights
 from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
@@ -121,7 +122,7 @@ class MegatronBackend(Accumulating):
         source = source_of(config, self._given)
         if self.world.rank == 0:
             warn_of_unused(source.unused)
-        self._model, self._tensors = source.model, source.tensors
+        self._model = source.model
         hf = self._model.config
         check_training(config, hf, self.world.plan, limits)
         self._pipeline = Pipeline(self.world, config.trainer, hf)
@@ -255,7 +256,7 @@ class MegatronBackend(Accumulating):
         return self.optimizer.gathered(parameter, main)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write a folder that `transformers` loads, with the optimizer's state.
+        """Write this rank's pieces of the weights and of the optimizer's state.
 
         Every other plan can resume from it, and the dtensor backend.
 
@@ -263,10 +264,12 @@ class MegatronBackend(Accumulating):
         """
         self._require_training()
         assert self._writer is not None
-        weights = {name: self._tensors[name] for name in self.conversion.order()}
-        parts = self._stages, self.optimizer, self.conversion, self.world
-        write = partial(write_model_config, self._model)
-        contents = Contents(weights, self.weights, moments(*parts, step=self.step), write)
+        boxes = own_boxes(self._stages, self.optimizer, self.conversion)
+        contents = Contents(
+            weights=own_weights(boxes, self.optimizer),
+            optimizer=own_moments(boxes, self.optimizer, self.step),
+            write_config=partial(write_model_config, self._model),
+        )
         state = {"step": self.step, "base": self._base}
         self._writer.save(contents, path, state=state, background=background)
 

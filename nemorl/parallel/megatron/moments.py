@@ -1,51 +1,39 @@
-"""AdamW's state of a rank of megatron-core, as whole tensors in a checkpoint and back."""
+"""AdamW's state of a rank of megatron-core, into a checkpoint and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nemorl.models.tensor_files import Piece, TensorFiles
-from nemorl.parallel.checkpoint import owned, shared_out
-from nemorl.parallel.world import World
+from nemorl.parallel.checkpoint import Pieces
 
 if TYPE_CHECKING:
     from nemorl.parallel.megatron.optimizer import ShardedAdamW
+    from nemorl.parallel.megatron.pieces import Box
     from nemorl.parallel.megatron.weights import Conversion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter, besides its number of steps."""
 
 
-def moments(
-    stages: Any, optimizer: ShardedAdamW, conversion: Conversion, world: World, *, step: int
-) -> tuple[list[Piece], Iterable[Tensor]]:
-    """Return this rank's share of AdamW's state, whole tensors under Hugging Face names."""
+def own_moments(boxes: list[Box], optimizer: ShardedAdamW, step: int) -> Pieces:
+    """Return the pieces of AdamW's state that this rank writes, under Hugging Face names."""
     if not step:
         return [], ()
-
-    def moment(what: str, name: str) -> Tensor:
-        parameter = stages.get_parameter(name)
-        return optimizer.gathered(parameter, optimizer.state(parameter).get(what))
-
-    shapes = conversion.shapes
-    owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, world.size)
-    own = [name for name in conversion.order() if owners[name] == world.rank]
     pieces = [
-        Piece(f"{name}.{what}", torch.float32, shapes[name], (0,) * len(shapes[name]))
-        for what in MOMENTS
-        for name in own
+        replace(box.piece, name=f"{box.piece.name}.{what}") for what in MOMENTS for box in boxes
     ]
-    pieces += [Piece(f"{name}.step", torch.float32, (), ()) for name in own]
-    whole = (conversion.whole(partial(moment, what)) for what in MOMENTS)
-    steps = [torch.tensor(float(step))] * len(own)
-    return pieces, chain(*(owned(each, own) for each in whole), steps)
+    # Each tensor has one box that begins at its first number.
+    begun = [box.piece.name for box in boxes if not any(box.piece.offsets)]
+    pieces += [Piece(f"{name}.step", torch.float32, (), ()) for name in begun]
+    values = (box.of(optimizer.state(box.parameter)[what]) for what in MOMENTS for box in boxes)
+    return pieces, chain(values, [torch.tensor(float(step))] * len(begun))
 
 
 def fill_moments(

@@ -140,6 +140,10 @@ class Conversion:
             dict.fromkeys(name for each in stages for entry in each for name in entry.names)
         )
 
+    def is_copy(self, name: str) -> bool:
+        """Return whether a parameter is the last stage's copy of a tied embedding."""
+        return name.endswith(HEAD) and "lm_head.weight" not in self.shapes
+
     def own(self, entry: Entry, read: Read) -> Tensor:
         """Return this rank's part of a parameter."""
         tp, rank = self.world.plan.tp, self.world.tp_rank
@@ -186,7 +190,7 @@ class Conversion:
             rank = stage % world.plan.pp
             here = rank == world.pp_rank and expert_rank in (None, world.ep_rank)
             for name, entry in entries.items():
-                if stage and entry.names[0] == "model.embed_tokens.weight":
+                if self.is_copy(name):
                     continue
                 wholes: list[Tensor | None] = [None] * len(entry.names)
                 if here:

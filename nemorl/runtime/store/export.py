@@ -14,6 +14,7 @@ from nemorl.models.adapters import WEIGHTS, base_of, merge_folder, merged_tensor
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import CONFIG, copy_code
 from nemorl.models.tensor_files import TensorFiles, write_model_files
+from nemorl.parallel.checkpoint import saved_weights
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import version_of
@@ -106,11 +107,11 @@ def _write_merged(
 def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
     """Write weights tensor by tensor; their files are checked while they are read."""
     checksums = checkpoint.verify(saved.parent, largest=checkpoint.SMALL)
-    files = sorted(saved.glob("model*.safetensors"))
+    files = saved_weights(saved)
     if not files or not (saved / "config.json").exists():
         raise ValueError(
-            f"the checkpoint must hold config.json and model*.safetensors, but {saved} does not:"
-            " its training backend has a form of its own, which that must export itself"
+            f"the checkpoint must hold config.json and safetensors of weights, but {saved} does"
+            " not: its training backend has a form of its own, which that must export itself"
         )
     stored = TensorFiles(files, {file.name: checksums[file] for file in files})
     with replacing(directory) as aside:

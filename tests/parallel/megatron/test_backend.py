@@ -18,6 +18,7 @@ from nemorl.parallel.measure import flops_per_step, segment_lengths
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.saved import Carried
 from tests.parallel.test_tokens import grouped
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
@@ -118,6 +119,26 @@ def test_experts_go_on_with_a_checkpoint(tmp_path: Path):
     for losses, after in ends[1:]:
         assert losses == pytest.approx(ends[0][0], abs=1e-6)
         torch.testing.assert_close(after, ends[0][1], atol=2e-6, rtol=0)
+
+
+def largest_calls(way: str, folder: Path) -> tuple[int, int]:
+    """The bytes of the largest collective call of a save, and of an export."""
+    backend = start(way, folder / "model")
+    train(backend, 0)
+    with Carried() as saving:
+        backend.save_checkpoint(folder / "saved")
+    with Carried() as exporting:
+        all(True for _ in backend.weights())
+    backend.shutdown()
+    return saving.most, exporting.most
+
+
+@pytest.mark.parametrize("way", ["tp 2", "pp 2", "dp 2 in bfloat16", "ep 2"])
+def test_no_rank_gathers_what_others_write(way: str, tmp_path: Path):
+    kind = "qwen3_moe" if way == "ep 2" else "qwen3"
+    tiny_model(kind, hidden_size=256, intermediate_size=256).save_pretrained(tmp_path / "model")
+    for saving, exporting in run_ranks(2, largest_calls, way, tmp_path):
+        assert saving < 16_384 < exporting
 
 
 def of_experts(folder: Path) -> Tensor:

@@ -20,6 +20,7 @@ from tests.parallel.parity.cases import Case
 from tests.parallel.parity.compare import verdict
 from tests.parallel.parity.golden import Problem
 from tests.parallel.parity.run import run_chunk
+from tests.parallel.saved import exported
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS, OTHERS, tiny_model
 
@@ -47,7 +48,7 @@ def test_values_gradients_and_weights_are_plain_pytorchs(kind: str):
         assert verdict(case, found) == (True, ""), case
 
 
-def exported(way: str, model: Path, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+def trained(way: str, model: Path, folder: Path) -> tuple[dict[str, Tensor], Tensor]:
     backend = start(way, model)
     train(backend, 0)
     backend.save_checkpoint(folder)
@@ -58,10 +59,10 @@ def exported(way: str, model: Path, folder: Path) -> tuple[dict[str, Tensor], Te
 
 @pytest.mark.parametrize("way", ["tp 2", "pp 2"])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_checkpoint_is_a_folder_of_transformers(kind: str, way: str, tmp_path: Path):
+def test_transformers_loads_the_export_of_a_checkpoint(kind: str, way: str, tmp_path: Path):
     tiny_model(kind, scale=3.0, tied=False).save_pretrained(tmp_path / "model")
-    held, expected = run_ranks(2, exported, way, tmp_path / "model", tmp_path / "saved")[0]
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    held, expected = run_ranks(2, trained, way, tmp_path / "model", tmp_path / "saved")[0]
+    read = AutoModelForCausalLM.from_pretrained(exported(tmp_path / "saved")).eval()
     assert {name: x.shape for name, x in held.items()} == {
         name: x.shape for name, x in read.state_dict().items()
     }

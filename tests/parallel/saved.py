@@ -1,0 +1,35 @@
+"""What checkpoints of ranks are checked with."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nemorl.models.checked_files import MANIFEST, checksum, write_manifest
+from nemorl.runtime.store.export import write_checkpoint
+from tests.tiny_models import tiny_tokenizer
+
+
+def exported(folder: Path) -> Path:
+    """What `nemorl export` makes of a backend's folder, as it is in a checkpoint of a run."""
+    around = folder.with_name(f"{folder.name}, exported")
+    shutil.copytree(folder, around / "policy")
+    name = f"policy/{MANIFEST}"
+    write_manifest(around, {name: checksum(around / name)})
+    write_checkpoint(around / "hf", around / "policy", tiny_tokenizer())
+    return around / "hf"
+
+
+class Carried(TorchDispatchMode):
+    """Notes the bytes of the largest collective call in its block."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.most = max(self.most, *(tensor.nbytes for tensor in tensors), 0)
+        return func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from nemorl.data.example import Example
 from nemorl.data.padding import pad, round_up
+from nemorl.data.routes import RankRoutes
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import PerToken, TokenIds, TokenMask, register_pytree
 
@@ -41,10 +42,13 @@ class TokenBatch:
     reference_logprobs: PerToken | None = None
     policy_versions: Int[Tensor, "batch seq"] | None = None
     """Version of the weights that sampled each token; -1 off the sampler's tokens."""
-    routed_experts: Int[Tensor, "batch seq layers topk"] | None = None
+    routed_experts: Int[Tensor, "batch seq layers topk"] | RankRoutes | None = None
     """The experts that the sampler chose for each token, for `trainer.router_replay`; -1 where the
     trainer's router chooses: off the sampler's tokens, and for the last one, which it only drew.
+    One of several ranks gets those of its own tokens and layers.
     """
+    route_ids: Int[Tensor, "batch seq"] | None = None
+    """In microbatches of a rank with some of the layers: equal where the experts of all are."""
     logprob_kind: LogprobKind = LogprobKind()
     """The distribution of all logprob arrays, also of the ones that the trainer computes."""
 
@@ -68,7 +72,7 @@ DTYPES = {
     "policy_versions": torch.int64,
     "routed_experts": torch.int16,
 }
-FREE = {"policy_versions": -1, "routed_experts": -1}
+FREE = {"policy_versions": -1, "routed_experts": -1, "route_ids": -1}
 """What stands in free places, if not 0."""
 register_pytree(TokenBatch, constant="logprob_kind")
 

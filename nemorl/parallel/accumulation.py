@@ -20,6 +20,7 @@ from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
 from nemorl.models.causal_lm import is_scalar
 from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, of_step
 from nemorl.parallel.optimizer import learning_rate, require_finite
 from nemorl.parallel.profiling import profiled
@@ -50,6 +51,16 @@ class Accumulating(ABC):
     @abstractmethod
     def model(self) -> Any:
         """The model that trains. Raises RuntimeError before `setup` and after `shutdown`."""
+
+    @property
+    @abstractmethod
+    def cutting(self) -> Cutting:
+        """How batches are cut."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the number of this rank's rows, and its place in the pipeline."""
+        return self.world.data_rank, self.world.pp_rank
 
     @abstractmethod
     def _compute(

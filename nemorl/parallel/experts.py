@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
+from nemorl.data.routes import RankRoutes
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import num_experts
 
@@ -111,6 +112,8 @@ def with_routes(batch: TokenBatch, config: Any, *, layers: int, replay: bool) ->
     if not replay:
         return replace(batch, routed_experts=None)
     experts, field = batch.routed_experts, "routed_experts"
+    if isinstance(experts, RankRoutes):
+        return batch  # checked where it was cut
     require(
         experts is not None,
         field,

@@ -1,18 +1,22 @@
 """How a batch is cut into packed rows, ranks and microbatches, and put together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.data.batch import TokenBatch, each_array, take
 from nemorl.data.packing import Plan, pack, pack_plan, unpack
+from nemorl.data.routes import RankRoutes
 from nemorl.data.sharding import shard_by_rank, split, split_microbatches
 from nemorl.data.transfer import to_device
 from nemorl.parallel.config import MICRO_BATCH_TOKENS, TrainerConfig
+from nemorl.parallel.experts import with_routes
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.tokens import once
 
 
@@ -37,7 +41,26 @@ class Layout:
         padding = each_array(
             self.rows, lambda values, free: values.new_full((*size, *values.shape[2:]), free)
         )
-        return tuple(part if rows else padding for part, rows in zip(found, plan, strict=True))
+        parts = tuple(part if rows else padding for part, rows in zip(found, plan, strict=True))
+        routes = self.rows.routed_experts
+        if not isinstance(routes, RankRoutes):
+            return parts
+        if routes.cut != self.plans(rank):
+            raise RuntimeError(
+                "ranks must cut a batch as its sender does, but they cut it otherwise"
+            )
+        return tuple(_placed(routes, parts))
+
+    def plans(self, rank: int) -> tuple[Plan | None, Plan]:
+        """Return what says which tokens a rank has, and in which order."""
+        return self.packing, self.microbatches[rank]
+
+    def experts(self, rank: int) -> Int[Tensor, "tokens layers topk"]:
+        """Return the experts of a rank's tokens, in the order of `RankRoutes`."""
+        own = torch.tensor([row for part in self.microbatches[rank] for row in part]).long()
+        experts, segments = self.rows.routed_experts, self.rows.segment_ids.cpu()
+        assert isinstance(experts, Tensor)
+        return experts.cpu()[own][segments[own] > 0]
 
     def place(
         self, values: Sequence[Shaped[Tensor, "_ _"]], rank: int = 0
@@ -59,6 +82,86 @@ class Layout:
         if self.packing is not None:
             return unpack(placed, self.packing, self.lengths, length=self.width)
         return pad(placed, (0, self.width - placed.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """How a training backend cuts batches. The driver of its ranks cuts them alike, to send each
+    rank the experts of its own tokens and layers.
+    """
+
+    trainer: TrainerConfig
+    plan: ParallelPlan
+    model: Any
+    """Hugging Face's configuration."""
+    layers: int
+    """With experts."""
+
+    def layout(self, batch: TokenBatch, *, replay: bool = True) -> Layout:
+        """Return the batch's layout on the ranks; its routes are kept only to replay them.
+
+        Raises: ValueError for routes that are missing, or another model's.
+        """
+        replay = replay and self.trainer.router_replay
+        return cut(
+            with_routes(batch, self.model, layers=self.layers, replay=replay),
+            self.trainer,
+            num_ranks=self.plan.data_ranks,
+            multiple_of=self.plan.row_multiple,
+            min_microbatches=self.plan.min_microbatches,
+        )
+
+    def own_layout(self, batch: TokenBatch, place: tuple[int, int], *, replay: bool) -> Layout:
+        """Return the batch's layout with the routes of a rank, by its data rank and its place in
+        the pipeline, alone.
+        """
+        layout = self.layout(batch, replay=replay)
+        if isinstance(layout.rows.routed_experts, Tensor):
+            (routes,) = self._routes(layout, place[0], [place[1]])
+            layout = replace(layout, rows=replace(layout.rows, routed_experts=routes))
+        return layout
+
+    def routes(self, batch: TokenBatch) -> dict[tuple[int, int], RankRoutes]:
+        """Return what each rank gets of a batch's routes, by its data rank and its place in the
+        pipeline.
+        """
+        layout, found = self.layout(batch), dict[tuple[int, int], RankRoutes]()
+        for rank in range(self.plan.data_ranks):
+            for pp_rank, routes in enumerate(self._routes(layout, rank, range(self.plan.pp))):
+                found[rank, pp_rank] = routes
+        return found
+
+    def _routes(self, layout: Layout, rank: int, pp_ranks: Sequence[int]) -> Iterator[RankRoutes]:
+        experts, plan = layout.experts(rank), self.plan
+        ids = None if plan.pp == 1 else _ids(experts)
+        for pp_rank in pp_ranks:
+            stages = plan.stage_layers(self.layers)[pp_rank :: plan.pp]
+            layers = [layer for stage in stages for layer in stage]
+            own = experts if plan.pp == 1 else experts[:, layers]
+            yield RankRoutes(own, ids, layout.plans(rank))
+
+
+def _ids(experts: Int[Tensor, "tokens layers topk"]) -> Int[Tensor, "tokens"]:
+    """Number different experts of a token in the order of their bytes, in which `once` sorts."""
+    found = [token.tobytes() for token in experts.flatten(1).numpy()]
+    number = {token: index for index, token in enumerate(sorted(set(found)))}
+    return torch.tensor([number[token] for token in found], dtype=torch.int32)
+
+
+def _placed(routes: RankRoutes, parts: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
+    """Yield a rank's microbatches with their routes."""
+    real = [part.segment_ids.cpu() > 0 for part in parts]
+    sizes = [int(each.sum()) for each in real]
+    experts = routes.experts.split(sizes)
+    ids = [None] * len(sizes) if routes.ids is None else routes.ids.split(sizes)
+    for part, mask, own, numbers in zip(parts, real, experts, ids, strict=True):
+        placed = own.new_full((*mask.shape, *own.shape[1:]), -1)
+        placed[mask] = own
+        by_id = None
+        if numbers is not None:
+            by_id = numbers.new_full(mask.shape, -1)
+            by_id[mask] = numbers
+        yield replace(part, routed_experts=placed, route_ids=by_id)
 
 
 def cut(

@@ -154,6 +154,17 @@ def split_work(
     )
 
 
+def _comparable_routes(batch: TokenBatch) -> np.ndarray | None:
+    """Return bytes per token that are equal where its experts are; None without experts."""
+    if batch.route_ids is not None:  # bytes in the order of the numbers
+        return batch.route_ids.cpu().flatten().numpy().astype(">i4")[:, None].view(np.uint8)
+    if batch.routed_experts is None:
+        return None
+    assert isinstance(batch.routed_experts, Tensor)
+    routed = batch.routed_experts.cpu().flatten(0, 1).flatten(1).contiguous()
+    return routed.numpy().view(np.uint8)
+
+
 def shift(values: Tensor) -> Tensor:
     """Return at each token the next one's value; 0 at the last."""
     return pad(values[:, 1:], (0, 1))
@@ -174,9 +185,8 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     ([0, 1, 2, 5], [0, 1, 2, 0, 1, 3])
     """
     alike = batch.input_ids.cpu().flatten()[:, None].numpy().view(np.uint8)
-    if batch.routed_experts is not None:
-        routed = batch.routed_experts.cpu().flatten(0, 1).flatten(1).contiguous().numpy()
-        alike = np.concatenate((alike, routed.view(np.uint8)), axis=1)
+    if (routes := _comparable_routes(batch)) is not None:
+        alike = np.concatenate((alike, routes), axis=1)
     owner, real = np.arange(len(alike)), (batch.segment_ids.cpu() > 0).flatten().numpy()
     begins, lengths = (found.tolist() for found in begins_and_lengths(batch.segment_ids.cpu()))
     spans = [slice(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]

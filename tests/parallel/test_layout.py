@@ -1,12 +1,19 @@
 """However a batch is cut, every token is somewhere once, and comes back to its place."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nemorl.data.batch import TokenBatch
+from nemorl.data.routes import RankRoutes
 from nemorl.parallel.config import TrainerConfig
-from nemorl.parallel.layout import cut
+from nemorl.parallel.layout import Cutting, cut
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.tokens import once
 from tests.parallel.batches import random_batch
 
 LAYOUTS = [
@@ -80,3 +87,79 @@ def test_without_settings_a_forward_pass_has_a_limit(monkeypatch: pytest.MonkeyP
     assert sizes(random_batch([10] * 9)) == [(4, 10), (4, 10), (1, 10)]
     assert sizes(random_batch([10] * 9), train_micro_batch_size=9) == [(9, 10)]
     assert sorted(sizes(random_batch([50, 10]))) == [(1, 10), (1, 50)]
+
+
+LAYERS, TOPK = 4, 2
+MODEL = SimpleNamespace(num_experts_per_tok=TOPK, num_local_experts=128)
+PLANS = [
+    ParallelPlan(dp_shard=1),
+    ParallelPlan(dp_shard=2),
+    ParallelPlan(dp_shard=2, pp=2),
+    ParallelPlan(dp_shard=1, pp=2, vpp=2),
+    ParallelPlan(dp_shard=3, tp=2, pp=4),
+]
+
+
+def cutting(plan: ParallelPlan, **trainer: object) -> Cutting:
+    settings = TrainerConfig(router_replay=True, **trainer)
+    return Cutting(trainer=settings, plan=plan, model=MODEL, layers=LAYERS)
+
+
+def with_experts(batch: TokenBatch, *, few: bool = False) -> TokenBatch:
+    """`few`: so that the tokens of a prompt have some of them in common."""
+    generator = torch.Generator().manual_seed(1)
+    shape = *batch.input_ids.shape, LAYERS, TOPK
+    experts = torch.randint(-1, 1 if few else 128, shape, generator=generator)
+    return replace(batch, routed_experts=experts.to(torch.int16))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    layout=st.sampled_from(LAYOUTS),
+    plan=st.sampled_from(PLANS),
+)
+def test_ranks_are_sent_the_routes_of_their_own_tokens_and_layers(lengths, layout, plan):
+    batch, cuts = with_experts(random_batch(lengths)), cutting(plan, **layout)
+    sent, whole = cuts.routes(batch), cuts.layout(batch)
+    assert list(sent) == [(rank, at) for rank in range(plan.data_ranks) for at in range(plan.pp)]
+    numbers = sum(routes.experts.numel() for routes in sent.values())
+    assert numbers == sum(lengths) * LAYERS * TOPK, "each number is sent once, and no padding"
+    without = replace(batch, routed_experts=None)
+    for (rank, pp_rank), routes in sent.items():
+        arrived = replace(without, routed_experts=routes)
+        stages = plan.stage_layers(LAYERS)[pp_rank :: plan.pp]
+        layers = [layer for stage in stages for layer in stage]
+        for given_ in (arrived, batch):  # what the driver has sent, and what is cut here
+            parts = cuts.own_layout(given_, (rank, pp_rank), replay=True).parts(rank)
+            for part, before in zip(parts, whole.parts(rank), strict=True):
+                real = before.segment_ids > 0
+                expected = before.routed_experts[:, :, layers]
+                assert torch.equal(part.routed_experts[real], expected[real])
+                assert (part.routed_experts[~real] == -1).all()
+    assert cuts.own_layout(arrived, (rank, 0), replay=False).rows.routed_experts is None
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_stages_share_the_tokens_that_whole_routes_let_them_share(pp: int):
+    """Experts that differ in one stage alone keep prompts apart in the other, too."""
+    prompt = random_batch([12]).input_ids.expand(8, 12)
+    batch = replace(random_batch([12] * 8), input_ids=prompt)
+    batch = with_experts(batch, few=True)
+    batch.routed_experts[:4, :6] = batch.routed_experts[:1, :6]
+    cuts = cutting(ParallelPlan(dp_shard=1, pp=pp))
+    (expected,) = map(once, cuts.layout(batch).parts())
+    assert expected is not None and 12 < len(expected[0]) < 8 * 12
+    for place, routes in cuts.routes(batch).items():
+        assert (routes.ids is None) == (pp == 1)
+        arrived = replace(batch, routed_experts=routes)
+        (found,) = map(once, cuts.own_layout(arrived, place, replay=True).parts())
+        assert found is not None and all(map(torch.equal, found, expected))
+
+
+def test_routes_of_another_layout_are_refused():
+    batch, cuts = with_experts(random_batch([5, 7])), cutting(ParallelPlan(dp_shard=2))
+    routes = cuts.routes(batch)[1, 0]
+    assert isinstance(routes, RankRoutes)
+    arrived = replace(batch, routed_experts=routes)
+    with pytest.raises(RuntimeError, match="ranks must cut a batch as its sender does"):
+        cuts.own_layout(arrived, (0, 0), replay=True).parts(0)

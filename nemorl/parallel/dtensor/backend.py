@@ -47,10 +47,10 @@ from nemorl.parallel.dtensor.shared_base import (
     share_base,
     storage_of,
 )
-from nemorl.parallel.experts import require_one_batch, with_routes
+from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
-from nemorl.parallel.layout import Layout, cut
+from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
@@ -194,6 +194,12 @@ class DTensorBackend(Accumulating):
         self._away.restore()
         return super().forward_backward(batch, loss_fn)
 
+    @property
+    def cutting(self) -> Cutting:
+        hf, layers = self._loaded().config, len(self._mixtures.blocks)
+        trainer = self.config.trainer
+        return Cutting(trainer=trainer, plan=self.world.plan, model=hf, layers=layers)
+
     def _gradients(
         self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
     ) -> tuple[Metrics, Tensor]:
@@ -205,7 +211,8 @@ class DTensorBackend(Accumulating):
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         forward = partial(_forward, model, config=self.config, world=world)
-        parts = _cut(self, batch, replay=True).parts(world.data_rank)
+        layout = self.cutting.own_layout(batch, self.place, replay=True)
+        parts = layout.parts(world.data_rank)
         with gathering(model), self._mixtures.watched():
             _balance(self, batch, parts, forward)
             for part in parts:
@@ -311,7 +318,8 @@ class DTensorBackend(Accumulating):
         was_training = model.training
         model.eval()
         # The reference model's routers choose by themselves: the sampler's were others.
-        layout, rank = _cut(self, batch, replay=not reference), self.world.data_rank
+        layout = self.cutting.own_layout(batch, self.place, replay=not reference)
+        rank = self.world.data_rank
         special = adapters_off(model) if reference else self._mixtures.watched()
         with torch.no_grad(), gathering(model), special:
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
@@ -335,7 +343,7 @@ def _work(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> Work:
 def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[TokenBatch, Work]:
     """Return the microbatch that is computed next and its work, on the device."""
     work, mixtures = _work(backend, part, wanted), backend._mixtures
-    rows = replace(part, routed_experts=None)
+    rows = replace(part, routed_experts=None, route_ids=None)
     moved = to_device((rows, work, mixtures.tokens(part, work)), backend.device)
     mixtures.follow(moved[2])
     return moved[:2]
@@ -416,14 +424,6 @@ def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
         yield from backend._reference.parameters()
     if not keep_weights:
         yield from parameters
-
-
-def _cut(backend: DTensorBackend, batch: TokenBatch, *, replay: bool) -> Layout:
-    """Return the batch's layout on the ranks; its routes are kept only to `replay` them."""
-    plan, trainer = backend.world.plan, backend.config.trainer
-    layers, replay = len(backend._mixtures.blocks), trainer.router_replay and replay
-    batch = with_routes(batch, backend.model.config, layers=layers, replay=replay)
-    return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
 
 def _forward(

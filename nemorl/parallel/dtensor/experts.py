@@ -93,6 +93,7 @@ class Mixtures:
         if not self.blocks:
             return None
         copies, given = work.copies(part.segment_ids.cpu() > 0), part.routed_experts
+        assert given is None or isinstance(given, Tensor)
         routes = None if given is None else work.computed(given.cpu(), free=-1).flatten(0, 1)
         return copies.flatten(), routes
 

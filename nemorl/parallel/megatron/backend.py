@@ -44,9 +44,9 @@ from nemorl.parallel.checkpoint import (
 )
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.experts import require_one_batch, with_routes
+from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import check_base, hash_of, sample_of
-from nemorl.parallel.layout import Layout, cut
+from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
@@ -166,11 +166,16 @@ class MegatronBackend(Accumulating):
             )
         return self._model
 
+    @property
+    def cutting(self) -> Cutting:
+        hf, trainer = self.model.config, self.config.trainer
+        return Cutting(trainer=trainer, plan=self.world.plan, model=hf, layers=hf.num_hidden_layers)
+
     def _gradients(
         self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
     ) -> tuple[Metrics, Tensor]:
         coef = require_one_batch(self.config.trainer, self._batches)
-        layout, pull = _cut(self, batch, replay=True), None
+        layout, pull = self.cutting.own_layout(batch, self.place, replay=True), None
         if coef:
             load = self._pipeline.load(self._stages, layout)
             count = batch.num_tokens * self.model.config.num_hidden_layers
@@ -203,7 +208,7 @@ class MegatronBackend(Accumulating):
         stages = self._reference if reference else self._stages
         stages.eval()
         # The reference model's routers choose by themselves: the sampler's were others.
-        layout = _cut(self, batch, replay=not reference)
+        layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         found = self._pipeline.run(stages, layout, "response_mask", needs)
         outputs = {}
         for name in needs.outputs:
@@ -381,20 +386,6 @@ def source_of(config: BackendConfig, given: Any) -> Source:
         refuse_scalar_head(unused)
         require_shapes(files.shapes, source.shapes)
     return source
-
-
-def _cut(backend: MegatronBackend, batch: TokenBatch, *, replay: bool) -> Layout:
-    """Return the batch's layout on the ranks; its routes are kept only to `replay` them."""
-    trainer, plan = backend.config.trainer, backend.world.plan
-    model, replay = backend.model.config, trainer.router_replay and replay
-    batch = with_routes(batch, model, layers=model.num_hidden_layers, replay=replay)
-    return cut(
-        batch,
-        trainer,
-        num_ranks=plan.data_ranks,
-        multiple_of=plan.row_multiple,
-        min_microbatches=plan.min_microbatches,
-    )
 
 
 def _box(

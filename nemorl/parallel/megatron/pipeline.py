@@ -107,10 +107,12 @@ class Pipeline:
         work = planned(part, wanted, self.world, share=share, kernel=kernel)
         first = stage.number == self.world.pp_rank
         self.copied += work.copied * (first and loss_fn is not None)
-        routing = {"routes": routes_of(part, work, self.world, stage.number)}
+        layers = self.model.num_hidden_layers
+        routes = routes_of(part, work, self.world, stage.number, num_layers=layers)
+        routing = {"routes": routes}
         if trainer.router_aux_loss_coef:
             routing["copies"] = copies_of(part, work, self.world)
-        part = replace(part, routed_experts=None)
+        part = replace(part, routed_experts=None, route_ids=None)
         rows, work, routing = to_device((part, work, routing), self.world.device)
         inputs = RankInputs.of(rows, work, self.world, chunk=trainer.logprob_chunk, needs=needs)
         found = model(**inputs.values, **routing)

@@ -123,15 +123,17 @@ def _taken(routes: list[Routes]) -> Tensor:
 
 
 def routes_of(
-    part: TokenBatch, work: Work, world: World, stage: int
+    part: TokenBatch, work: Work, world: World, stage: int, *, num_layers: int
 ) -> Int[Tensor, "tokens layers topk"] | None:
     """Return the sampler's experts of the tokens that this rank computes of a microbatch, in the
-    layers of a stage; None where the batch has none.
+    layers of a stage, of a model with so many; None where the batch has none.
     """
     if part.routed_experts is None:
         return None
-    of_stage = part.routed_experts.cpu().chunk(world.plan.num_stages, 2)[stage]
-    return by_state(work.computed(of_stage, free=-1), world)
+    assert isinstance(part.routed_experts, Tensor)
+    pp, stages = world.plan.pp, world.plan.stage_layers(num_layers)
+    own = part.routed_experts.cpu().split([len(each) for each in stages[world.pp_rank :: pp]], 2)
+    return by_state(work.computed(own[stage // pp], free=-1), world)
 
 
 def copies_of(part: TokenBatch, work: Work, world: World) -> Float[Tensor, "tokens"]:

@@ -20,7 +20,7 @@ from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Rank
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
 from nemorl.runtime.store.errors import WorkerTimeout, raised
 
@@ -40,14 +40,20 @@ class RankActor:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
 
-    def perform(self, method: str, payload: list[Any], limit_s: float) -> list[Any]:
-        """Return the answer to a call; the stack goes into the log after `limit_s`."""
+    def perform(
+        self, method: str, payload: list[Any], limit_s: float, parts: Mapping[Place, Any] = {}
+    ) -> list[Any]:
+        """Return the answer to a call; the stack goes into the log after `limit_s`.
+
+        parts: Ray's names of what ranks get besides, of which this one fetches its own.
+        """
         watched = method not in BACKGROUND
         if watched:
             faulthandler.dump_traceback_later(limit_s)
         try:
             args, kwargs = loads(payload)
-            return dumps(self._rank.perform(method, args, kwargs))
+            fetch = (lambda place: loads(ray.get(parts[place]))) if parts else None
+            return dumps(self._rank.perform(method, args, kwargs, fetch))
         except Exception as error:  # something that cannot be sent
             return dumps(self._rank.refuse(error))
         finally:
@@ -92,8 +98,12 @@ class RayRanks:
             self._cluster.shutdown()
             raise
 
-    def call(self, method: str, payload: list[Any], phase: str) -> Answer:
+    def call(
+        self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
+    ) -> Answer:
         """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
+
+        parts: routes of the batch in the call, of which each rank fetches its own.
 
         Raises WorkerDied, WorkerTimeout, and what a rank raised while others hang, with `phase` in
         the message: then no rank is of use any more.
@@ -101,10 +111,17 @@ class RayRanks:
         limit = "start_timeout_s" if method == "setup" else "timeout_s"
         limit_s = getattr(self._runtime, limit)
         payload = ray.put(payload)  # each node fetches it once
+        stored = {place: ray.put(part) for place, part in parts.items()}
         with self._lock:  # all ranks get the calls in the same order
             calls = {
                 rank: self.workers.call(
-                    rank, "perform", method, payload, limit_s, background=method in BACKGROUND
+                    rank,
+                    "perform",
+                    method,
+                    payload,
+                    limit_s,
+                    stored,
+                    background=method in BACKGROUND,
                 )
                 for rank in range(self.size)
             }

@@ -17,6 +17,9 @@ from nemorl.runtime.store.errors import in_words
 BACKGROUND = frozenset({"wait_for_checkpoint"})
 """Methods that run on a thread of their own, while other calls go on."""
 BUCKET_BYTES = 64 << 20
+Place = tuple[int, int]
+"""A rank's number among those with other rows, and in the pipeline."""
+Fetch = Callable[[Place], Any]
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,12 @@ class Rank:
     def step(self) -> int:
         return int(getattr(self._backends.get(self._name), "step", 0))
 
-    def perform(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Answer:
+    def perform(
+        self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
+    ) -> Answer:
         """Do one call; errors are part of the answer, with their traceback in the log."""
         try:
-            return Answer(self.do(method, args, kwargs), None, self.step)
+            return Answer(self.do(method, args, kwargs, fetch), None, self.step)
         except BaseException as error:
             return self.refuse(error)
 
@@ -61,9 +66,17 @@ class Rank:
         print(words["traceback"], file=sys.stderr, flush=True)
         return Answer(None, words, self.step)
 
-    def do(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Do one call; return its result on rank 0."""
+    def do(
+        self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
+    ) -> Any:
+        """Do one call; return its result on rank 0.
+
+        fetch: returns the routes of a batch, the first argument, that are this rank's.
+        """
         name = kwargs.get("backend", "")
+        if fetch is not None:
+            routes = fetch(self._ready(name).place)
+            args = (replace(args[0], routed_experts=routes), *args[1:])
         options = {key: value for key, value in kwargs.items() if key != "backend"}
         if method in BACKGROUND:
             call = getattr(self._ready(name), method)
@@ -87,6 +100,10 @@ class Rank:
             config = replace(config, trainer=replace(config.trainer, device="cuda:0"))
         backend = self._backends[self._name] = as_training_backend(self._make())
         backend.setup(config)
+
+    def _cutting(self) -> Any:
+        """Return how the backend cuts batches; None for one that takes them whole."""
+        return getattr(self._ready(self._name), "cutting", None)
 
     def _export_open(self, **options: Any) -> None:
         self._exports[self._name] = self._ready(self._name).weights(**options)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from nemorl.checks import require
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Rank
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
 
 PATIENCE = timedelta(days=7)
@@ -38,17 +39,23 @@ class TorchrunRanks:
                 size, "change a degree, or --nproc-per-node")  # fmt: skip
         self._rank, self._lock, self._usable = Rank(make, 0), threading.Lock(), True
 
-    def call(self, method: str, payload: list[Any], phase: str) -> Answer:
-        """Have all ranks do a call, and return rank 0's answer. An error ends their use."""
+    def call(
+        self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
+    ) -> Answer:
+        """Have all ranks do a call, and return rank 0's answer. An error ends their use.
+
+        parts: routes of the batch in the call, of which each rank gets its own.
+        """
         args, kwargs = loads(payload)
         if method in BACKGROUND:
             with self._lock:
-                _broadcast(self._calls, (method, payload))
+                _broadcast(self._calls, (method, payload, False))
             return _together(self._background, self._rank, method, args, kwargs)
         with signals_held(), self._lock:
             try:
-                _broadcast(self._calls, (method, payload))
-                value = self._rank.do(method, args, kwargs)
+                _broadcast(self._calls, (method, payload, bool(parts)))
+                fetch = partial(_own_part, self._calls, parts) if parts else None
+                value = self._rank.do(method, args, kwargs, fetch)
                 dist.barrier(self._done)
             except Exception:
                 self._usable = False
@@ -59,7 +66,7 @@ class TorchrunRanks:
         """End the others in order, with the run's result, unless there was an error."""
         with self._lock:  # the call of another thread ends first
             if self._usable:
-                _broadcast(self._calls, ("shutdown", dumps(((), {"result": result}))))
+                _broadcast(self._calls, ("shutdown", dumps(((), {"result": result})), False))
             self._usable = False
             self._rank.do("shutdown", (), {})
 
@@ -75,7 +82,7 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         while True:
-            method, payload = _broadcast(calls)
+            method, payload, has_parts = _broadcast(calls)
             args, kwargs = loads(payload)
             if method == "shutdown":
                 rank.do("shutdown", (), {})
@@ -86,7 +93,7 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
                 work = (background, rank, method, args, kwargs)
                 threading.Thread(target=_together, args=work, daemon=True).start()
                 continue
-            rank.do(method, args, kwargs)
+            rank.do(method, args, kwargs, partial(_own_part, calls, None) if has_parts else None)
             dist.barrier(done)
     finally:
         for number, handler in before.items():
@@ -117,6 +124,22 @@ def _broadcast(group: dist.ProcessGroup, message: Any = None) -> Any:
     found = [message]
     dist.broadcast_object_list(found, src=0, group=group)
     return found[0]
+
+
+def _own_part(
+    group: dist.ProcessGroup, parts: Mapping[Place, list[Any]] | None, place: Place
+) -> Any:
+    """Return the part of this rank's place; rank 0 sends them. A collective call."""
+    if parts is None:
+        dist.gather_object(place, dst=0, group=group)
+        found: list[Any] = [None]
+        dist.recv_object_list(found, src=0, group=group)
+        return loads(found[0])
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(place, places, dst=0, group=group)
+    for rank, other in enumerate(places[1:], 1):
+        dist.send_object_list([parts[other]], dst=rank, group=group)
+    return loads(parts[place])
 
 
 @contextmanager

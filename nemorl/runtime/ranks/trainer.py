@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.environment import torchrun_size
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place
 from nemorl.runtime.ranks.wire import dumps
 from nemorl.runtime.store.errors import raised
 
@@ -36,7 +36,9 @@ SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
 class Ranks(Protocol):
     """`RayRanks` or `TorchrunRanks`."""
 
-    def call(self, method: str, payload: list[Any], phase: str) -> Answer: ...
+    def call(
+        self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
+    ) -> Answer: ...
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None: ...
 
@@ -112,13 +114,15 @@ class RankedTrainer:
         self._model: nn.Module | None = None
         self._shutdown_s = SHUTDOWN_S
         self._export: object = None
+        self._cutting: tuple[Any, ...] = ()
+        """How the ranks cut batches, once they were asked."""
         self.step = 0
         """Optimizer steps begun, the one under way included."""
         self.result: Any = None
         """What `follow` returns in torchrun's other processes after the shutdown."""
 
     def setup(self, config: BackendConfig) -> None:
-        config = _findable(config)
+        config, self._cutting = _findable(config), ()
         self._shutdown_s = SHUTDOWN_S if config.profile.steps is None else PROFILED_SHUTDOWN_S
         try:
             self._ranks.open()
@@ -244,6 +248,7 @@ class RankedTrainer:
         """Return rank 0's result. Ranks that are of no further use are ended."""
         if (group := self._ranks.group) is None:
             raise self._gone() from self._ranks.lost
+        args, parts = self._routes_apart(method, args)
         payload = dumps((args, {"backend": self._name, **kwargs}))
         updates = method in ("train_step", "optim_step")
         self.step += updates
@@ -251,7 +256,7 @@ class RankedTrainer:
         if not updates:
             at = f"after {self.step} optimizer steps"
         try:
-            answer = group.call(method, payload, f"{method} {at}")
+            answer = group.call(method, payload, f"{method} {at}", parts)
         except Exception as error:
             if not self._ranks.lose(error):  # another thread has noticed first
                 raise self._gone() from self._ranks.lost
@@ -261,6 +266,22 @@ class RankedTrainer:
         if answer.error is not None:
             raise raised(answer.error, 0)
         return answer.value
+
+    def _routes_apart(
+        self, method: str, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[Place, list[Any]]]:
+        """Return arguments without a batch's routes, and the part of these that each rank gets."""
+        if not args or getattr(args[0], "routed_experts", None) is None:
+            return args, {}
+        if self._cutting == ():
+            self._cutting = (self._call("cutting"),)
+        (cutting,) = self._cutting
+        if cutting is None:
+            return args, {}
+        replays = cutting.trainer.router_replay and method != "get_reference_logprobs"
+        routes = cutting.routes(args[0]) if replays else {}
+        parts = {place: dumps(part) for place, part in routes.items()}
+        return (replace(args[0], routed_experts=None), *args[1:]), parts
 
 
 def structure(path: str, *, trust_remote_code: bool = False, head: Head = "lm") -> nn.Module:

@@ -2,18 +2,24 @@
 to.
 """
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from nemorl.losses.types import Sum
+from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.layout import Cutting
+from nemorl.parallel.plan import ParallelPlan
 
 
 class Summing:
@@ -33,6 +39,16 @@ class Summing:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.rank = dist.get_rank()
+
+    @property
+    def place(self):
+        return self.rank, 0
+
+    @property
+    def cutting(self):
+        trainer, plan = TrainerConfig(router_replay=True), ParallelPlan(dp_shard=2)
+        model = SimpleNamespace(num_experts_per_tok=2, num_local_experts=8)
+        return Cutting(trainer=trainer, plan=plan, model=model, layers=3)
 
     def train_step(self, batch, loss_fn):
         value = torch.tensor(float(loss_fn(self.rank, batch)))
@@ -102,6 +118,20 @@ class Summing:
 
 def rank_number(rank, batch):
     return rank + 1
+
+
+def routed(batch):
+    """A batch with experts, in which no two tokens' are alike."""
+    shape = *batch.input_ids.shape, 3, 2
+    experts = torch.arange(math.prod(shape)).view(shape) % 8
+    return replace(batch, routed_experts=experts.to(torch.int16))
+
+
+def sum_of_experts(rank, batch):
+    """Of those that a rank was sent, which are its own rows'."""
+    found = batch.routed_experts.experts
+    assert found.shape == (int(batch.lengths[[rank]].sum()), 3, 2)
+    return found.sum()
 
 
 def killed(rank, batch):

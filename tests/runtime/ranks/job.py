@@ -31,6 +31,9 @@ def everything(trainer, folder: str) -> None:
     """What the tests of ranks in actors do one by one."""
     assert finalize(trainer.train_step(BATCH, lambda rank, batch: rank + 1))["loss"] == 3
     assert trainer.step == 1
+    batch = backends.routed(random_batch([4, 4]))
+    found = finalize(trainer.train_step(batch, backends.sum_of_experts))["loss"]
+    assert found == int(batch.routed_experts.sum())
     assert next(trainer.weights())[0] == "large.0"
     found = dict(trainer.weights(dtype=torch.bfloat16))
     assert [float(found[f"large.{i}"].mean()) for i in range(8)] == list(range(0, 16, 2))

@@ -35,12 +35,12 @@ class Several:
         self.hosts: dict[int, Rank] = {}
         self.step = 0
 
-    def on(self, number: int, backend: str, method: str, payload: list[Any]) -> Any:
+    def on(self, number: int, backend: str, method: str, payload: list[Any], parts: Any) -> Any:
         make = training_backend_class(backend)
         host = self.hosts.setdefault(number, Rank(make, int(os.environ["RANK"])))
         args, kwargs = loads(payload)
         try:
-            return host.do(method, args, kwargs)
+            return host.do(method, args, kwargs, (lambda at: loads(parts[at])) if parts else None)
         finally:
             self.step = host.step
             if method == "shutdown":
@@ -58,8 +58,8 @@ class View:
     def __init__(self, backend: str) -> None:
         self.number, self.backend = next(self.numbers), backend
 
-    def call(self, method: str, payload: list[Any], phase: str) -> Any:
-        arguments = self.number, self.backend, method, payload
+    def call(self, method: str, payload: list[Any], phase: str, parts: Any = ()) -> Any:
+        arguments = self.number, self.backend, method, payload, parts
         return group().call("on", dumps((arguments, {})), phase)
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:

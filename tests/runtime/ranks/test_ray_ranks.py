@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -75,6 +76,16 @@ def test_a_call_goes_to_all_and_one_answer_comes_back(trainer):
     assert trainer.step == step + 1
     assert trainer.model.config.model_type == "qwen2"
     assert {p.device.type for p in trainer.model.parameters()} == {"meta"}
+
+
+def test_every_rank_gets_the_routes_of_its_own_rows(trainer):
+    batch = backends.routed(random_batch([4, 4]))
+    found = loss(trainer.train_step(batch, backends.sum_of_experts))
+    assert found == int(batch.routed_experts.sum())
+    assert batch.routed_experts.shape == (2, 4, 3, 2), "the batch is as it was"
+    strange = replace(batch, routed_experts=batch.routed_experts + 1)
+    with pytest.raises(ValueError, match="must be numbers of the model's 8 experts"):
+        trainer.get_logprobs(strange)
 
 
 def test_what_all_raise_is_raised_here_and_they_stay_usable(trainer):

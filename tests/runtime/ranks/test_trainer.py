@@ -38,7 +38,7 @@ class Group:
     steps: int = 0
     ending: Exception | None = None
 
-    def call(self, method, payload, phase):
+    def call(self, method, payload, phase, parts):
         if self.ended:
             raise RuntimeError("the ranks have been shut down")
         self.steps += method == "train_step"

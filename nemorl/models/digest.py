@@ -54,6 +54,34 @@ def sampled(tensor: Tensor, version: int = 0, side: int = SIDE) -> Tensor:
     return matrix.index_select(0, at[0]).index_select(1, at[1]).flatten()
 
 
+def sampled_box(
+    box: Tensor, offsets: Sequence[int], shape: Sequence[int], side: int = SIDE
+) -> tuple[Tensor, Tensor]:
+    """Return what a box of a tensor has of its `sampled` numbers: their places among these, and the
+    numbers, on its device.
+
+    offsets: where the box begins in the tensor, whose shape is `shape`.
+
+    >>> sampled_box(torch.arange(12.0, 24.0).view(2, 6), (2, 0), (4, 6), side=2)
+    (tensor([2, 3]), tensor([19., 22.]))
+    """
+    rows, columns = grid(shape, side=side)
+    leading, first, width = tuple(shape), 0, 1
+    if len(shape) > 1:
+        leading, first, width = leading[:-1], offsets[-1], box.shape[-1]
+    at, inside = torch.zeros(len(rows), dtype=torch.long), torch.ones(len(rows), dtype=torch.bool)
+    coordinates = torch.unravel_index(torch.tensor(rows), leading)
+    for place, begin, size in zip(coordinates, offsets, box.shape, strict=False):
+        inside &= (place >= begin) & (place < begin + size)
+        at = at * size + place - begin
+    column = torch.tensor(columns) - first
+    there = (column >= 0) & (column < width)
+    places = torch.arange(len(rows) * len(columns)).view(len(rows), -1)[inside][:, there]
+    chosen = to_device((at[inside], column[there]), box.device)
+    matrix = box.detach().reshape(-1, width)
+    return places.flatten(), matrix.index_select(0, chosen[0]).index_select(1, chosen[1]).flatten()
+
+
 def differences(
     sent: Mapping[str, Tensor], found: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from nemorl.parallel.checkpoint import (
     CheckpointWriter,
     Contents,
     Saved,
+    shared_out,
     write_model_config,
 )
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.experts import require_one_batch
-from nemorl.parallel.fingerprint import check_base, hash_of, sample_of
+from nemorl.parallel.fingerprint import Box, check_base, hash_of, samples_of
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
@@ -55,7 +57,7 @@ from nemorl.parallel.megatron.pieces import own_boxes, own_weights
 from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
-from nemorl.parallel.world import DTYPES, is_started_as_rank
+from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.generation import Completion
 
 
@@ -99,8 +101,7 @@ class MegatronBackend(Accumulating):
         self.device = self.world.device
         source = self._load()
         if (initial := config.same_initial_model_as) is not None or config.trains:
-            # In bfloat16 without an optimizer, only the source has them in float32.
-            self._base = source.fingerprint(self.weights() if config.trains else source.whole())
+            self._base = source.fingerprint(self.world)
         if initial is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         self._writer = CheckpointWriter(self.world)
@@ -347,16 +348,21 @@ class Source:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(each.shape) for name, each in self.tensors.items()}
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, read one by one."""
-        for name, shape in self.shapes.items():
-            yield name, self.read(name, (0,) * len(shape), shape)
-
-    def fingerprint(self, weights: Iterable[tuple[str, Tensor]]) -> str:
-        """Return the fingerprint of whole tensors, in float32, under the model's names."""
-        samples = {name: sample_of(tensor) for name, tensor in weights}
+    def fingerprint(self, world: World) -> str:
+        """Return the weights' fingerprint, under the model's names; a collective call. Each rank
+        reads a share of the tensors.
+        """
+        shapes = self.shapes
+        owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, world.size)
+        boxes = (self._whole(name) for name in shapes if owners[name] == world.rank)
+        samples = samples_of(shapes, boxes, world.control_group)
         tied = samples["model.embed_tokens.weight"]
         return hash_of({name: samples.get(name, tied) for name in self.names})
+
+    def _whole(self, name: str) -> Box:
+        shape = tuple(self.tensors[name].shape)
+        begin = (0,) * len(shape)
+        return name, self.read(name, begin, shape), begin
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:

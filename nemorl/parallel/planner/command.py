@@ -14,7 +14,7 @@ from nemorl.parallel.backends import check_settings, limits_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traffic
+from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, step_traffic
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Memory, Step
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
@@ -26,6 +26,7 @@ from nemorl.parallel.planner.sharing import (
     states_of,
     with_offloading,
 )
+from nemorl.parallel.planner.timing import Times, step_times
 from nemorl.rollout.config import GenerationConfig
 
 if TYPE_CHECKING:
@@ -43,10 +44,15 @@ class Candidate:
     host: int
     """Bytes of main memory of a machine that offloading takes."""
     traffic: Traffic
-    seconds: float
-    """Estimated time of an optimizer step; only for comparing plans."""
+    times: Times
+    """Estimated times of an optimizer step."""
     sharing: Sharing | None = None
     """How the model shares the device with engines, if it does and they fit."""
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of an optimizer step."""
+        return self.times.total
 
     @property
     def flags(self) -> str:
@@ -189,7 +195,7 @@ def estimate(step: Step) -> Candidate:
         fullest=max(moments, key=lambda moment: moment.total),
         host=min(step.work.gpus, step.work.gpus_per_node) * step.host_memory(),
         traffic=traffic,
-        seconds=seconds(step, traffic),
+        times=step_times(step),
         sharing=shared,
     )
 

@@ -1,17 +1,12 @@
-"""What a plan sends, compared with counted bytes by the tests, and how long a step would take."""
+"""What a plan sends, compared with counted bytes by the tests."""
 
 from dataclasses import astuple, dataclass
 
-from nemorl.parallel.planner.memory import BYTES, STATE, Step
+from nemorl.parallel.planner.memory import BYTES, Step
 from nemorl.parallel.planner.model_shape import shard_ranks
 
-FLOPS = {"bfloat16": 400e12, "float32": 50e12}
-NODE_BANDWIDTH, NETWORK_BANDWIDTH, HOST_BANDWIDTH = 300e9, 40e9, 25e9
-"""Operations and bytes per second of a GPU of the H100's kind: to its neighbors, to other machines,
-to main memory.
-"""
-RECOMPUTED = {"none": 0.0, "selective": 0.15, "full": 1 / 3}
-"""What recomputation adds to forward and backward pass where the whole model trains."""
+RECOMPUTED = ("none", "selective", "full")
+"""What the backward pass may recompute."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +14,9 @@ class Traffic:
     """Bytes that a device sends in an optimizer step; collectives run in rings."""
 
     shard: int = 0
-    """FSDP2: parameters gathered forward and backward, gradients reduced to shards."""
+    """Parameters gathered (by FSDP2 forward and backward), gradients reduced to shards."""
+    expert_shard: int = 0
+    """The same of experts, which fewer devices have."""
     replicate: int = 0
     """HSDP: gradients summed over the copies of the model."""
     tensor: int = 0
@@ -75,49 +72,3 @@ def context_array(step: Step) -> int:
     width = 2 * kv * plan.cp if plan.cp_method == "allgather" else exchanged
     passes = 2 if plan.activation_checkpointing == "none" else 3
     return step.tokens * width * step.dtype_size * passes
-
-
-def seconds(step: Step, traffic: Traffic) -> float:
-    """Return the time of an optimizer step, to compare plans by.
-
-    Parameters travel while layers compute, activations while they wait; in megatron-core both wait.
-    Axes lie in a machine from the innermost: tp, cp, dp_shard, pp. Groups whose size does not
-    divide a machine's span several. A pipeline of p devices, each with v parts of the layers, which
-    take m microbatches through is idle (p - 1) / (m · v + p - 1) of the time, and as slow as its
-    last device, which has the head.
-    Of offloading for generation, which nothing hides, once a step.
-    """
-    model, plan, work = step.model, step.plan, step.work
-    head = model.vocab_size * model.hidden_size
-    embedding = 0 if model.tie_word_embeddings else head
-    weights = (model.active_parameters() - embedding - head) / plan.pp + head
-    attention = 2 * model.num_hidden_layers * model.q_size * step.width / plan.pp
-    attention /= 4 if work.trainer.sequence_packing else 1
-    # Two operations forward, two for the inputs' gradient, two for the trained weights'.
-    small = step.adapter_parameters()
-    passes = 4 * weights + 6 * (small + attention) if work.lora.rank else 6 * (weights + attention)
-    again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
-    whole = step.traits.shards == "optimizer"  # nothing is gathered: recomputes attention alone
-    if whole and plan.activation_checkpointing == "selective":
-        again = 2 * attention
-    turns = step.micro_batches + (plan.pp - 1) / plan.vpp
-    compute = turns * step.tokens * (passes + again) / plan.tp
-
-    def speed(devices: int) -> float:
-        near = plan.num_ranks <= work.gpus_per_node or work.gpus_per_node % devices == 0
-        return NODE_BANDWIDTH if near else NETWORK_BANDWIDTH
-
-    shards = plan.tp * plan.cp * (plan.dp_shard or 1)
-    hidden = traffic.shard / speed(shards) + traffic.replicate / speed(plan.num_ranks)
-    if plan.cpu_offload:  # parameters come twice from main memory, and gradients go there
-        moved = 2 * step.kept() + step.trained()
-        hidden = max(hidden, step.micro_batches * STATE * moved / HOST_BANDWIDTH)
-    waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.tp * plan.cp)
-    waiting += traffic.experts / speed(max(plan.ep, plan.tp))
-    waiting += traffic.pipeline / speed(plan.num_ranks)
-    if whole:
-        hidden, waiting = 0, waiting + hidden
-    if work.trainer.offload_during_generation:
-        states = step.states()  # there and back; weights come once more, for the engine
-        waiting += (2 * states.total + states.parameters) / HOST_BANDWIDTH
-    return max(compute / FLOPS[plan.precision], hidden) + waiting

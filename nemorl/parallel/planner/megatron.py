@@ -26,7 +26,8 @@ class Stage:
 
     @property
     def num_layers(self) -> int:
-        return self.step.model.num_hidden_layers // self.step.plan.pp
+        plan, layers = self.step.plan, self.step.model.num_hidden_layers
+        return sum(map(len, plan.stage_layers(layers)[self.index :: plan.pp]))
 
     @property
     def in_flight(self) -> float:
@@ -174,13 +175,10 @@ class Stage:
         sends = 2 * plan.vpp - (self.index == 0) - self.is_last
         tied = model.tie_word_embeddings and plan.pp > 1 and (self.index == 0 or self.is_last)
         embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
+        together, alike = self.shares()
         return Traffic(
-            shard=sum(
-                sent(per_parameter * part, devices)
-                for part, devices in zip(
-                    (self.parameters(), self.of_experts()), self.shares(), strict=True
-                )
-            ),
+            shard=sent(per_parameter * self.parameters(), together),
+            expert_shard=sent(per_parameter * self.of_experts(), alike),
             tensor=sent(stream, plan.tp, count * (layers * (per_layer + again) + ends)),
             experts=sent(
                 stream * self.rows_of_experts,

@@ -59,6 +59,11 @@ class Step:
         return limits_of(self.work.trainer.backend).traits
 
     @property
+    def shards_optimizer(self) -> bool:
+        """Whether dp_shard divides the optimizer's state alone, as megatron-core does."""
+        return self.traits.shards == "optimizer"
+
+    @property
     def width(self) -> int:
         """Tokens of a row, with the padding that the plan needs."""
         return -(-self.work.row_tokens // self.plan.row_multiple) * self.plan.row_multiple

@@ -82,7 +82,7 @@ class Sharing:
 
 def stages_of(step: Step) -> Sequence[Step | Stage]:
     """Return the stages of a pipeline, or the step alone."""
-    if step.traits.shards != "optimizer":
+    if not step.shards_optimizer:
         return [step]
     return [Stage(step, index) for index in range(step.plan.pp)]
 

@@ -21,11 +21,12 @@ from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.cost import HOST_BANDWIDTH, seconds, step_traffic
+from nemorl.parallel.planner.cost import step_traffic
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import ENGINE, Step
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
+from nemorl.parallel.planner.timing import HOST_BANDWIDTH, step_times
 from nemorl.runtime.cli.api import from_keywords
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.measured_steps import measure_steps
@@ -416,7 +417,7 @@ def test_a_generator_has_the_device_while_the_model_is_offloaded():
     adapted = replace(alone, work=replace(alone.work, lora=LoRAConfig(rank=16)))
     assert adapted.host_memory(pinned=False) == 4 * adapted.kept() + 8 * adapted.trained()
     # There and back, and the parameters once more for the engine.
-    more = seconds(alone, step_traffic(alone)) - seconds(beside, step_traffic(beside))
+    more = step_times(alone).total - step_times(beside).total
     assert more == pytest.approx(9 * shard / HOST_BANDWIDTH)
 
 

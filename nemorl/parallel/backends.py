@@ -59,6 +59,14 @@ def limits_of(name: str) -> TrainingLimits:
     return LIMITS.get(name) or OwnLimits(object)
 
 
+def empties_cache(name: str) -> bool:
+    """Return whether a training backend has `empty_cache`: the built-in ones, and classes that say
+    so.
+    """
+    limits = limits_of(name)
+    return not isinstance(limits, OwnLimits) or hasattr(limits.backend, "empty_cache")
+
+
 def check_training(
     config: TrainingSections, model: Any, plan: ParallelPlan, limits: TrainingLimits
 ) -> None:

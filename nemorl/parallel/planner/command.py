@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
-from nemorl.parallel.backends import check_settings, limits_of
+from nemorl.parallel.backends import check_settings, empties_cache, limits_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -21,6 +21,7 @@ from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 from nemorl.parallel.planner.sharing import (
     GB,
     Sharing,
+    cache_of,
     sharing,
     stages_of,
     states_of,
@@ -185,11 +186,13 @@ def estimate(step: Step) -> Candidate:
     moments, shared = [stage.training_memory() for stage in stages], None
     if step.work.engines:
         can_offload = step.traits.shards == "parameters" and not step.plan.cpu_offload
+        can_empty = empties_cache(step.work.trainer.backend)
         with suppress(ValueError):  # the plan is too large
             card = GB * step.work.gpu_memory
-            shared = sharing(step, card=card, can_offload=can_offload)
+            shared = sharing(step, card=card, can_offload=can_offload, can_empty=can_empty)
         step = with_offloading(step, shared.offloads if shared else can_offload)
-        moments.append(step.generation_memory(states_of(step)))
+        cache = cache_of(step, can_empty=can_empty)
+        moments.append(step.generation_memory(states_of(step), cache=cache))
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),
@@ -299,6 +302,7 @@ PARTS = {
     "logit": "logits",
     "whole": "gathered",
     "gener": "generation",
+    "cache": "cache",
 }
 
 

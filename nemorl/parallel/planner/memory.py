@@ -38,6 +38,8 @@ class Memory:
     """Whole parameters and gradients of the layers being computed, or their casts."""
     generation: int = 0
     """Weights and key-value cache of a generator on the same device."""
+    cache: int = 0
+    """What PyTorch's allocator still has of training's peak while an engine generates."""
 
     @property
     def total(self) -> int:
@@ -134,12 +136,14 @@ class Step:
             reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )
 
-    def generation_memory(self, states: Memory) -> Memory:
-        """Return the memory while an engine samples beside a trainer's states."""
+    def generation_memory(self, states: Memory, *, cache: int = 0) -> Memory:
+        """Return the memory while an engine samples beside a trainer's states, and its cache unless
+        the trainer is offloaded.
+        """
         model, work = self.model, self.work
         generation = engine_memory(self, work.generation.max_batch_size)
         if not work.trainer.offload_during_generation:
-            return replace(states, generation=generation)
+            return replace(states, generation=generation, cache=cache)
         # Weights are handed over one by one.
         largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
         return Memory(gathered=STATE * largest, generation=generation)

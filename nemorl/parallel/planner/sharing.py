@@ -97,11 +97,17 @@ def training_of(step: Step) -> int:
     return max(stage.training_memory().total for stage in stages_of(step))
 
 
+def cache_of(step: Step, *, can_empty: bool) -> int:
+    """Return the bytes that the trainer's allocator keeps beside its states after a step."""
+    return 0 if can_empty else max(0, training_of(step) - states_of(step).total)
+
+
 def sharing(
     step: Step,
     *,
     card: float,
     can_offload: bool,
+    can_empty: bool,
     given: float | None = None,
     sleeps: bool = True,
 ) -> Sharing:
@@ -110,6 +116,8 @@ def sharing(
     Args:
         card: memory of a GPU, in bytes.
         can_offload: whether the training backend can move what it keeps to main memory.
+        can_empty: whether it can give back what PyTorch's allocator caches; otherwise it keeps its
+            peak while engines generate, unless it is offloaded.
         given: the engine's share, as the user gave it.
         sleeps: whether engines give their memory back while the model trains; otherwise they have
             it beside all that training takes.
@@ -123,7 +131,8 @@ def sharing(
     def kept(offloads: bool) -> int:
         if not sleeps:
             return training
-        memory = with_offloading(step, offloads).generation_memory(states)
+        cache = cache_of(step, can_empty=can_empty)
+        memory = with_offloading(step, offloads).generation_memory(states, cache=cache)
         return memory.total - memory.generation
 
     gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()

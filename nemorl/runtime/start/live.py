@@ -131,6 +131,7 @@ class Live:
                     given_model_config(launch),
                     card=smallest_gpu(),
                     can_offload=has_method(launch, None, "offload"),
+                    can_empty=has_method(launch, None, "empty_cache"),
                 )
             self._sharing = (found,)
         return self._sharing[0]

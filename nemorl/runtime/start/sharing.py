@@ -23,11 +23,13 @@ def sharing_of(
     *,
     card: float,
     can_offload: bool,
+    can_empty: bool,
 ) -> Sharing | None:
     """Return how engines share the GPUs of the ranks; None where they don't, and for a model (a
     Hugging Face configuration) whose sizes are not known.
 
-    card: bytes of the smallest GPU. can_offload: whether the training backend has `offload`.
+    card: bytes of the smallest GPU. can_offload, can_empty: whether the training backend
+    has `offload`, and `empty_cache`.
     Raises: ValueError where engines have too little memory.
     """
     if engines is None or not shares_gpus(devices, engines) or model is None:
@@ -50,7 +52,8 @@ def sharing_of(
     can_offload &= limits.traits.shards == "parameters" and not devices.plan.cpu_offload
     given = engines.engine.get("gpu_memory_utilization")
     sleeps = engines.sleep_level != 0
-    found = sharing(step, card=card, can_offload=can_offload, given=given, sleeps=sleeps)
+    able = {"can_offload": can_offload, "can_empty": can_empty}
+    found = sharing(step, card=card, **able, given=given, sleeps=sleeps)
     if found.training > room:
         warn(
             f"training is estimated to take {found.training / GB:.1f} of each GPU's"

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing, states_of
-from tests.parallel.planner.test_command import config_of, shown
+from nemorl.parallel.traits import TrainingTraits
+from tests.parallel.planner.test_command import config_of, find, shown
 
 QWEN_7B = {
     **{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944},
@@ -47,7 +49,7 @@ def step_of(models: Path, name: str, *, gpus: int = 1, **options: Any) -> Step:
 
 
 def shared(step: Step, card: float = 80e9, **options: Any) -> Sharing:
-    options = {"can_offload": True, **options}
+    options = {"can_offload": True, "can_empty": True, **options}
     return sharing(step, card=card, **options)
 
 
@@ -164,6 +166,39 @@ def test_engines_that_never_sleep_leave_all_that_training_takes(models: Path):
     found = shared(step, sleeps=False)
     assert found.kept == step.training_memory().total and not found.offloads
     assert found.share < shared(step).share
+
+
+def test_a_trainer_that_empties_no_cache_keeps_its_peak(models: Path):
+    step = step_of(models, "1.5b")
+    emptied, kept = shared(step), shared(step, can_empty=False)
+    assert emptied.kept == states_of(step).total
+    assert kept.kept == kept.training == step.training_memory().total
+    assert kept.share == pytest.approx(emptied.share - (kept.kept - emptied.kept) / 80e9, abs=1e-3)
+    offloaded = step_of(models, "1.5b", offload_during_generation=True)
+    one, other = shared(offloaded, can_empty=False), shared(offloaded)
+    assert (one.kept, one.share) == (other.kept, other.share)
+
+
+def test_the_plan_of_a_backend_of_yours_counts_the_cache_that_it_keeps(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Keeps:
+        traits = TrainingTraits()
+
+    class Empties(Keeps):
+        def empty_cache(self) -> None: ...
+
+    totals = {}
+    for name, backend in (("keeps", Keeps), ("empties", Empties)):
+        monkeypatch.setitem(LIMITS, name, OwnLimits(backend))
+        options: dict[str, Any] = {"trainer__backend": name, "dp_shard": 8, "gpu_memory": 800}
+        options["offload_during_generation"] = False
+        fitting = find(models, "7b", gpus=8, generation__backend="vllm", **options).fitting
+        totals[name] = {each.plan: each.fullest for each in fitting}
+    assert totals["keeps"].keys() == totals["empties"].keys() and totals["keeps"]
+    for plan, fullest in totals["keeps"].items():
+        assert fullest.cache > 0 == totals["empties"][plan].cache
+        assert fullest.total > totals["empties"][plan].total
 
 
 def test_the_command_says_the_share(models: Path):

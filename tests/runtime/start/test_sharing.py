@@ -49,7 +49,9 @@ def found(
         reward="exact", generation=generation, parallel=nemorl.ParallelPlan(**plan), **options
     )
     places = Devices.of(config, environ or {}, num_gpus=gpus)
-    return sharing_of(config, places, generation, model, card=80e9, can_offload=True)
+    return sharing_of(
+        config, places, generation, model, card=80e9, can_offload=True, can_empty=True
+    )
 
 
 def test_a_run_of_7b_with_adapters_has_room_on_one_gpu():

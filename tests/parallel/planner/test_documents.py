@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from nemorl.runtime.cli.main import main
 
-GUIDE = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+GUIDE = (DOCS / "parallelism.md").read_text()
 
 
 @pytest.fixture
@@ -27,6 +30,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def printed(command: str, capsys: Any) -> str:
     assert main(shlex.split(command.replace("\\\n", ""))[1:]) == 0
     return capsys.readouterr().out
+
+
+def test_the_page_about_scale_is_up_to_date():
+    code = "import generate_scale as g; assert g.PAGE.read_text() == g.page(), g.page()"
+    subprocess.run([sys.executable, "-c", code], cwd=DOCS, check=True)
 
 
 def test_the_guides_table_is_what_the_command_prints(folder: Path, capsys: Any):

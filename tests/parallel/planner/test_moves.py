@@ -1,0 +1,140 @@
+"""What a step moves, as `step_moves` says, against bytes that small runs really moved."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemorl.data.batch import TokenBatch, collate
+from nemorl.data.example import Example
+from nemorl.parallel.config import BackendConfig, ModelConfig
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.moves import MESSAGE, Move, step_moves
+from nemorl.runtime.ranks.rank import Answer
+from nemorl.runtime.ranks.wire import dumps
+from tests.parallel.batches import nll_loss
+from tests.parallel.measured_steps import BACKENDS, SentBytes, _batch
+from tests.parallel.planner.test_memory import (
+    SHARDED,
+    TP,
+    WORK,
+    Plan,
+    on_megatron,
+    small_folder,
+    workload,
+)
+from tests.ranks import run_ranks
+
+EXCHANGES = ("parameters and gradients", "activations of", "tokens to experts")
+CASES: dict[str, tuple[str, ParallelPlan, PlanConfig]] = {
+    "FSDP2": ("llama", SHARDED, WORK),
+    "TP": ("llama", TP, WORK),
+    "megatron, DP": ("llama", SHARDED, on_megatron(WORK)),
+    "megatron, PP": ("llama", Plan(dp_shard=1, pp=2), on_megatron(WORK)),
+    "megatron, EP": ("qwen3_moe", replace(SHARDED, ep=2), on_megatron(WORK)),
+}
+
+
+def moved(folder: Path, plan: ParallelPlan, work: PlanConfig, saved: Path) -> dict[str, float]:
+    """Count what this rank sends in a step, hands to engines and writes."""
+    trainer = replace(work.trainer, device="cpu", train_micro_batch_size=work.micro_batch_rows)
+    backend = BACKENDS[work.trainer.backend]()
+    model = ModelConfig(path=str(folder), from_scratch=True)
+    backend.setup(BackendConfig(model=model, trainer=trainer, parallel=plan))
+    batch = _batch(2 * work.micro_batch_rows * plan.data_ranks, work)
+    backend.train_step(batch, nll_loss)
+    with SentBytes() as sent:
+        metrics = backend.train_step(batch, nll_loss)
+    backend.save_checkpoint(saved)
+    weights = sum(tensor.nbytes for _, tensor in backend.weights())
+    rank = backend.world.rank
+    files = saved.glob(f"*-0000{rank + 1}-of-*.safetensors")
+    found = {
+        "exchanges": sent.total,
+        "weights": weights,
+        "checkpoint": sum(file.stat().st_size for file in files),
+        "metrics": len(dumps(metrics)[0]),
+        "answer": len(dumps(Answer(value=metrics, error=None, step=1))[0]),
+    }
+    backend.shutdown()
+    return found
+
+
+def on_ranks(cases: list[tuple[Any, ...]]) -> list[dict[str, float]]:
+    return [moved(*case) for case in cases]
+
+
+def by_name(moves: tuple[Move, ...]) -> dict[str, Move]:
+    return {move.what: move for move in moves}
+
+
+def test_what_two_ranks_move(tmp_path: Path):
+    folders = {name: small_folder(tmp_path / name, kind) for name, (kind, *_) in CASES.items()}
+    with tempfile.TemporaryDirectory() as saved:
+        work = [
+            (folders[name][0], plan, task, Path(saved) / str(number))
+            for number, (name, (_, plan, task)) in enumerate(CASES.items())
+        ]
+        measured = run_ranks(2, on_ranks, work)
+    for number, (name, (_, plan, task)) in enumerate(CASES.items()):
+        rows = 2 * task.micro_batch_rows * plan.data_ranks
+        shape = folders[name][1]
+        moves = step_moves(Step(shape, plan, replace(task, batch_rows=rows)))
+        found, of = [each[number] for each in measured], by_name(moves)
+        exchanged = [move for move in moves if move.what.startswith(EXCHANGES)]
+        total = sum(each["exchanges"] for each in found)
+        assert sum(move.total for move in exchanged) == pytest.approx(total, rel=0.1), name
+        written = [each["checkpoint"] for each in found]
+        assert of["checkpoint"].of_rank == pytest.approx(max(written), rel=0.05), name
+        assert of["checkpoint"].total == pytest.approx(sum(written), rel=0.05), name
+        for each in found:
+            # In float32 here, which engines would get in the model's own type.
+            assert of["weights by nccl"].of_rank == each["weights"], name
+            assert max(each["metrics"], each["answer"]) <= MESSAGE, name
+
+
+def sampled(tokens: int, rows: int, *, layers: int = 0, chosen: int = 0) -> TokenBatch:
+    """A batch of GRPO, as the controller has it."""
+    mask = [False] + [True] * (tokens - 1)
+    routes = torch.zeros(tokens, layers, chosen, dtype=torch.int16) if layers else None
+    example = Example(
+        input_ids=[5] * tokens, loss_mask=mask, response_mask=mask, routed_experts=routes
+    )
+    names = ("loss_weights", "advantages", "prev_logprobs", "generation_logprobs")
+    arrays: dict[str, Any] = {name: torch.zeros(rows, tokens) for name in names}
+    arrays["policy_versions"] = torch.zeros(rows, tokens, dtype=torch.int64)
+    return replace(collate([example] * rows), **arrays)
+
+
+def payload(batch: TokenBatch) -> int:
+    return sum(map(len, dumps(((batch,), {}))))
+
+
+def test_the_batch_is_as_large_as_what_the_controller_sends():
+    work = workload(gpus=16, seq_len=512, batch_rows=64)
+    step = Step(small_shape(), Plan(dp_shard=16), work)
+    batch = by_name(step_moves(step))["batch"]
+    assert batch.of_rank == pytest.approx(payload(sampled(512, 64)), rel=0.01)
+    assert batch.total == 2 * batch.of_rank, "two machines"
+
+
+def test_routes_are_those_of_a_ranks_rows_and_layers():
+    work = on_megatron(workload(seq_len=256, batch_rows=32))
+    plan = Plan(dp_shard=4, pp=2, ep=4)
+    shape = small_shape("qwen3_moe")
+    routes = by_name(step_moves(Step(shape, plan, work), replays=True))["routes"]
+    layers, chosen = shape.num_hidden_layers, shape.num_experts_per_tok
+    own = payload(sampled(256, 8, layers=layers // 2, chosen=chosen)) - payload(sampled(256, 8))
+    assert routes.of_rank == pytest.approx(own, rel=0.02)
+    assert routes.total == 8 * routes.of_rank
+    assert "routes" not in by_name(step_moves(Step(shape, plan, work)))
+
+
+def small_shape(kind: str = "llama") -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return small_folder(Path(folder), kind)[1]

@@ -32,31 +32,34 @@ class ResourcesError(ValueError):
 class Bundle:
     """What one worker needs, on any node or on `node`, the id of a Ray node or DRIVER.
 
-    >>> Bundle(cpus=2, gpus=1).amounts
-    {'CPU': 2, 'GPU': 1}
+    >>> Bundle(cpus=2, gpus=1, workers=4).amounts
+    {'CPU': 8, 'GPU': 4}
     """
 
     cpus: float = 1
     gpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     node: str | None = None
+    workers: int = 1
+    """Workers that each need this, together on one node."""
 
     def __post_init__(self) -> None:
         named = {f"resources__{name}": amount for name, amount in self.resources.items()}
         at_least(0, cpus=self.cpus, gpus=self.gpus, **named)
+        at_least(1, workers=self.workers)
         require(bool(self.amounts), "cpus", "must be positive where a bundle asks for nothing else",
                 self.cpus, "use 1")  # fmt: skip
 
     @property
     def amounts(self) -> dict[str, float]:
-        """Return the amounts by Ray's names, without zeros."""
+        """Return the amounts of all workers together by Ray's names, without zeros."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: amount for name, amount in amounts.items() if amount}
+        return {name: self.workers * amount for name, amount in amounts.items() if amount}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the bundles of one name are: worker i of a group goes into bundle i."""
+    """Where the bundles of one name are, sorted by node: this process's first, then by address."""
 
     bundles: tuple[Bundle, ...]
     group: PlacementGroup
@@ -127,12 +130,19 @@ class RayVirtualCluster:
         require(name in self._bundles, "name", f"must be one of {', '.join(self._bundles)}", name,
                 "use a name that the cluster was made with")  # fmt: skip
         names = [one for one, of_name in self._bundles.items() for _ in of_name]
-        indices = tuple(index for index, one in enumerate(names) if one == name)
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+        def place(index: int) -> tuple[bool, list[str | int], str]:
+            node = nodes[index]
+            return node != self.driver_node, natural(addresses[node]), node
+
+        own = [index for index, one in enumerate(names) if one == name]
+        indices = sorted(own, key=place)
         return Placement(
-            bundles=self._bundles[name],
+            bundles=tuple(self._bundles[name][own.index(index)] for index in indices),
             group=self._group,
-            indices=indices,
+            indices=tuple(indices),
             nodes=tuple(nodes[index] for index in indices),
         )
 
@@ -149,6 +159,15 @@ class RayVirtualCluster:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def natural(text: str) -> list[str | int]:
+    """Return a key that sorts the numbers in a text, such as an address, as numbers.
+
+    >>> sorted(["10.0.0.10", "10.0.0.9"], key=natural)
+    ['10.0.0.9', '10.0.0.10']
+    """
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
 def table(bundles: Mapping[str, Sequence[Bundle]], reason: str) -> str:
@@ -187,6 +206,11 @@ def _has(resources: Mapping[str, float]) -> str:
     hidden = re.compile(r"node:|(object_store_)?memory|accelerator_type:|bundle_group|[CG]PU_")
     shown = sorted(name for name in resources if not hidden.match(name))
     return ", ".join(f"{resources[name]:g} {name}" for name in shown) or "nothing"
+
+
+def most_on_a_node(resource: str) -> float:
+    """Return the largest amount of a resource, by Ray's name, that a present node has."""
+    return max((node["Resources"].get(resource, 0) for node in _nodes()), default=0)
 
 
 def could_fit(bundles: Sequence[Bundle]) -> bool:

@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import require
 from nemorl.runtime.cluster.connection import check, start_guard
-from nemorl.runtime.cluster.placement import Placement
+from nemorl.runtime.cluster.placement import Placement, natural
 from nemorl.runtime.store.errors import WorkerTimeout, death
 
 TICK_S = 1.0
@@ -37,6 +37,8 @@ class WorkerInfo:
     pid: int
     port: int
     """One that was free when the worker started."""
+    gpus: tuple[str, ...]
+    """The GPUs of its node that it has, as CUDA_VISIBLE_DEVICES names them."""
     log: Path | None
 
     def __str__(self) -> str:
@@ -47,20 +49,20 @@ class WorkerInfo:
 class Host:
     """Hosts one object."""
 
-    def place(self, name: str, rank: int, log: Path | None) -> WorkerInfo:
-        begin_worker(f"{name} {rank}", log)
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return WorkerInfo(
-                name=name,
-                rank=rank,
-                node=ray.get_runtime_context().get_node_id(),
-                address=ray.util.get_node_ip_address(),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                port=probe.getsockname()[1],
-                log=log,
-            )
+    def place(self) -> dict[str, Any]:
+        """Return where this process is."""
+        context = ray.get_runtime_context()
+        return {
+            "node": context.get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "port": free_port(),
+            "gpus": tuple(context.get_accelerator_ids()["GPU"]),
+        }
+
+    def begin(self, info: WorkerInfo) -> None:
+        begin_worker(f"{info.name} {info.rank}", info.log)
 
     def make(
         self,
@@ -79,10 +81,11 @@ class Host:
 
 
 class RayWorkerGroup:
-    """One worker per bundle: a process with an object of the class `target` ("module:Class").
+    """Workers in bundles: each is a process with an object of the class `target` ("module:Class").
 
-    A worker has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and `env`
-    in its environment, and writes to `log_dir`/`name`-`rank`.log (None: among Ray's logs).
+    They are ranked by node, in the placement's order, and on a node by GPU. A worker has RANK,
+    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and `env` in its environment,
+    and writes to `log_dir`/`name`-`rank`.log (None: among Ray's logs).
     """
 
     def __init__(
@@ -99,10 +102,6 @@ class RayWorkerGroup:
     ) -> None:
         require(bool(re.fullmatch(r"[\w.]+:\w+", target)), "target", 'must be "module:Class"',
                 target, "name a class by its module")  # fmt: skip
-        logs = [
-            log_dir and log_dir.absolute() / f"{name}-{rank}.log"
-            for rank in range(len(placement.bundles))
-        ]
         self._infos: list[WorkerInfo] = []
         self._actors = [
             ray.remote(concurrency_groups={"background": 1})(Host)
@@ -116,13 +115,29 @@ class RayWorkerGroup:
             )
             .remote()
             for bundle, index in zip(placement.bundles, placement.indices, strict=True)
+            for _ in range(bundle.workers)
         ]
         try:
-            places = [
-                actor.place.remote(name, rank, log)
-                for rank, (actor, log) in enumerate(zip(self._actors, logs, strict=True))
+            places = self._all(
+                [actor.place.remote() for actor in self._actors], start_timeout_s, "its start"
+            )
+            order = by_node_and_gpu(places)
+            self._actors = [self._actors[index] for index in order]
+            logs = log_dir and log_dir.absolute()
+            self._infos = [
+                WorkerInfo(
+                    name=name,
+                    rank=rank,
+                    log=logs and logs / f"{name}-{rank}.log",
+                    **places[index],
+                )
+                for rank, index in enumerate(order)
             ]
-            self._infos = self._all(places, start_timeout_s, "its start")
+            begun = [
+                actor.begin.remote(info)
+                for actor, info in zip(self._actors, self._infos, strict=True)
+            ]
+            self._all(begun, start_timeout_s, "its start")
             path = [str(Path(entry).absolute()) for entry in sys.path]
             made = [
                 actor.make.remote(path, {**env, **self._rendezvous(rank)}, target, args, kwargs)
@@ -225,6 +240,29 @@ class RayWorkerGroup:
             "MASTER_ADDR": "127.0.0.1" if alone else first.address,
             "MASTER_PORT": str(first.port),
         }
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def by_node_and_gpu(places: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the order of workers in which each node's are together, in the order of their GPUs.
+    Nodes come in the order of their first workers.
+
+    >>> where = [("b", "1"), ("a", "10"), ("b", "0"), ("a", "9")]
+    >>> by_node_and_gpu([{"node": node, "gpus": (gpu,)} for node, gpu in where])
+    [2, 0, 3, 1]
+    """
+    nodes = [place["node"] for place in places]
+
+    def key(index: int) -> tuple[int, list[list[str | int]]]:
+        return nodes.index(nodes[index]), [natural(gpu) for gpu in places[index]["gpus"]]
+
+    return sorted(range(len(places)), key=key)
 
 
 def begin_worker(title: str, log: Path | None) -> None:

@@ -20,6 +20,8 @@ class RuntimeConfig:
     """Longest start of a local Ray, and of the ranks, model included, in seconds."""
     cpus_per_rank: int = 1
     """CPU cores of each rank; without a GPU, its number of threads."""
+    tp_across_nodes: bool = False
+    """Let the devices of a parallel.tp group be on several machines, where none has enough."""
     oversubscribe: bool = False
     """Start more ranks than this machine has cores for, which then take turns: for tests."""
 

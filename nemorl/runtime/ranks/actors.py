@@ -1,4 +1,4 @@
-"""Ranks as Ray actors, one bundle each, on one machine or many."""
+"""Ranks as Ray actors, on one machine or many."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import torch
 from nemorl.checks import require
 from nemorl.openmp import spinning_variables
 from nemorl.runtime.cluster.connection import connect, release
-from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
+from nemorl.runtime.cluster.placement import (
+    Bundle,
+    RayVirtualCluster,
+    ResourcesError,
+    most_on_a_node,
+)
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place, Rank
@@ -170,13 +176,22 @@ class RayRanks:
 
 
 def rank_bundles(config: BaseConfig, size: int) -> list[Bundle]:
-    """Return what ranks take of the cluster that this process is connected to."""
+    """Return what ranks take of the cluster that this process is connected to: a bundle, and so a
+    node, for each group of parallel.tp.
+    """
     found, device = ray.cluster_resources().get("GPU"), config.trainer.device
     require(device != "cuda" or bool(found), "trainer.device",
             "must be cpu on a Ray cluster without GPUs", device,
             "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
     gpus = 1 if found and device != "cpu" and not _shared_gpus(config) else 0
-    return [Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)] * size
+    together = 1 if config.runtime.tp_across_nodes else config.parallel.tp
+    rank = Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
+    for name, amount in rank.amounts.items() if together > 1 else ():
+        most = most_on_a_node(name)
+        require(together * amount <= most, "parallel.tp",
+                f"must leave a group on one node, and the largest has {most:g} {name}", together,
+                "lower it, or allow several nodes (--runtime.tp-across-nodes)")  # fmt: skip
+    return [replace(rank, workers=together)] * (size // together)
 
 
 def _shared_gpus(config: BaseConfig) -> list[str]:

@@ -60,6 +60,8 @@ class Devices:
         ranked = torchrun or plan.needs_ranks or limits.traits.needs_ranks
         on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
+        if torchrun and not config.runtime.tp_across_nodes:
+            check_groups(plan.tp, environ)
         gpus = _num_gpus(config.trainer.device) if num_gpus is None else num_gpus
         check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
         address, device = environ["RAY_ADDRESS"] if on_cluster else None, config.trainer.device
@@ -194,6 +196,9 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
     ):
         if not used:
             refuse_unused("parallel", plan, f"is for {purpose}", "remove it", names=[name])
+    if plan.tp == 1:
+        names = ["tp_across_nodes"]
+        refuse_unused("runtime", runtime, "is for parallel.tp above 1", "remove it", names=names)
     if torchrun:
         refuse_unused(
             "runtime",
@@ -205,6 +210,25 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
     if not ranked:
         requirement, remedy = "is for several ranks", "add a degree of parallel, or remove it"
         refuse_unused("runtime", runtime, requirement, remedy)
+
+
+def check_groups(tp: int, environ: Mapping[str, str]) -> None:
+    """Raise ValueError where a group of tp consecutive ranks is on several of torchrun's machines.
+
+    A launcher that does not say how many processes a machine has is not checked.
+    """
+    size, local_rank = environ.get("LOCAL_WORLD_SIZE"), environ.get("LOCAL_RANK")
+    if size is None or local_rank is None:
+        return
+    first = int(environ["RANK"]) - int(local_rank)  # machines may have different numbers
+    require(
+        int(size) % tp == 0 and first % tp == 0,
+        "parallel.tp",
+        f"must divide the {size} processes of each machine, so that a group is on one",
+        tp,
+        "change it or --nproc-per-node, or let groups be on several machines"
+        " (--runtime.tp-across-nodes)",
+    )
 
 
 def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:

@@ -19,9 +19,14 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 @contextmanager
-def driver(forked: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
+def driver(
+    forked: Path,
+    *arguments: str,
+    module: str = "tests.runtime.cluster.drivers",
+    **variables: str,
+) -> Iterator[subprocess.Popen]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [forked / "python", "-m", "tests.runtime.cluster.drivers", *arguments]
+    command = [forked / "python", "-m", module, *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, env={**environment, **variables}, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -161,6 +161,25 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             r"parallel must ask for at most the 2 GPUs that this machine has, but it is 4",
         ),
         (
+            {"plan": {"tp": 4}},
+            TORCHRUN,
+            0,
+            r"parallel.tp must divide the 2 processes of each machine, so that a group is on one,"
+            r" but it is 4: .*--runtime.tp-across-nodes",
+        ),
+        (
+            {"plan": {"tp": 2}},
+            {**TORCHRUN, "RANK": "2", "LOCAL_RANK": "1"},
+            0,
+            r"parallel.tp must divide the 2 processes of each machine",
+        ),
+        (
+            {"plan": {"dp_shard": 2}, "runtime": {"tp_across_nodes": True}},
+            {},
+            0,
+            r"runtime.tp_across_nodes is for parallel.tp above 1",
+        ),
+        (
             {},
             {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"},
             0,
@@ -196,6 +215,13 @@ def test_offloading_where_it_is_of_no_use(options, message):
 def test_what_a_plain_model_can_not_do_gets_a_rank(plan):
     assert Devices.of(config(plan=plan), {}, num_gpus=0).ranked
     assert not Devices.of(config(plan={"activation_checkpointing": "full"}), {}, num_gpus=0).ranked
+
+
+def test_a_group_on_several_machines_of_torchrun_is_asked_for():
+    plan, runtime = {"tp": 4}, {"tp_across_nodes": True}
+    assert Devices.of(config(plan=plan, runtime=runtime), TORCHRUN, num_gpus=0).plan.tp == 4
+    unknown = {"RANK": "0", "WORLD_SIZE": "4"}  # where a launcher does not say it
+    assert Devices.of(config(plan=plan), unknown, num_gpus=0).plan.tp == 4
 
 
 def test_devices_that_are_there_or_may_be_elsewhere():

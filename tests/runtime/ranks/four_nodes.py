@@ -1,0 +1,87 @@
+"""Ranks on four Ray nodes of this machine: `python -m tests.runtime.ranks.four_nodes` prints a line
+of JSON. Each node declares eight GPUs, which are only numbers that Ray counts.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.cluster.placement import Bundle, Placement, RayVirtualCluster
+from nemorl.runtime.cluster.worker_group import RayWorkerGroup
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.ranks.actors import rank_bundles
+from tests.runtime.cluster.conftest import TARGET
+
+
+def settings(tp: int, **runtime: Any) -> BaseConfig:
+    return BaseConfig(parallel=ParallelPlan(tp=tp), runtime=RuntimeConfig(**runtime))
+
+
+def letters(nodes: Sequence[str], placement: Placement) -> str:
+    """The nodes of ranks as letters; the driver's is A."""
+    found = [
+        "ABCD"[nodes.index(node)]
+        for node, bundle in zip(placement.nodes, placement.bundles, strict=True)
+        for _ in range(bundle.workers)
+    ]
+    return "".join(found)
+
+
+def placed(nodes: Sequence[str], bundles: list[Bundle]) -> str:
+    with RayVirtualCluster({"rank": bundles}) as cluster:
+        return letters(nodes, cluster.placement("rank"))
+
+
+def placements(nodes: Sequence[str]) -> dict[str, Any]:
+    """Nodes of 24 and 32 ranks, one by one and by groups; of groups where nodes are partly taken;
+    and what is said of a group that no node has room for.
+    """
+    alone = settings(8, tp_across_nodes=True)
+    found: dict[str, Any] = {"alone": {}, "grouped": {}}
+    for size in (24, 32):
+        found["alone"][size] = placed(nodes, rank_bundles(alone, size))
+        found["grouped"][size] = placed(nodes, rank_bundles(settings(8), size))
+    taken = {"taken": [Bundle(cpus=0, gpus=gpus, node=nodes[i]) for i, gpus in ((0, 3), (1, 2))]}
+    with RayVirtualCluster(taken):
+        found["partly"] = placed(nodes, rank_bundles(settings(4), 24))
+    try:
+        rank_bundles(settings(16), 16)
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
+
+
+def ranks(nodes: Sequence[str]) -> list[dict[str, str]]:
+    """What workers know of themselves whose bundles were asked for in another order."""
+    asked = [Bundle(gpus=1, node=nodes[i]) for i in (2, 0)]
+    pair = Bundle(gpus=1, node=nodes[2], workers=2)
+    with RayVirtualCluster({"rank": [*asked, pair]}) as cluster:
+        group = RayWorkerGroup(cluster.placement("rank"), TARGET)
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+        found = group.run_all("environment", *names)
+        for rank, each in enumerate(found):
+            info = group.info(rank)
+            each["node"] = "ABCD"[nodes.index(info.node)]
+            assert (each.pop("CUDA_VISIBLE_DEVICES"),) == info.gpus
+            each["gpus"] = [*info.gpus]
+        group.shutdown()
+    return found
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 8, "num_gpus": 8}
+    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    others = sorted(cluster.add_node(**size).node_id for _ in range(3))
+    nodes = [cluster.head_node.node_id, *others]  # of one address, so sorted by their names
+    connected = {"connected": [Bundle(cpus=0, resources={"node:__internal_head__": 0.001})]}
+    with RayVirtualCluster(connected, address=cluster.address):
+        print(json.dumps({**placements(nodes), "ranks": ranks(nodes)}))
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

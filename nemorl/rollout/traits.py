@@ -22,7 +22,8 @@ class GenerationTraits:
     """
     engines: bool = False
     """Whether Ray places it in processes of their own, as generation.num_replicas,
-    tensor_parallel_size, cpus_per_replica and colocated say.
+    tensor_parallel_size, cpus_per_replica and colocated say; where they share GPUs that Ray has
+    given to ranks, it is made with `beside`, the places of these.
     """
     records_experts: bool = False
     """Whether completions carry the experts that computed each token, if asked for

@@ -28,7 +28,7 @@ from nemorl.rollout.generation import (
     text_before,
 )
 from nemorl.runtime.engines import limits
-from nemorl.runtime.engines.spec import check_arguments, engine_spec
+from nemorl.runtime.engines.spec import Place, check_arguments, engine_spec
 from nemorl.runtime.engines.weights import current_device, started
 
 if TYPE_CHECKING:
@@ -51,12 +51,15 @@ class VLLMGenerationBackend:
         tokenizer: Any = None,
         precision: str = "float32",
         records_experts: bool = False,
+        beside: Sequence[Place] = (),
     ) -> None:
         """records_experts: completions get the experts that computed each token (`routed_experts`),
         of a model that has any.
+        beside: where ranks are whose GPUs the engines share, as Ray has given them to the ranks.
         """
         self.model: ModelSource | None = ModelSource.of(model)
         self.tokenizer, self.precision, self._records = tokenizer, precision, records_experts
+        self._beside = beside
         self.policy_version: int | None = None
         """None: there are no weights yet, or an update of them failed."""
         self.updated = self.asleep = self._failed = False
@@ -87,13 +90,13 @@ class VLLMGenerationBackend:
                 self.tokenizer,
                 config,
                 precision=self.precision,
-                on_gpus=has_gpus(),
+                on_gpus=bool(self._beside) or has_gpus(),
                 records_experts=self._records,
             )
             self._positions = spec.max_model_len or sys.maxsize
             self._awake = not config.colocated and not spec.sleep_level
             """Always: its devices are its own."""
-            self._engines = Replicas(config, spec)
+            self._engines = Replicas(config, spec, self._beside)
         finally:
             release()
 

@@ -40,6 +40,19 @@ def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
         )
 
 
+def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
+    """Raise ValueError for more colocated engines than the GPUs of ranks have room for."""
+    size = config.tensor_parallel_size
+    require(
+        config.num_replicas <= room,
+        "generation.num_replicas",
+        f"must be at most {room} where replicas of {size} GPUs share those of {ranks}",
+        config.num_replicas,
+        "lower it or generation.tensor_parallel_size, use more ranks, or give engines GPUs of"
+        " their own (--generation.no-colocated)",
+    )
+
+
 def check_heads(model: Any) -> None:
     """Raise ValueError if vLLM can't compute attention on CPUs for a model's configuration."""
     heads = getattr(model, "num_attention_heads", None)

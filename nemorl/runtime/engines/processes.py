@@ -21,6 +21,7 @@ from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.engine import environment
+from nemorl.runtime.engines.limits import check_shares
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, ProcessId, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
@@ -61,8 +62,11 @@ class EngineProcesses:
 
     actor: type[EngineActor] = EngineActor
 
-    def __init__(self, config: GenerationConfig, spec: EngineSpec) -> None:
-        self.config, self.spec = config, spec
+    def __init__(
+        self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
+    ) -> None:
+        """beside: ranks whose GPUs engines share."""
+        self.config, self.spec, self.beside = config, spec, beside
         self.running: dict[ProcessId, EngineProcess] = {}
         self._keepers: dict[ProcessId, asyncio.Task[None]] = {}
         python, transport = config.python, config.weight_transport
@@ -79,8 +83,10 @@ class EngineProcesses:
         """Return the cluster, and the bundles in it, one for each replica."""
         timeout_s = self.config.start_timeout_s
         connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
+        nodes = [place.node for place in self.beside]
         try:
-            cluster = RayVirtualCluster(engine_bundles(self.config, cuda=self.spec.on_gpus))
+            bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
+            cluster = RayVirtualCluster(bundles)
         except ResourcesError as error:
             text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
             raise ResourcesError(text) from None
@@ -133,6 +139,9 @@ class EngineProcesses:
         bundle = placement.bundles[rank]
         eager = self.spec.engine.get("enforce_eager", True)
         variables = environment(config.cpus_per_replica, eager=eager, cuda=self.spec.on_gpus)
+        if self.beside:  # Ray counts these GPUs as the ranks', and must not hide them
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._shared_gpus(rank))
+            variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         runtime: dict[str, Any] = {"env_vars": variables}
         if config.python is not None:
             runtime["py_executable"] = config.python
@@ -147,6 +156,11 @@ class EngineProcesses:
             runtime_env=runtime,
         )
         return actor.remote(f"replica-{rank}", str(log))
+
+    def _shared_gpus(self, rank: int) -> list[str]:
+        """Return the GPUs of ranks that a replica has."""
+        shares = rank_shares([place.node for place in self.beside], self.config)
+        return [gpu for number in shares[rank] for gpu in self.beside[number].gpus]
 
     async def _watch(self, process: EngineProcess) -> None:
         """Raise where a process died, or makes no progress for timeout_s though it has work."""
@@ -212,8 +226,17 @@ class EngineProcesses:
         return [process for process in self.running.values() if process.place]
 
 
-def engine_bundles(config: GenerationConfig, *, cuda: bool) -> dict[str, list[Bundle]]:
-    """Return what engines, and the GPUs kept from them, take of a cluster."""
+def engine_bundles(
+    config: GenerationConfig, *, cuda: bool, nodes: Sequence[str] = ()
+) -> dict[str, list[Bundle]]:
+    """Return what engines, and the GPUs kept from them, take of a cluster.
+
+    nodes: of the ranks whose GPUs they share; these are the ranks' in Ray's books.
+    """
+    if nodes:
+        shares = rank_shares(nodes, config)
+        cpus = config.cpus_per_replica
+        return {"generation": [Bundle(cpus=cpus, node=nodes[share[0]]) for share in shares]}
     gpus = config.tensor_parallel_size if cuda else 0
     cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
     bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
@@ -222,6 +245,23 @@ def engine_bundles(config: GenerationConfig, *, cuda: bool) -> dict[str, list[Bu
     # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
     taken = 1 if config.trainer_gpus is None else config.trainer_gpus
     return {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken, **bundles}
+
+
+def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int]]:
+    """Return for each replica the ranks whose GPUs it shares, on one node: consecutive ones.
+
+    nodes: of the ranks, each node's together. Raises ValueError where there are too few.
+
+    >>> two = GenerationConfig(backend="vllm", num_replicas=2, tensor_parallel_size=2)
+    >>> rank_shares("aaabb", two)
+    [[0, 1], [3, 4]]
+    """
+    size, shares = config.tensor_parallel_size, list[list[int]]()
+    for node in dict.fromkeys(nodes):
+        own = [rank for rank, each in enumerate(nodes) if each == node]
+        shares += [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
+    check_shares(config, len(shares), f"{len(nodes)} ranks on {len({*nodes})} nodes")
+    return shares[: config.num_replicas]
 
 
 def check_apart(config: GenerationConfig, engines: Sequence[Place]) -> None:

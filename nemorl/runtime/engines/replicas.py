@@ -39,7 +39,7 @@ from nemorl.runtime.engines.routing import (
     Warn,
     routing,
 )
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
 from nemorl.runtime.engines.supply import Supply
 from nemorl.runtime.engines.weights import current_device, started
 
@@ -57,7 +57,9 @@ class Replicas:
 
     processes: type[EngineProcesses] = EngineProcesses
 
-    def __init__(self, config: GenerationConfig, spec: EngineSpec) -> None:
+    def __init__(
+        self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
+    ) -> None:
         self.config, self.spec = config, spec
         self._open: dict[int, tuple[Request, asyncio.Future[tuple[Sample, ...]]]] = {}
         """Requests without an answer, by number."""
@@ -69,7 +71,7 @@ class Replicas:
         """Tokens, restarts and busy seconds of each replica since the last metrics."""
         self._seconds, self._since = 0.0, 0.0
         """With requests in flight; the last time that there were none."""
-        self._processes = self.processes(config, spec)
+        self._processes = self.processes(config, spec, beside)
         state = routing(
             config.num_replicas, window=config.max_batch_size, max_restarts=config.max_restarts
         )

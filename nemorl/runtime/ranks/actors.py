@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import re
 import threading
@@ -26,6 +27,7 @@ from nemorl.runtime.cluster.placement import (
 )
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.engines import spec
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
 from nemorl.runtime.store.errors import WorkerTimeout, raised
@@ -40,9 +42,7 @@ GRACE_S = 5.0
 class RankActor:
     """A rank in a worker; calls and answers are bytes."""
 
-    def __init__(self, make: list[Any], gpus: list[str]) -> None:
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
+    def __init__(self, make: list[Any]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
 
@@ -78,7 +78,7 @@ class RayRanks:
         self, make: Callable[[], Any], size: int, config: BaseConfig, log_dir: Path
     ) -> None:
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
-        cpus, shared_gpus = config.runtime.cpus_per_rank, _shared_gpus(config)
+        cpus = config.runtime.cpus_per_rank
         connect(
             num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, for engines as well
             timeout_s=config.runtime.start_timeout_s,
@@ -94,7 +94,7 @@ class RayRanks:
             self.workers = RayWorkerGroup(
                 self._cluster.placement("rank"),
                 f"{__name__}:RankActor",
-                args=(dumps(make), shared_gpus),
+                args=(dumps(make),),
                 env={"OMP_NUM_THREADS": str(cpus), **spinning_variables()},
                 log_dir=log_dir,
                 name="rank",
@@ -103,6 +103,12 @@ class RayRanks:
         except BaseException:
             self._cluster.shutdown()
             raise
+
+    @property
+    def places(self) -> list[spec.Place]:
+        """Where the ranks are, with the GPUs that they have."""
+        found = map(self.workers.info, range(self.size))
+        return [spec.Place(one.node, one.host, one.pid, one.gpus) for one in found]
 
     def call(
         self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
@@ -183,29 +189,20 @@ def rank_bundles(config: BaseConfig, size: int) -> list[Bundle]:
     require(device != "cuda" or bool(found), "trainer.device",
             "must be cpu on a Ray cluster without GPUs", device,
             "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
-    gpus = 1 if found and device != "cpu" and not _shared_gpus(config) else 0
-    together = 1 if config.runtime.tp_across_nodes else config.parallel.tp
+    gpus = 1 if found and device != "cpu" else 0
     rank = Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
-    for name, amount in rank.amounts.items() if together > 1 else ():
-        most = most_on_a_node(name)
-        require(together * amount <= most, "parallel.tp",
-                f"must leave a group on one node, and the largest has {most:g} {name}", together,
-                "lower it, or allow several nodes (--runtime.tp-across-nodes)")  # fmt: skip
+    most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
+    together = 1 if config.runtime.tp_across_nodes else config.parallel.tp
+    for name, room in most.items():
+        require(together <= room or together == 1, "parallel.tp",
+                f"must leave a group on one node, and the largest has {name} for {int(room)}",
+                together, "lower it, or allow more nodes (--runtime.tp-across-nodes)")  # fmt: skip
+    engines = config.generation
+    if gpus and engines.traits.engines and engines.colocated:  # the GPUs of each on one node, too
+        both = math.lcm(together, engines.tensor_parallel_size)
+        if size % both == 0 and both <= min(most.values()):
+            together = both
     return [replace(rank, workers=together)] * (size // together)
-
-
-def _shared_gpus(config: BaseConfig) -> list[str]:
-    """Return the GPUs of this machine that ranks have in turns with engines.
-
-    Ray must not count them as taken, so the ranks get them one by one.
-    """
-    generation = config.generation
-    colocated = generation.traits.engines and generation.colocated
-    shared = colocated and config.trainer.device != "cpu"
-    if not shared or os.environ.get("RAY_ADDRESS"):
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
 
 
 def is_consequence(error: Mapping[str, str]) -> bool:

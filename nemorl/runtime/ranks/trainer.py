@@ -23,6 +23,7 @@ from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.engines import spec
 from nemorl.runtime.ranks.environment import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place
 from nemorl.runtime.ranks.wire import dumps
@@ -146,6 +147,11 @@ class RankedTrainer:
         if self._model is None or self._ranks.group is None:
             raise self._gone()
         return self._model
+
+    @property
+    def places(self) -> list[spec.Place]:
+        """Where ranks are that Ray has placed; of torchrun's it is not known."""
+        return getattr(self._ranks.group, "places", [])
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         return self._call("train_step", batch, loss_fn)

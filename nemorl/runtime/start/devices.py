@@ -13,6 +13,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.traits import Machine
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.engines.limits import check_shares
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.start.registry import check_generation
 from nemorl.warn import warn
@@ -109,15 +110,28 @@ class Devices:
             on_gpus=on_gpus,
             accelerated=accelerated,
         )
+        if found.placed and found.shares_gpus(config.generation):
+            room = num_ranks // config.generation.tensor_parallel_size
+            check_shares(config.generation, room, f"{num_ranks} ranks")
         taken = placed + (found.local_gpus if given is None else given)
         machine = Machine(gpus=gpus, taken=taken, cluster=bool(environ.get("RAY_ADDRESS")))
         check_generation(config.generation, None, machine)
         return replace(found, machine=machine)
 
     @property
+    def placed(self) -> bool:
+        """Whether Ray places the ranks."""
+        return self.ranked and not self.torchrun
+
+    def shares_gpus(self, engines: GenerationConfig) -> bool:
+        """Return whether engines are on GPUs on which the model trains."""
+        trains = self.accelerated if self.placed else self.on_gpus
+        return engines.traits.engines and engines.colocated and trains
+
+    @property
     def local_gpus(self) -> int:
         """The number of this machine's GPUs that train without Ray knowing it."""
-        if not self.on_gpus or (self.ranked and not self.torchrun):
+        if not self.on_gpus or self.placed:
             return 0
         if self.torchrun:
             return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -151,10 +165,18 @@ class Devices:
         from nemorl.runtime.engines.processes import engine_bundles
         from nemorl.runtime.ranks.actors import rank_bundles
 
-        ranks = self.plan.num_ranks if self.ranked and not self.torchrun else 0
         connect()
         try:
-            bundles = {"rank": rank_bundles(config, ranks)} if ranks else {}
+            ranks = rank_bundles(config, self.plan.num_ranks) if self.placed else []
+            if self.placed and self.shares_gpus(engines):
+                with RayVirtualCluster({"rank": ranks}) as cluster:
+                    placement, nodes = cluster.placement("rank"), list[str]()
+                    for node, bundle in zip(placement.nodes, placement.bundles, strict=True):
+                        nodes += [node] * bundle.workers
+                    beside = engine_bundles(engines, cuda=True, nodes=nodes)
+                    RayVirtualCluster(beside).shutdown()
+                return
+            bundles = {"rank": ranks} if ranks else {}
             bundles |= engine_bundles(engines, cuda=has_gpus())
             RayVirtualCluster(bundles).shutdown()
         except ResourcesError as error:
@@ -165,15 +187,8 @@ class Devices:
 
     def check_more_ranks(self) -> None:
         """Raise ValueError where another model can't have ranks of its own."""
-        engines, field = self.config.generation, "own_ranks"
         remedy = "remove it: the model then shares the policy's devices"
-        placed = self.ranked and not self.torchrun
-        require(placed, field, "needs ranks that Ray places", True, remedy)
-        shared = self.on_gpus and engines.traits.engines and engines.colocated
-        apart = "needs engines on GPUs of their own (generation.colocated false), as Ray does not"
-        require(
-            not shared, field, f"{apart} place ranks that share GPUs with engines", True, remedy
-        )
+        require(self.placed, "own_ranks", "needs ranks that Ray places", True, remedy)
 
     def check_given(self, model: Any) -> None:
         """Raise ValueError for a model in memory where ranks have to load their parts of it."""

@@ -1,5 +1,6 @@
 """A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend
 from nemorl.runtime.start.settings import changes, generation_config, kept, model_config_of
-from nemorl.runtime.start.sharing import shares_gpus, sharing_of
+from nemorl.runtime.start.sharing import sharing_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.files import writing
@@ -129,7 +130,7 @@ class Live:
                     launch.devices,
                     engines,
                     given_model_config(launch),
-                    card=smallest_gpu(),
+                    card=smallest_gpu(placed=launch.devices.placed),
                     can_offload=has_method(launch, None, "offload"),
                     can_empty=has_method(launch, None, "empty_cache"),
                 )
@@ -139,7 +140,7 @@ class Live:
     def _share(self, run: OpenRun) -> bool:
         """Return whether engines are on GPUs on which the model trains."""
         engines = self._engines(run)
-        return engines is not None and shares_gpus(self.launch.devices, engines)
+        return engines is not None and self.launch.devices.shares_gpus(engines)
 
     def _engines(self, run: OpenRun) -> GenerationConfig | None:
         """Return what an engine is set up with, if the run samples."""
@@ -202,8 +203,14 @@ def given_model_config(launch: Launch) -> Any:
     return model_config_of(launch.folder if launch.model is None else launch.model, **trust)
 
 
-def smallest_gpu() -> int:
-    """Return the memory in bytes of the smallest GPU that this process sees."""
+def smallest_gpu(*, placed: bool) -> int | None:
+    """Return the memory in bytes of the smallest GPU that this process sees; where Ray has placed
+    ranks on the cluster at RAY_ADDRESS, of its GPUs, if it knows.
+    """
+    if placed and os.environ.get("RAY_ADDRESS"):
+        from nemorl.runtime.cluster import gpus
+
+        return gpus.smallest_gpu()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return min(each.total_memory for each in found)
 
@@ -238,11 +245,16 @@ def live_generator(
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
         replays = config.trainer.router_replay
+        # Ray has given the ranks their GPUs, and counts them as taken.
+        devices = launch.devices
+        shares = devices.placed and devices.shares_gpus(engines)
+        beside = {"beside": trainer.places} if shares else {}
         generator = backend(
             model=engine_source(launch.devices, engines.traits, model),
             tokenizer=launch.tokenizer,
             precision=config.parallel.precision,
             **({"records_experts": True} if replays else {}),
+            **beside,
         )
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):

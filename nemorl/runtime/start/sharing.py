@@ -1,5 +1,6 @@
 """How a run's trainer and engines share GPUs, found before the trainer is loaded."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,27 +22,29 @@ def sharing_of(
     engines: GenerationConfig | None,
     model: Any,
     *,
-    card: float,
+    card: float | None,
     can_offload: bool,
     can_empty: bool,
 ) -> Sharing | None:
     """Return how engines share the GPUs of the ranks; None where they don't, and for a model (a
-    Hugging Face configuration) whose sizes are not known.
+    Hugging Face configuration) or GPUs whose sizes are not known.
 
-    card: bytes of the smallest GPU. can_offload, can_empty: whether the training backend
+    card: bytes of the smallest GPU, if known. can_offload, can_empty: whether the training backend
     has `offload`, and `empty_cache`.
     Raises: ValueError where engines have too little memory.
     """
-    if engines is None or not shares_gpus(devices, engines) or model is None:
+    if engines is None or not devices.shares_gpus(engines) or model is None:
         return None
-    try:
+    shape = None
+    with suppress(ValueError):
         shape = model_shape(model.to_dict())
-    except ValueError:
+    if shape is None or card is None:
+        unknown = getattr(model, "model_type", "the model") if shape is None else "the GPUs"
         if "gpu_memory_utilization" not in engines.engine:
             warn(
-                f"the sizes of {getattr(model, 'model_type', 'the model')} are not known, so"
-                " engines on the trainer's GPUs take vLLM's own share of them: if memory runs out,"
-                """ set --generation.engine '{"gpu_memory_utilization": 0.4}'"""
+                f"the sizes of {unknown} are not known, so engines on the trainer's GPUs take"
+                " vLLM's own share of them: if memory runs out, set --generation.engine"
+                """ '{"gpu_memory_utilization": 0.4}'"""
             )
         return None
     step = Step(shape, devices.plan, workload(config, devices, engines))
@@ -77,14 +80,6 @@ def with_room(step: Step, room: float, *, longest: int) -> Step:
         if tokens == longest or training_of(tried) <= room:
             return tried
         tokens = max(longest, tokens // 2)
-
-
-def shares_gpus(devices: Devices, engines: GenerationConfig) -> bool:
-    """Return whether engines are on GPUs on which the model trains: not where Ray has given each
-    its own.
-    """
-    placed = devices.ranked and not devices.torchrun and devices.machine.cluster
-    return engines.traits.engines and engines.colocated and devices.on_gpus and not placed
 
 
 def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig) -> PlanConfig:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.placement import Bundle, Placement, RayVirtualCluster
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.base import BaseConfig
@@ -15,8 +16,14 @@ from nemorl.runtime.ranks.actors import rank_bundles
 from tests.runtime.cluster.conftest import TARGET
 
 
-def settings(tp: int, **runtime: Any) -> BaseConfig:
-    return BaseConfig(parallel=ParallelPlan(tp=tp), runtime=RuntimeConfig(**runtime))
+def settings(tp: int, *, engines_of: int = 0, **runtime: Any) -> BaseConfig:
+    """engines_of: the GPUs of each engine that shares them with ranks."""
+    engines = {"backend": "vllm", "tensor_parallel_size": engines_of} if engines_of else {}
+    return BaseConfig(
+        parallel=ParallelPlan(tp=tp),
+        runtime=RuntimeConfig(**runtime),
+        generation=GenerationConfig(**engines),
+    )
 
 
 def letters(nodes: Sequence[str], placement: Placement) -> str:
@@ -46,6 +53,7 @@ def placements(nodes: Sequence[str]) -> dict[str, Any]:
     taken = {"taken": [Bundle(cpus=0, gpus=gpus, node=nodes[i]) for i, gpus in ((0, 3), (1, 2))]}
     with RayVirtualCluster(taken):
         found["partly"] = placed(nodes, rank_bundles(settings(4), 24))
+        found["shared"] = placed(nodes, rank_bundles(settings(2, engines_of=4), 24))
     try:
         rank_bundles(settings(16), 16)
     except ValueError as error:

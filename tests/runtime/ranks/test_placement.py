@@ -28,15 +28,16 @@ def test_ranks_are_sorted_by_node(found, size: str):
 
 
 def test_a_group_is_on_one_node_where_others_have_taken_some_of_its_gpus(found):
-    order = found["partly"]
-    assert len(order) == 24
-    assert all(len(set(order[first : first + 4])) == 1 for first in range(0, 24, 4)), order
+    """Or, in the second case, a group that an engine shares."""
+    for order in (found["partly"], found["shared"]):
+        assert len(order) == 24
+        assert all(len(set(order[first : first + 4])) == 1 for first in range(0, 24, 4)), order
 
 
 def test_a_group_that_no_node_has_room_for_is_refused(found):
     assert found["error"] == (
-        "parallel.tp must leave a group on one node, and the largest has 8 CPU, but it is 16: lower"
-        " it, or allow several nodes (--runtime.tp-across-nodes)"
+        "parallel.tp must leave a group on one node, and the largest has CPU for 8, but it is 16:"
+        " lower it, or allow more nodes (--runtime.tp-across-nodes)"
     )
 
 

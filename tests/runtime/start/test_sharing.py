@@ -16,7 +16,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.traits import GenerationTraits
 from nemorl.runtime.start import devices, live
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.start.sharing import keeps_reference, shares_gpus, sharing_of
+from nemorl.runtime.start.sharing import keeps_reference, sharing_of
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
 from tests.runtime.start.test_traits import only_here  # noqa: F401
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -107,7 +107,7 @@ def test_references_and_a_share_of_the_users_count():
         ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}, 1, False),
         ({"generation": {"colocated": False}}, {}, 2, False),
         ({"parallel": nemorl.ParallelPlan(dp_shard=2)}, {}, 2, True),
-        ({"parallel": nemorl.ParallelPlan(dp_shard=2)}, {"RAY_ADDRESS": "auto"}, 2, False),
+        ({"parallel": nemorl.ParallelPlan(dp_shard=2)}, {"RAY_ADDRESS": "auto"}, 2, True),
         ({}, {"RAY_ADDRESS": "auto"}, 1, True),
     ],
     ids=["one GPU", "no GPU", "a CPU trains", "apart", "ranks", "placed by Ray", "in the loop"],
@@ -115,7 +115,7 @@ def test_references_and_a_share_of_the_users_count():
 def test_who_shares(options: dict[str, Any], environ, gpus: int, shared: bool):
     engines = nemorl.GenerationConfig(backend="vllm", **options.pop("generation", {}))
     config = nemorl.GRPOConfig(reward="exact", generation=engines, **options)
-    assert shares_gpus(Devices.of(config, environ, num_gpus=gpus), engines) == shared
+    assert Devices.of(config, environ, num_gpus=gpus).shares_gpus(engines) == shared
 
 
 def test_a_model_whose_sizes_are_not_known_leaves_the_share_to_the_engine():
@@ -205,7 +205,7 @@ def without(events: list[Any], *names: str) -> list[Any]:
 def test_memory_is_made_free_before_engines_start_and_wake(
     seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(live, "smallest_gpu", lambda: 10**10)
+    monkeypatch.setattr(live, "smallest_gpu", lambda placed: 10**10)
     roomy = go(tmp_path / "roomy")
     assert seen[:2] == ["empty_cache", ("start", {"gpu_memory_utilization": 0.899})]
     assert without(seen[2:], "generate", "update") == in_turns("empty_cache")
@@ -218,13 +218,13 @@ def test_what_does_not_fit_is_offloaded(
 ):
     shown: list[Sharing] = []
     monkeypatch.setattr(live, "show", lambda sharing, quiet: shown.append(sharing))
-    monkeypatch.setattr(live, "smallest_gpu", lambda: 10**10)
+    monkeypatch.setattr(live, "smallest_gpu", lambda placed: 10**10)
     roomy = go(tmp_path / "roomy")
     seen.clear()
     setups: list[Any] = []
     setup = DTensorBackend.setup
     monkeypatch.setattr(DTensorBackend, "setup", lambda *x: (setups.append(x[1]), setup(*x))[1])
-    monkeypatch.setattr(live, "smallest_gpu", lambda: int(shown[0].wanted / 0.9))
+    monkeypatch.setattr(live, "smallest_gpu", lambda placed: int(shown[0].wanted / 0.9))
     tight = go(tmp_path / "tight")
     assert [each.offloads for each in shown] == [False, True]
     assert "empty_cache" not in seen and seen[0] == "offload"
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_offloaded(
 def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
     seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(live, "smallest_gpu", lambda: 10**9)
+    monkeypatch.setattr(live, "smallest_gpu", lambda placed: 10**9)
     with pytest.raises(ValueError, match=r"generation\.colocated must be false where an engine"):
         go(tmp_path / "run")
     assert not seen

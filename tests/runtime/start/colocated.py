@@ -1,0 +1,71 @@
+"""A GRPO run whose engines share the GPUs of ranks that Ray places: `python -m
+tests.runtime.start.colocated FOLDER` prints a line of JSON.
+
+The head of the cluster, where the loop is, has no GPU. Each of two other nodes declares two, which
+are only numbers that Ray counts: ranks and engines compute on CPUs.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import nemorl
+from nemorl.runtime.cluster import gpus
+from nemorl.runtime.run.callbacks import Callback
+from tests.runtime.runs import addition_rows, digits, grpo_config
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+class Look(Callback):
+    def on_step_end(self, trainer, step, metrics) -> None:
+        def facts(places: Any) -> list[Any]:
+            return [[place.node, *place.gpus] for place in places]
+
+        engines = [process.place for process in trainer.generator._engines.running()]
+        self.seen = {"ranks": facts(trainer.trainer.places), "engines": facts(engines)}
+
+
+def config_of(folder: Path, **generation: Any) -> nemorl.GRPOConfig:
+    given = {"num_replicas": 2, "sleep_level": 0, "max_new_tokens": 4, **generation}
+    return grpo_config(
+        folder / "run",
+        steps=2,
+        model=nemorl.ModelConfig(path=str(folder / "model")),
+        trainer=nemorl.TrainerConfig(),
+        parallel=nemorl.ParallelPlan(tp=2, param_dtype="float32"),
+        generation=nemorl.GenerationConfig(
+            backend="vllm", engine={"kv_cache_memory_bytes": 2**26}, **given
+        ),
+    )
+
+
+def main(folder: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": 0}
+    )
+    for _ in range(2):
+        cluster.add_node(num_cpus=4, num_gpus=2)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    tiny_model(hidden_size=128, head_dim=32).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    look, data = Look(), {"train": addition_rows(), "reward": digits}
+    refused = ""
+    try:
+        nemorl.run(config_of(folder, num_replicas=3), **data)
+    except ValueError as error:
+        refused = str(error)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        result = nemorl.run(config_of(folder), callbacks=[look], **data)
+    facts = {"history": result.history, "refused": refused, "smallest": gpus.smallest_gpu()}
+    print(json.dumps({**look.seen, **facts, "warned": [str(each.message) for each in warned]}))
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,52 @@
+"""Engines on the GPUs of ranks that Ray places, on a cluster at RAY_ADDRESS."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemorl import GenerationConfig
+from nemorl.runtime.cluster.placement import Bundle
+from nemorl.runtime.engines.processes import engine_bundles, rank_shares
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.mark.slow
+def test_engines_share_the_gpus_of_ranks_that_ray_places(tmp_path: Path):
+    """By a whole run: all learn and sample the same numbers."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.start.colocated", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stderr
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    node = seen["ranks"][0][0]
+    assert seen["ranks"] == seen["engines"] == [[node, "0"], [node, "1"]]
+    assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in seen["history"])
+    assert len({line["entropy"] for line in seen["history"]}) == 2
+    assert seen["refused"].startswith(
+        "generation.num_replicas must be at most 2 where replicas of 1 GPUs share those of 2 ranks"
+    )
+    assert seen["smallest"] is None
+    assert any("sizes of the GPUs are not known" in each for each in seen["warned"])
+
+
+TWO = GenerationConfig(backend="vllm", num_replicas=2, tensor_parallel_size=2, cpus_per_replica=3)
+
+
+def test_each_replica_has_gpus_of_one_node():
+    assert rank_shares("aaabb", TWO) == [[0, 1], [3, 4]]
+    assert rank_shares("aaaab", TWO) == [[0, 1], [2, 3]]
+    bundles = engine_bundles(TWO, cuda=True, nodes=[*"aaabb"])
+    assert bundles == {"generation": [Bundle(cpus=3, node="a"), Bundle(cpus=3, node="b")]}
+    message = (
+        r"generation\.num_replicas must be at most 1 where replicas of 2 GPUs share those of 4"
+        r" ranks on 3 nodes, but it is 2: lower it or generation\.tensor_parallel_size"
+    )
+    with pytest.raises(ValueError, match=message):
+        rank_shares("abbc", TWO)

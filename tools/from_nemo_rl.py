@@ -57,6 +57,10 @@ RENAMED = {
     "policy.megatron_cfg.tensor_model_parallel_size": "parallel.tp",
     "policy.megatron_cfg.pipeline_model_parallel_size": "parallel.pp",
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size": "parallel.vpp",
+    **{
+        f"policy.megatron_cfg.{name}": f"parallel.{name}"
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    },
     "policy.megatron_cfg.context_parallel_size": "parallel.cp",
     "policy.megatron_cfg.expert_model_parallel_size": "parallel.ep",
     "policy.dtensor_cfg.lora_cfg.dim": "lora.rank",
@@ -97,14 +101,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         (1, None),
         "experts are whole with parallel.ep above 1, and split by tp without",
     ),
-    **{
-        f"policy.megatron_cfg.{name}": ((None,), "stages have equally many layers")
-        for name in (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "pipeline_model_parallel_layout",
-        )
-    },
+    "policy.megatron_cfg.pipeline_model_parallel_layout": (
+        (None,),
+        "stages are as equal as can be, or set parallel.num_layers_in_first_pipeline_stage and"
+        " ..._last_...",
+    ),
     "policy.megatron_cfg.num_layers_per_virtual_pipeline_stage": (
         (None,),
         "set parallel.vpp to the model's num_hidden_layers divided by pp and by this number",

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
+from nemorl.parallel.stages import Stages
 from nemorl.parallel.traits import TrainingTraits
 
 Precision = Literal["float32", "bfloat16"]
@@ -35,9 +35,16 @@ class ParallelPlan:
     """Devices that have different layers (pipeline parallelism), with trainer.backend megatron."""
     vpp: int = 1
     """Parts of the layers on each device of pp, dealt out in turn (virtual pipeline parallelism,
-    interleaved 1F1B), with trainer.backend megatron and pp above 1; pp · vpp must divide the number
-    of layers. The pipeline's idle time is divided by vpp, and what is sent multiplied.
+    interleaved 1F1B), with trainer.backend megatron and pp above 1. The pipeline's idle time is
+    divided by vpp, and what is sent multiplied.
     """
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first device of pp, in all its vpp parts together, which they must divide.
+    Default: stages are as equal as can be, where the embedding and the head count as a layer each
+    if pp · vpp does not divide the layers.
+    """
+    num_layers_in_last_pipeline_stage: int | None = None
+    """The same of the last device of pp."""
     ep: int = 1
     """Devices, of those of a pipeline stage (dp_shard · cp · tp), that divide a mixture's experts
     between them (expert parallelism), with trainer.backend megatron.
@@ -73,8 +80,7 @@ class ParallelPlan:
             for name in ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
         }
         at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
-        fits, remedy = self.vpp == 1 or self.pp > 1, "remove it, or raise parallel.pp"
-        require(fits, "parallel.vpp", "must be 1 without parallel.pp", self.vpp, remedy)
+        self.stages.check()
 
     @property
     def model_ranks(self) -> int:
@@ -92,6 +98,12 @@ class ParallelPlan:
         return self.data_ranks * self.model_ranks
 
     @property
+    def stages(self) -> Stages:
+        """The stages of the pipeline."""
+        ends = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        return Stages(self.pp, self.vpp, *ends)
+
+    @property
     def num_stages(self) -> int:
         """Parts of the layers that a microbatch goes through one after the other."""
         return self.pp * self.vpp
@@ -103,10 +115,7 @@ class ParallelPlan:
         >>> [len(stage) for stage in ParallelPlan(pp=8).stage_layers(94)]
         [11, 12, 12, 12, 12, 12, 12, 11]
         """
-        costs = [0] * self.num_stages
-        costs[0] += 1
-        costs[-1] += 1
-        return _consecutive(_shared(num_layers, costs))
+        return self.stages.layers(num_layers)
 
     @property
     def min_microbatches(self) -> int:
@@ -202,12 +211,8 @@ class ParallelPlan:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
         if self.pp > 1 and not traits.pipelines:
             yield f"parallel.pp {self.pp} is for trainer.backend megatron"
-        elif model.num_hidden_layers % self.num_stages:
-            stages = f"pp {self.pp}" + f" · vpp {self.vpp}" * (self.vpp > 1)
-            yield (
-                f"parallel.{stages} does not divide the model's num_hidden_layers"
-                f" {model.num_hidden_layers}"
-            )
+        elif problem := self.stages.problem(model.num_hidden_layers):
+            yield problem
         if self.cp > 1 and self.cp_method == "ulysses" and heads % (self.tp * self.cp):
             yield (
                 f"parallel.cp {self.cp} · tp {self.tp} does not divide the model's"
@@ -218,49 +223,20 @@ class ParallelPlan:
         """Raise a ValueError with everything in `problems`."""
         if not (found := list(self.problems(model, traits=traits))):
             return
-        alone = [replace(self, tp=tp, cp=1, pp=1, vpp=1, ep=1) for tp in range(1, 65)]
+        ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        one_stage: Any = {"cp": 1, "pp": 1, "vpp": 1, **dict.fromkeys(ends)}
+        alone = [replace(self, **one_stage, tp=tp, ep=1) for tp in range(1, 65)]
         fits = [plan.tp for plan in alone if not any(plan.problems(model, traits=traits))]
         remedy = f"parallel.tp may be {', '.join(map(str, fits))} here"
         if self.tp in fits:
             remedy = "take parallel.cp_method allgather, or another cp"
-            if any(replace(self, cp=1, pp=1, vpp=1).problems(model, traits=traits)):
+            if any(replace(self, **one_stage).problems(model, traits=traits)):
                 remedy = "change parallel.ep, or remove it"
             elif self.pp > 1 and not traits.pipelines:
                 remedy = "add --trainer.backend megatron, or remove it"
             elif any(replace(self, cp=1).problems(model, traits=traits)):
-                remedy = self._pipelines(model.num_hidden_layers)
+                remedy = self.stages.remedy(model.num_hidden_layers)
         raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")
-
-    def _pipelines(self, layers: int) -> str:
-        """Return what to do where the layers can't be divided."""
-        interleaved, most = self.vpp > 1, min(layers, 64)
-        pps = [pp for pp in range(1 + interleaved, most + 1) if not layers % (pp * self.vpp)]
-        remedy = f"parallel.pp may be {', '.join(map(str, pps))} here"
-        if interleaved:
-            remedy = f"{remedy} with this vpp, or remove vpp" if pps else "remove parallel.vpp"
-        return remedy
-
-
-def _shared(num_layers: int, costs: list[int]) -> list[int]:
-    """Share layers out so that stages, which have costs besides in layers' worth, have as equal
-    ones as can be.
-
-    What does not divide goes to stages at the ends, so that they have no fewer layers than others,
-    and then to the latest ones, which keep the activations of the fewest microbatches.
-
-    >>> [_shared(layers, [1, 0, 0, 1]) for layers in (4, 5, 6, 7, 8)]
-    [[1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]
-    """
-    each, more = divmod(num_layers + sum(costs), len(costs))
-    ends = [index for index, cost in enumerate(costs) if cost]
-    others = [index for index, cost in enumerate(costs) if not cost]
-    larger = [*ends, *reversed(others)][:more]
-    return [each - cost + (index in larger) for index, cost in enumerate(costs)]
-
-
-def _consecutive(counts: list[int]) -> tuple[range, ...]:
-    ends = list(accumulate(counts, initial=0))
-    return tuple(map(range, ends, ends[1:]))
 
 
 def num_experts(config: Any) -> int:

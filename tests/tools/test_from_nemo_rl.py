@@ -242,7 +242,8 @@ MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {
             "policy.megatron_cfg.pipeline_model_parallel_size": 4,
             "policy.megatron_cfg.virtual_pipeline_model_parallel_size": 2,
-            "policy.megatron_cfg.num_layers_in_first_pipeline_stage": 7,
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage": 6,
+            "policy.megatron_cfg.pipeline_model_parallel_layout": "Ett|(tt|)*2L",
             "policy.megatron_cfg.moe_token_dispatcher_type": "flex",
             "policy.megatron_cfg.expert_model_parallel_size": 2,
             "policy.megatron_cfg.moe_router_load_balancing_type": "aux_loss",
@@ -250,10 +251,11 @@ MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         },
         {
             **{"parallel.pp": 4, "parallel.vpp": 2, "parallel.dp_shard": 2},
+            "parallel.num_layers_in_first_pipeline_stage": 6,
             "parallel.activation_checkpointing": "full",
         },
         {
-            "policy.megatron_cfg.num_layers_in_first_pipeline_stage": "7: stages have equally many",
+            "policy.megatron_cfg.pipeline_model_parallel_layout": "'Ett|(tt|)*2L': stages are as",
             "policy.megatron_cfg.moe_router_load_balancing_type": "'aux_loss': experts are",
         },
     ),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import or_
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.models.attention import without_cudnn_attention
 from nemorl.parallel.collectives import all_gather
 from nemorl.parallel.megatron.routing import recorded_routes
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
 from nemorl.rollout.generation import Completion, SamplingParams
@@ -143,10 +144,28 @@ class Engine:
         if world.plan.sequence_parallel and world.tp_group is not None:
             experts = all_gather(experts, 0, world.tp_group)
         if world.pp_group is not None:
-            experts = all_gather(experts, 1, world.pp_group)
-            deal = "tokens (pp vpp layers) topk -> tokens (vpp pp layers) topk"
-            experts = rearrange(experts, deal, pp=world.plan.pp, vpp=world.plan.vpp)
+            places, most = _places(world.plan, self.stages[0].config.num_layers)
+            experts = pad(experts, (0, 0, 0, most - experts.shape[1]))
+            experts = all_gather(experts, 1, world.pp_group)[:, places]
         work.keep(experts[: work.input_ids.numel()])
+
+
+def _places(plan: ParallelPlan, num_layers: int) -> tuple[list[int], int]:
+    """Return where the layers lie among those of all ranks of a pipeline, each with equally many
+    places, and how many these are.
+
+    >>> _places(ParallelPlan(pp=2, vpp=2), 7)
+    ([0, 1, 4, 5, 2, 3, 6], 4)
+    """
+    stages = plan.stage_layers(num_layers)
+    of_ranks = [list(chain(*stages[rank :: plan.pp])) for rank in range(plan.pp)]
+    most = max(map(len, of_ranks))
+    places = {
+        layer: rank * most + index
+        for rank, layers in enumerate(of_ranks)
+        for index, layer in enumerate(layers)
+    }
+    return [places[layer] for layer in range(num_layers)], most
 
 
 def _nothing(device: torch.device) -> Pass:

@@ -170,13 +170,13 @@ class Stage(core.GPTModel):
             # megatron-core 0.19 has a partial here, 0.16 a ModuleSpec.
             parts = getattr(layer.mlp, "keywords", None) or vars(layer.mlp)
             parts["submodules"].router = Router
-        num_layers = config.num_layers // world.plan.num_stages
-        layers = [spec] * num_layers
+        counts = [len(stage) for stage in world.plan.stage_layers(config.num_layers)]
+        first = sum(counts[world.stage(earlier)] for earlier in range(part))
         with world.device:  # where megatron-core would leave the weights of routers on the CPU
             super().__init__(
                 config=config,
                 transformer_layer_spec=core.TransformerBlockSubmodules(
-                    layer_specs=layers, layer_norm=Norm
+                    layer_specs=[spec] * counts[number], layer_norm=Norm
                 ),
                 vocab_size=hf.vocab_size,
                 max_sequence_length=hf.max_position_embeddings,
@@ -186,7 +186,7 @@ class Stage(core.GPTModel):
                 position_embedding_type="none",  # `forward` makes the rotary angles
                 vp_stage=part if world.plan.vpp > 1 else None,
             )
-        for index, layer in enumerate(self.decoder.layers, part * num_layers):
+        for index, layer in enumerate(self.decoder.layers, first):
             attention = layer.self_attention.core_attention
             attention.index = index
             if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
@@ -293,6 +293,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         tensor_model_parallel_size=plan.tp,
         pipeline_model_parallel_size=plan.pp,
         virtual_pipeline_model_parallel_size=plan.vpp if plan.vpp > 1 else None,
+        pipeline_model_parallel_layout=stage_parts(plan, hf.num_hidden_layers),
         context_parallel_size=plan.cp,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         params_dtype=dtype,
@@ -319,6 +320,20 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         **experts(hf, plan),
         **RECOMPUTE[plan.activation_checkpointing],
     )
+
+
+def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:
+    """Return the parts of each stage, by megatron-core's names; None without a pipeline.
+
+    >>> stage_parts(ParallelPlan(pp=2), 3)
+    [['embedding', 'decoder', 'decoder'], ['decoder', 'loss']]
+    """
+    if plan.pp == 1:
+        return None
+    found = [["decoder"] * len(stage) for stage in plan.stage_layers(num_layers)]
+    found[0].insert(0, "embedding")
+    found[-1].append("loss")
+    return found
 
 
 def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:

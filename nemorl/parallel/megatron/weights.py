@@ -66,7 +66,7 @@ class Conversion:
 
     def __init__(self, hf: Any, shapes: Shapes, world: World) -> None:
         self.shapes, self.world = shapes, world
-        self.num_layers = hf.num_hidden_layers // world.plan.num_stages
+        self.layers = world.plan.stage_layers(hf.num_hidden_layers)
         self.groups = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
         self.heads_per_group = hf.num_attention_heads // self.groups
         self.family = FAMILIES[hf.model_type]
@@ -84,8 +84,8 @@ class Conversion:
         embedding, part = Entry("rows", ("model.embed_tokens.weight",)), self._part(stage)
         if stage == 0:
             found[f"{part}.{EMBEDDING}"] = embedding
-        for number in range(self.num_layers):
-            layer = f"model.layers.{stage * self.num_layers + number}"
+        for number, index in enumerate(self.layers[stage]):
+            layer = f"model.layers.{index}"
             for leaf, (kind, leaves) in self.family.layer().items():
                 names = tuple(f"{layer}.{each}" for each in leaves)
                 if names[0] in self.shapes:
@@ -113,11 +113,11 @@ class Conversion:
         if self.experts is None:
             return found
         where, gate, up, down = self.experts
-        for number in range(self.num_layers):
-            layer = f"model.layers.{stage * self.num_layers + number}.{where}.experts"
-            for index in range(self.num_experts):
-                theirs = f"{layer}.{rank * self.num_experts + index}"
-                own = f"decoder.layers.{number}.mlp.experts.local_experts.{index}"
+        for number, index in enumerate(self.layers[stage]):
+            layer = f"model.layers.{index}.{where}.experts"
+            for expert in range(self.num_experts):
+                theirs = f"{layer}.{rank * self.num_experts + expert}"
+                own = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}"
                 own = f"{self._part(stage)}.{own}"
                 names = tuple(f"{theirs}.{each}.weight" for each in (gate, up))
                 divided = self.world.plan.ep == 1

@@ -152,7 +152,8 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
         copies = _degrees(asked.dp_replicate, gpus, free=traits.shards == "parameters")
         if left or tp > config.gpus_per_node or replicate not in copies:
             continue
-        if asked.vpp > 1 and pp == 1:
+        ends = asked.num_layers_in_first_pipeline_stage, asked.num_layers_in_last_pipeline_stage
+        if pp == 1 and (asked.vpp > 1 or any(ends)):
             continue
         divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
         eps = [asked.ep or 1]

@@ -25,6 +25,10 @@ class OpenPlan:
     """Devices that have different layers (trainer.backend megatron)."""
     vpp: int = 1
     """Parts of the layers on each of them."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first of them."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last of them."""
     ep: int | None = None
     """Devices that divide a mixture's experts (trainer.backend megatron)."""
     cp: int | None = None

@@ -32,6 +32,10 @@ WAYS = {
     "pp 2": ("megatron", ParallelPlan(dp_shard=1, pp=2)),
     "dp 2": ("megatron", ParallelPlan(dp_shard=2)),
     "pp 2, interleaved": ("megatron", ParallelPlan(dp_shard=1, pp=2, vpp=2)),
+    "pp 2, 1 layer first": (
+        "megatron",
+        ParallelPlan(dp_shard=1, pp=2, num_layers_in_first_pipeline_stage=1),
+    ),
     "pp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=1, pp=2, param_dtype="bfloat16")),
     "dp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=2, param_dtype="bfloat16")),
     "ep 2": ("megatron", ParallelPlan(dp_shard=2, ep=2)),
@@ -83,7 +87,7 @@ def resume(way: str, model: Path, checkpoint: Path) -> tuple[dict, list[float], 
 
 
 def made() -> nn.Module:
-    return tiny_model("qwen3", scale=2.0, tied=False, num_hidden_layers=4)
+    return tiny_model("qwen3", scale=2.0, tied=False, num_hidden_layers=5)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +97,7 @@ def model() -> Any:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("first", ["tp 2", "pp 2", "FSDP2 2", "dp 2 in bfloat16"])
+@pytest.mark.parametrize("first", ["tp 2", "pp 2, 1 layer first", "FSDP2 2", "dp 2 in bfloat16"])
 def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path: Path):
     saved = run_ranks(2, save, first, model, tmp_path)[0]
     ways = [way for way in WAYS if not way.startswith("ep")]

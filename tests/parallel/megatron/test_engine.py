@@ -43,6 +43,7 @@ PLANS = {
     "cp": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
     "tp above the key-value heads": ParallelPlan(dp_shard=1, tp=4),
     "interleaved stages": ParallelPlan(dp_shard=1, pp=2, vpp=2),
+    "unequal stages": ParallelPlan(dp_shard=1, pp=2, num_layers_in_first_pipeline_stage=3),
     "all": ParallelPlan(dp_shard=1, tp=2, pp=2, cp=2, cp_method="allgather"),
 }
 QUICK = ("tp", "dp")
@@ -170,12 +171,12 @@ def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
     [
         ParallelPlan(dp_shard=2, ep=2),
         pytest.param(ParallelPlan(dp_shard=1, tp=2, pp=2), marks=pytest.mark.slow),
-        pytest.param(ParallelPlan(dp_shard=1, pp=2, vpp=2), marks=pytest.mark.slow),
+        ParallelPlan(dp_shard=1, pp=2, vpp=2),
     ],
 )
 def test_the_experts_of_each_token_are_recorded(plan: ParallelPlan, tmp_path: Path):
     """Of prompt and response, but for the last token, as transformers chooses them."""
-    model = tiny_model("qwen3_moe", scale=3.0, num_hidden_layers=4)
+    model = tiny_model("qwen3_moe", scale=3.0, num_hidden_layers=5)
     model.save_pretrained(tmp_path)
     found = run_ranks(plan.num_ranks, recorded, tmp_path, plan)[0]
     for index, completion in enumerate(found):

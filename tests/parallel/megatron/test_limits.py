@@ -59,7 +59,7 @@ def test_settings_that_would_do_nothing(plan, options, message):
 @pytest.mark.parametrize(
     ("plan", "sizes", "message"),
     [
-        ({"pp": 3}, {"num_hidden_layers": 4}, "pp 3 does not divide .* 4: .* 1, 2, 4 here"),
+        ({"pp": 4}, {"num_hidden_layers": 3}, "pp 4 has more stages than .* 3: .* at most 3 here"),
         ({"tp": 3}, {}, "tp 3 does not divide the model's num_attention_heads 4; .*tp may be 1, 2"),
         ({"tp": 2}, {"vocab_size": 43}, "tp 2 does not divide the model's vocab_size 43"),
         ({"cp": 3}, {}, "cp 3 · tp 1 does not divide .*num_attention_heads 4, .* take .*allgather"),
@@ -67,14 +67,27 @@ def test_settings_that_would_do_nothing(plan, options, message):
         ({}, {"attention_dropout": 0.1}, "attention_dropout must be 0.0 .* it is 0.1"),
         ({}, {"hidden_act": "gelu"}, "hidden_act must be silu"),
         (
-            {"pp": 2, "vpp": 2},
-            {"num_hidden_layers": 6},
-            "pp 2 · vpp 2 does not divide .* 6: parallel.pp may be 3 here with this vpp, or remove",
+            {"pp": 3, "vpp": 2},
+            {"num_hidden_layers": 5},
+            "pp 3 · vpp 2 has more .* 5: parallel.pp may be at most 2 here with this vpp, or remov",
         ),
         (
             {"pp": 2, "vpp": 3},
             {"num_hidden_layers": 4},
-            "pp 2 · vpp 3 does not divide .* 4: remove parallel.vpp",
+            "pp 2 · vpp 3 has more stages than .* 4: remove parallel.vpp",
+        ),
+        (
+            {"pp": 2, "num_layers_in_first_pipeline_stage": 4},
+            {"num_hidden_layers": 4},
+            "first_pipeline_stage 4 leave 0 of .* 4 for the other 1 stages: change these, or remov",
+        ),
+        (
+            {
+                **{"pp": 2, "num_layers_in_first_pipeline_stage": 2},
+                "num_layers_in_last_pipeline_stage": 1,
+            },
+            {"num_hidden_layers": 4},
+            "stage 2 and .*last_pipeline_stage 1 leave 1 of .* 4 for no other stage: change these",
         ),
         ({"dp_shard": 2, "ep": 2}, {}, "parallel.ep 2 is for mixtures of experts: .* remove it"),
     ],
@@ -84,6 +97,29 @@ def test_models_that_do_not_fit(plan, sizes, message):
     model = tiny_model("llama", **sizes).config
     with pytest.raises(ValueError, match=message):
         devices(plan).check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({}, "must be at least 1, but it is 0"),
+        ({"pp": 1}, "needs parallel.pp above 1, but it is 3: remove it, or raise parallel.pp"),
+        ({"pp": 2, "vpp": 2}, "must be a multiple of parallel.vpp, which is 2, but it is 3"),
+    ],
+)
+def test_ends_that_no_model_has(plan, message):
+    count = 3 if plan else 0
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        with pytest.raises(ValueError, match=rf"parallel.{name}.*({message})"):
+            ParallelPlan(**{"pp": 2, **plan, name: count})
+
+
+@pytest.mark.filterwarnings("ignore:parallel asks for")
+def test_stages_need_not_have_equally_many_layers():
+    model = tiny_model("llama", num_hidden_layers=7).config
+    for plan in ({"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 2, "vpp": 3}):
+        devices(plan).check_model(model)
+        devices({**plan, "num_layers_in_last_pipeline_stage": 1 * plan.get("vpp", 1)})
 
 
 @pytest.mark.filterwarnings("ignore:parallel asks for")

@@ -27,6 +27,8 @@ PLANS = (
     ParallelPlan(dp_shard=2, pp=2, vpp=2),
     ParallelPlan(dp_shard=1, cp=2, tp=2),
     ParallelPlan(dp_shard=2, pp=2, vpp=2, ep=2),
+    ParallelPlan(dp_shard=1, pp=4),
+    ParallelPlan(dp_shard=2, pp=2, ep=2, num_layers_in_first_pipeline_stage=4),
     ParallelPlan(dp_shard=2, tp=2, ep=4),
 )
 
@@ -43,7 +45,7 @@ def odd_numbers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def make(kind: str, tied: bool) -> nn.Module:
-    sizes = {"vocab_size": 44, "num_hidden_layers": 4}
+    sizes = {"vocab_size": 44, "num_hidden_layers": 5}
     return tiny_model(kind, tied=tied, **sizes)
 
 

@@ -82,6 +82,8 @@ class Case:
     compile: bool = False
     varlen: bool = False
     """Whether attention is by the kernel of GPUs, or its definition where there is none."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """More of the plan's, by name."""
     sabotage: str = ""
     """What is broken on purpose, a name in sabotage.py: then the comparison has to fail."""
 
@@ -101,6 +103,7 @@ class Case:
             "param_dtype": self.problem.dtype,
             "activation_checkpointing": self.activation_checkpointing,
             "compile": self.compile,
+            **dict(self.settings),
         }
         return replace(PLANS[self.plan] or ParallelPlan(), **options)
 
@@ -117,6 +120,7 @@ class Case:
             "compiled": self.compile,
             "varlen attention": self.varlen,
             problem.dtype: problem.dtype != "float32",
+            **{f"{name} {value}": True for name, value in self.settings},
             f"without: {self.sabotage}": self.sabotage,
         }
         settings = (word for word, is_on in words.items() if is_on)
@@ -128,7 +132,7 @@ def matrix() -> tuple[Case, ...]:
     """Every case of `make parity`. Selective checkpointing and compilation need a rank."""
     return tuple(
         case
-        for case in dict.fromkeys(_matrix())
+        for case in dict.fromkeys((*_matrix(), *_uneven()))
         if case.ranks or not (case.compile or case.activation_checkpointing == "selective")
     )
 
@@ -202,6 +206,39 @@ def _mixtures(plan: str) -> Iterator[Case]:
             yield Case(plan=plan, layout=layout, problem=problem, activation_checkpointing="full")
 
 
+def of_ends(first: int, last: int) -> tuple[tuple[str, Any], ...]:
+    """Settings with layers of the first and the last device of a pipeline."""
+    ends = {"first": first, "last": last}
+    return tuple((f"num_layers_in_{end}_pipeline_stage", count) for end, count in ends.items())
+
+
+def _uneven() -> Iterator[Case]:
+    """Of pipelines whose stages have unequally many layers."""
+    for plan, layers in (
+        *(("PP 2", 3), ("PP 2", 5), ("PP 4", 5), ("PP 4", 6), ("PP 4", 7), ("DP 2 × PP 2", 5)),
+        *(("PP 2 × VPP 2", 5), ("PP 2 × VPP 2", 6), ("PP 2 × VPP 2", 7)),
+        *(("TP 2 × PP 2 + SP", 5), ("TP 2 × PP 2 × VPP 2 + SP", 7)),
+        ("TP 2 × PP 2 × CP 2 + SP", 3),
+    ):
+        for tied in (True, False):
+            problem = Problem(layers=layers, tied=tied)
+            yield Case(plan=f"megatron {plan}", layout="microbatched", problem=problem)
+        for model in EXPERTS:
+            if model == "mixtral" and layers == 5:  # off by almost the limit in one process
+                continue
+            problem = Problem(layers=layers, model=model, replay=True)
+            yield Case(plan=f"megatron {plan}", layout="packed", problem=problem)
+    for plan, layers, settings in (
+        ("PP 2", 6, of_ends(2, 4)),
+        ("PP 4", 7, of_ends(3, 1)),
+        ("PP 2 × VPP 2", 8, of_ends(2, 6)),
+        ("PP 2 × VPP 2", 7, of_ends(4, 4)[:1]),
+    ):
+        for model in ("qwen2", "qwen3_moe"):
+            problem = Problem(layers=layers, model=model)
+            yield Case(plan=f"megatron {plan}", problem=problem, settings=settings)
+
+
 def of_megatron(plan: str) -> ParallelPlan:
     found = PLANS[plan]
     assert found is not None
@@ -246,8 +283,8 @@ QUICK = (
         activation_checkpointing="selective",
     ),
     Case(plan="megatron TP 2 + SP", layout="packed", problem=Problem(model="qwen3")),
-    Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=4)),
-    Case(plan="megatron PP 2 × VPP 2", layout="token budget", problem=Problem(layers=4)),
+    Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=5)),
+    Case(plan="megatron PP 2 × VPP 2", layout="token budget", problem=Problem(layers=7)),
     Case(plan="megatron CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="qwen3_moe")),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="mixtral", replay=True)),
@@ -333,7 +370,7 @@ REST = (
         activation_checkpointing="selective",
     ),
     Case(plan="megatron CP 2 allgather", layout="token budget"),
-    Case(plan="megatron PP 4", layout="microbatched", problem=Problem(layers=4, tied=False)),
+    Case(plan="megatron PP 4", layout="microbatched", problem=Problem(layers=6, tied=False)),
     Case(plan="megatron TP 2 × PP 2", layout="padded", problem=Problem(layers=4, loss="nll")),
     Case(plan="megatron DP 2 × PP 2", layout="padded", problem=Problem(layers=4, few=True)),
     Case(
@@ -359,8 +396,9 @@ REST = (
             ("1", "token budget", REPLAYED, {}),
             ("TP 2 + SP", "padded", REPLAYED, {}),
             ("PP 2", "microbatched", REPLAYED, {"activation_checkpointing": "full"}),
-            ("PP 2 × VPP 2", "packed", REPLAYED, {}),
+            ("PP 2 × VPP 2", "packed", replace(REPLAYED, layers=6), {}),
             ("TP 2 × PP 2 × VPP 2 + SP", "padded", Problem(layers=4, tied=False), {}),
+            ("PP 2", "padded", Problem(layers=4), {"settings": of_ends(3, 1)}),
             ("EP 2", "one packed row", replace(REPLAYED, loss="pairs"), {}),
             ("EP 2 × TP 2 + SP", "packed", REPLAYED, {"activation_checkpointing": "selective"}),
             ("EP 2 × CP 2", "packed", REPLAYED, {"activation_checkpointing": "full"}),

@@ -235,7 +235,13 @@ BAD = {
     "--vpp 2": "and a pipeline if there is vpp",
     "--trainer.backend megatron --vpp 2 --pp 1": "and a pipeline if there is vpp",
     "--trainer.backend megatron --vpp 2 --gpus 1": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
+    "--trainer.backend megatron --vpp 41": "parallel.pp 2 · vpp 41 has more stages than the model'",
+    "--trainer.backend megatron --num-layers-in-first-pipeline-stage 3 --vpp 2": (
+        "parallel.num_layers_in_first_pipeline_stage must be a multiple of parallel.vpp, which is 2"
+    ),
+    "--trainer.backend megatron --num-layers-in-last-pipeline-stage 80": (
+        "parallel.num_layers_in_last_pipeline_stage 80 leave 0 of the model's num_hidden_layers 80"
+    ),
     "--trainer.backend megaton": "unknown training backend 'megaton'; did you mean megatron?",
     "--ep 2": "parallel.ep 2 is for mixtures of experts",
     "--trainer.backend megatron --ep 2": "parallel.ep 2 is for mixtures of experts",
@@ -247,8 +253,8 @@ BAD = {
     "--trainer.backend megatron --generation.backend vllm --offload-during-generation": (
         "trainer.offload_during_generation must be off with trainer.backend megatron"
     ),
-    "--trainer.backend megatron --pp 3 --gpus 9": "parallel.pp 3 does not divide the model's num_h",
-    "--trainer.backend megatron --pp 2 --vpp 3": "parallel.pp 2 · vpp 3 does not divide the",
+    "--trainer.backend megatron --pp 81 --gpus 81": "parallel.pp 81 has more stages than the model",
+    "--trainer.backend megatron --pp 2 --vpp 41": "parallel.pp 2 · vpp 41 has more stages than",
 }
 
 
@@ -411,7 +417,7 @@ def test_pipelines_are_megatrons(models: Path):
     assert {each.plan.pp for each in find(models, **options).fitting} == {1}
     interleaved = find(models, **MEGATRON, vpp=2, **options)
     degrees = {(each.plan.pp, each.plan.vpp) for each in interleaved.fitting}
-    assert degrees == {(2, 2), (4, 2), (8, 2)}
+    assert degrees == {(2, 2), (4, 2), (8, 2), (16, 2)}
     output = shown(models, "70b", width=120, pp=4, vpp=2, **MEGATRON, **options)
     config = run_with(output.strip().splitlines()[-1])
     assert (config.parallel.pp, config.parallel.vpp) == (4, 2)

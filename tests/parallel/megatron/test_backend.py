@@ -272,8 +272,10 @@ def base_of(way: str, folder: Path) -> str:
 
 def bases_of(folder: Path) -> tuple[set[str], int]:
     """Fingerprints of all plans and backends, and the bytes of the largest collective call."""
+    WAYS["HSDP 2"] = ("dtensor", ParallelPlan(dp_replicate=2, dp_shard=1))
+    WAYS["dtensor's tp 2"] = ("dtensor", ParallelPlan(dp_shard=1, tp=2))
+    ways = ("tp 2", "pp 2, interleaved", "dp 2 in bfloat16", "FSDP2 2", "HSDP 2", "dtensor's tp 2")
     with Carried() as carried:
-        ways = ("tp 2", "pp 2, interleaved", "dp 2 in bfloat16", "FSDP2 2")
         found = {base_of(way, folder) for way in ways}
     return found, carried.most
 

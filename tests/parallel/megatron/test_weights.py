@@ -2,7 +2,8 @@
 
 from collections import Counter
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
+from operator import add
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -130,7 +131,7 @@ def into_pieces(plan: ParallelPlan, kind: str, tied: bool, seed: int) -> None:
     # Files of some models have all queries, keys and values in one tensor, in another order.
     assert all(count <= (5 if "qkv" in name else 3) for name, count in counts.items())
     written = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
-    for piece in chain(*world.gather_objects(pieces)):
+    for piece in world.merge_objects(pieces, add):
         _box(written, piece.name, piece.offsets, piece.shape).add_(1)
     for name, count in written.items():
         assert (count == 1).all(), name

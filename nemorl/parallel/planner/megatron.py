@@ -1,6 +1,7 @@
 """Memory and traffic of a plan with trainer.backend megatron, by pipeline stage."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemorl.parallel.planner.cost import Traffic, context_array
 from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step
@@ -24,10 +25,9 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.step.plan.pp - 1
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
-        plan, layers = self.step.plan, self.step.model.num_hidden_layers
-        return sum(map(len, plan.stage_layers(layers)[self.index :: plan.pp]))
+        return _layers(self.step)[self.index]
 
     @property
     def in_flight(self) -> float:
@@ -189,3 +189,19 @@ class Stage:
             pipeline=count * sends * stream // step.token_split()
             + (sent(embedding, 2, 2) if tied else 0),
         )
+
+
+def _layers(step: Step) -> list[int]:
+    """Return the layers of each device of pp."""
+    stages = step.plan.stage_layers(step.model.num_hidden_layers)
+    return [sum(map(len, stages[index :: step.plan.pp])) for index in range(step.plan.pp)]
+
+
+def telling_stages(step: Step) -> list[Stage]:
+    """Return stages of which some is the fullest, the busiest and the slowest one: with each number
+    of layers the first, which keeps most activations, and the ends and their neighbor.
+    """
+    layers = _layers(step)
+    last = len(layers) - 1
+    found = {0, min(1, last), last, *map(layers.index, layers)}
+    return [Stage(step, index) for index in sorted(found)]

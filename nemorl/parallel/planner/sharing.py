@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
-from nemorl.parallel.planner.megatron import Stage
+from nemorl.parallel.planner.megatron import Stage, telling_stages
 from nemorl.parallel.planner.memory import STATE, Memory, Step, engine_memory
 
 GB = 1e9
@@ -81,10 +81,10 @@ class Sharing:
 
 
 def stages_of(step: Step) -> Sequence[Step | Stage]:
-    """Return the stages of a pipeline, or the step alone."""
+    """Return the telling stages of a pipeline, or the step alone."""
     if not step.shards_optimizer:
         return [step]
-    return [Stage(step, index) for index in range(step.plan.pp)]
+    return telling_stages(step)
 
 
 def states_of(step: Step) -> Memory:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from nemorl.parallel.planner.cost import Traffic, step_traffic
 from nemorl.parallel.planner.hardware import Hardware
-from nemorl.parallel.planner.megatron import Stage
+from nemorl.parallel.planner.megatron import Stage, telling_stages
 from nemorl.parallel.planner.memory import STATE, Step, largest_rank
 
 HOST_BANDWIDTH = 25e9
@@ -158,9 +158,8 @@ def step_times(step: Step) -> Times:
         compute = step.micro_batches * (count * layer + head)
         optimizer = step.states().optimizer
         return _times(step, hardware, compute, optimizer, count, step_traffic(step))
-    stages = [Stage(step, index) for index in range(step.plan.pp)]
-    longest, found = max(stages, key=lambda stage: stage.num_layers), []
-    for stage in {stages[0].index: stages[0], longest.index: longest, -1: stages[-1]}.values():
+    found = []
+    for stage in telling_stages(step):
         compute = step.micro_batches * (stage.num_layers * layer + head * stage.is_last)
         optimizer = stage.states().optimizer
         parts = (compute, optimizer, stage.num_layers, stage.traffic())

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -26,6 +27,8 @@ from nemorl.parallel.planner.command import (
 )
 from nemorl.parallel.planner.config import OpenPlan, PlanConfig
 from nemorl.parallel.planner.cost import RECOMPUTED
+from nemorl.parallel.planner.megatron import Stage, telling_stages
+from nemorl.parallel.planner.memory import Step
 from nemorl.parallel.planner.model_shape import SIZES
 from nemorl.parallel.planner.timing import Times
 from nemorl.parallel.traits import TrainingTraits
@@ -465,3 +468,21 @@ def test_experts_are_divided_within_a_machine(models: Path):
     by_ep = {ep: best(models, "30b-a3b", gpus=32, ep=ep, **options).times for ep in (1, 8, 32)}
     assert by_ep[1].compute > 2 * by_ep[8].compute
     assert by_ep[32].experts > 2 * by_ep[8].experts
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("layers", [80, 94])
+def test_telling_stages_are_the_fullest_and_the_busiest(models: Path, layers: int, vpp: int):
+    shape = replace(read_shape(str(models / "70b")), num_hidden_layers=layers)
+    for pp in (1, 2, 4, 8, 16):
+        work = config_of(models, "70b", gpus=64, batch_rows=512, **MEGATRON)
+        plan = ParallelPlan(pp=pp, vpp=vpp if pp > 1 else 1, dp_shard=64 // pp)
+        step = Step(shape, plan.with_precision(accelerator=True), work)
+        whole = [Stage(step, index) for index in range(pp)]
+        for size in (
+            lambda stage: stage.training_memory().total,
+            lambda stage: stage.states().total,
+            lambda stage: stage.traffic().total,
+            lambda stage: stage.num_layers,
+        ):
+            assert max(map(size, telling_stages(step))) == max(map(size, whole))

@@ -97,7 +97,8 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from nemorl.rollout.generation import Weights
     from nemorl.rollout.wrapped import blocking
     from nemorl.runtime.engines.backend import VLLMGenerationBackend
-    from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
+    from nemorl.runtime.engines.transport import own_place
+    from nemorl.runtime.engines.weights import WeightSender, expected_weights
     from nemorl.runtime.run.weight_sync import sync_weights
 
     model = AutoModelForCausalLM.from_config(config_of(megabytes)).to(options.device)

@@ -128,7 +128,9 @@ class GenerationConfig:
     (1) or for good (2). None: 2 if colocated on GPUs.
     """
     weight_transport: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """vllm: transport of new weights. auto: the fastest that works."""
+    """vllm: transport of new weights. auto: the fastest that works, which a run says at its start
+    (docs/cluster.md).
+    """
     timeout_s: float = 300.0
     """vllm: seconds without progress after which a replica is replaced."""
     start_timeout_s: float = 600.0

@@ -105,6 +105,11 @@ class VLLMGenerationBackend:
         """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
         return not self._awake
 
+    @property
+    def transport(self) -> Any:
+        """How the last weights came, a `Transport`; None before any."""
+        return None if self._engines is None else self._engines.transport
+
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         requests = self._requests([prompt], params)
         return self._completions(requests, [await self._running.sample(*requests[0])])

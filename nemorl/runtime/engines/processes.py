@@ -25,7 +25,7 @@ from nemorl.runtime.engines.limits import check_shares
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, ProcessId, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
-from nemorl.runtime.engines.weights import own_place
+from nemorl.runtime.engines.transport import own_place
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death, with_log
 from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn

@@ -42,11 +42,13 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
 
     init_info_cls = InitInfo
     inner: Any = None
+    backend: str = ""
     tied: list[Any] | None = None
     kernels: Sequence[tuple[Any, Any, Any]] = ()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
+        self.backend = init_info.backend
         config = WeightTransferConfig(backend=init_info.backend)
         make = WeightTransferEngineFactory.create_engine
         self.inner = make(config, self.vllm_config, self.device, self.model)
@@ -105,6 +107,8 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
             finalize_layerwise_reload(part, self.model_config)
         for method, kernel, config in self.kernels:  # whose biases are again the layers' own
             method.moe_kernel, method.moe_quant_config = kernel, config
+        if self.inner is not None and self.backend == "ipc":
+            self.inner.shutdown()  # gives a rank's buffer back until the next update
         for layer in self.tied or ():
             # On CPUs the layer computes with a repacked copy of the embedding's old parameter.
             layer.quant_method.process_weights_after_loading(layer)

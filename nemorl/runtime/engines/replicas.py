@@ -41,6 +41,7 @@ from nemorl.runtime.engines.routing import (
 )
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
 from nemorl.runtime.engines.supply import Supply
+from nemorl.runtime.engines.transport import Transport
 from nemorl.runtime.engines.weights import current_device, started
 
 SHUT_DOWN = "the generation backend was shut down before it answered"
@@ -129,6 +130,10 @@ class Replicas:
             except BaseException as error:
                 said = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 router.note(Stopped(said))
+
+    @property
+    def transport(self) -> Transport | None:
+        return self._supply.transport
 
     def update_weights(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
         """Give all that are up the newest weights, as `Supply.update` does."""

@@ -16,6 +16,7 @@ from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, war
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, Held, Published, Stopped, Supplied
 from nemorl.runtime.engines.spec import EngineSpec
+from nemorl.runtime.engines.transport import Transport
 from nemorl.runtime.engines.weights import Receipt, WeightSender, expected_weights
 
 
@@ -39,6 +40,8 @@ class Supply:
         self._told: set[str] = set()
         self._based = set[Any]()
         """Ids of the processes that have the weights without adapters."""
+        self.transport: Transport | None = None
+        """How the last weights came; None before any."""
         self._receipt: Receipt | None = None
         """The last one since the last metrics."""
 
@@ -119,6 +122,7 @@ class Supply:
             based = {one.id for one in processes.values()} <= self._based
             options["adapters"] = "alone" if based else "apart"
         receipt = self._source.send(sender, dtype=sender.dtype, **options)
+        self.transport = receipt.transport
         self._router.check()
         receipt.check()
         for rank, said in receipt.failed.items():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,24 +15,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nemorl.checks import require
 from nemorl.models.adapters import PREFIX, live_tensors, merged_tensors
 from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
 from nemorl.models.stored import Stored, as_stored, shapes_of, stored_names
+from nemorl.runtime.engines.direct import DEVICE, EnginesFailed, send_by_ipc, send_by_nccl
 from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.transport import (
+    Transport,
+    choose_transport,
+    num_ranks,
+    own_place,
+    places_of_ranks,
+)
 from nemorl.runtime.store.errors import reason_of
 
 BUCKET_BYTES = 2**26
 """While engines load a bucket of about so much, the next one is gathered."""
-DEVICE = "cuda"
+WAYS_OF_GPUS = {"cuda_ipc": send_by_ipc, "nccl": send_by_nccl}
 T = TypeVar("T")
 
 Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
 """Name, type, shape and bytes (a numpy array) of each tensor."""
-
-
-class EnginesFailed(Exception):
-    """Engines that died, hung or raised. Its argument says why, by their rank."""
 
 
 def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], Stored]:
@@ -95,51 +96,6 @@ def checked_weights(
         raise misfits(wrong)
 
 
-def choose_transport(
-    setting: str, sender: Place, engines: Sequence[Place], *, alone: bool = True
-) -> str:
-    """Return how weights get from a process to engines, by generation.weight_transport.
-
-    `alone`: the trainer has one rank; vLLM's ipc engine would wait for others.
-
-    >>> here = Place("node", "host", 1, ("0",))
-    >>> beside = Place("node", "host", 2, ("1",))
-    >>> choose_transport("auto", here, [here]), choose_transport("auto", here, [beside])
-    ('cuda_ipc', 'nccl')
-    """
-    near = all(engine.node == sender.node for engine in engines)
-    one_gpu = near and all(engine.gpus == sender.gpus for engine in engines)
-    apart = all(
-        engine.gpus and (engine.node != sender.node or not set(engine.gpus) & set(sender.gpus))
-        for engine in engines
-    )
-    can = {
-        "cuda_ipc": (
-            bool(sender.gpus) and one_gpu and alone,
-            "every engine on the trainer's one GPU",
-        ),
-        "nccl": (bool(sender.gpus) and apart, "engines on GPUs of their own"),
-        "object_store": (True, ""),
-    }
-    if setting == "auto":
-        return next(name for name, (works, _) in can.items() if works)
-    works, needs = can[setting]
-    require(works, "generation.weight_transport", f"needs {needs}", setting, "remove it")
-    return setting
-
-
-def own_place() -> Place:
-    """Return where this process is, with the one GPU that it computes on."""
-    import ray
-
-    gpus: tuple[str, ...] = ()
-    if torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        index = torch.cuda.current_device()
-        gpus = (visible.split(",")[index] if visible else str(index),)
-    return Place(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid(), gpus)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
     """How an update ended, by the engines' ranks."""
@@ -152,6 +108,8 @@ class Receipt:
     unproved: frozenset[str] = frozenset()
     """Weights that some engine can't read back."""
     num_weights: int = 0
+    transport: Transport | None = None
+    """How they came."""
 
     def check(self) -> None:
         """Raise WeightsDiffer, which names the first engine and its weights, if any is wrong."""
@@ -167,7 +125,8 @@ class Receipt:
 class WeightSender:
     """Gives engines the weights of an iterator; may be pickled and called in another process.
 
-    For vLLM's trainer engines it is the client.
+    Where a trainer has several ranks, all call `together()`. For vLLM's trainer engines rank 0's is
+    the client.
     """
 
     actors: Mapping[int, Any]
@@ -185,6 +144,8 @@ class WeightSender:
     timeout_s: float = 300.0
     version: int = 0
     """Version of the policy; the engines' tokens carry it."""
+    joint: bool = False
+    """Whether all ranks of the trainer, of which there are several, call it."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
     readings: dict[int, Any] = field(default_factory=dict)
@@ -196,25 +157,46 @@ class WeightSender:
         Raises ValueError for weights of another model.
         """
         self = replace(self, version=version, readings={})
-        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        ranks = places_of_ranks() if self.joint else [own_place()]
         places = list(self.places.values())
-        transport = choose_transport(self.transport, own_place(), places, alone=alone)
+        several = num_ranks() > 1
+        alone = several and not self.joint
+        transport = choose_transport(self.transport, ranks, places, alone=alone)
+        sends = not several or alone or torch.distributed.get_rank() == 0
+        if not sends and transport.name != "cuda_ipc":
+            return Receipt(version=version, failed={}, transport=transport)
         sent: dict[str, Tensor] = {}
         adapters: dict[str, Tensor] = {}
         base = _without_adapters(as_stored(weights, self.stored), adapters)
         first = list(itertools.islice(base, 1))
         has_base = bool(adapters) and not first  # the engines have the base
         checked = checked_weights(itertools.chain(first, base), self.expected)
-        checked = self._noted(checked, sent)
+        checked = self._noted(checked, sent) if sends else checked
         try:
-            if transport in ("cuda_ipc", "nccl"):
-                send = partial(self._send_by_gpu, transport, checked)
+            if transport.name == "cuda_ipc" and several:
+                self._send_together(checked, weights)
+            elif transport.name in WAYS_OF_GPUS:
+                send = partial(WAYS_OF_GPUS[transport.name], self, checked)
                 _in_time(send, self.timeout_s, self.failed)
             else:
                 self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
-            return Receipt(version=version, failed=error.args[0])
-        return self._receipt(sent)
+            return Receipt(version=version, failed=error.args[0], transport=transport)
+        return replace(self._receipt(sent), transport=transport)
+
+    def _send_together(
+        self, checked: Iterator[tuple[str, Tensor]], weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Send with the other ranks, which stop reading at the same weight, or fail."""
+        try:
+            send_by_ipc(self, checked)
+        finally:
+            if isinstance(weights, Generator):
+                weights.close()
+
+    def together(self) -> WeightSender:
+        """Return what all ranks of a trainer call, of which rank 0's receipt is the one."""
+        return replace(self, joint=True)
 
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
@@ -328,61 +310,6 @@ class WeightSender:
                 yield bucket
                 bucket, size = [], 0
         yield bucket
-
-    def _send_by_gpu(self, transport: str, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Use vLLM's own transfer engine, which stays connected until the engines change."""
-        key = (transport, *map(str, self.actors.values()))
-        transfer = _CONNECTED.pop(key, None)
-        if transfer is None:
-            while _CONNECTED:
-                _, old = _CONNECTED.popitem()  # its end may wait for engines that are gone
-                threading.Thread(target=old.shutdown, daemon=True).start()
-            transfer = self._connect(transport)
-        transfer.client, transfer.source = self, _Source(self, weights)
-        transfer.send_weights()
-        _CONNECTED[key] = transfer
-
-    def _connect(self, transport: str) -> Any:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        from vllm.utils.network_utils import get_ip, get_open_port
-
-        info: Any
-        size = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES}
-        if transport == "cuda_ipc":
-            info = IPCTrainerInitInfo(rank=0, **size)
-        else:
-            world = 1 + self.processes * len(self.actors)
-            info = NCCLTrainerInitInfo(get_ip(), get_open_port(), world, rank=0, **size)
-        source = _Source(self, iter(()))
-        return WeightTransferTrainerFactory.trainer_init(info, client=self, source=source)
-
-
-_CONNECTED: dict[Any, Any] = {}
-
-
-@dataclass
-class _Source:
-    """What vLLM's transfer engines call a WeightSource."""
-
-    sender: WeightSender
-    weights: Iterator[tuple[str, Tensor]]
-
-    def metadata(self) -> list[Any]:
-        from vllm.distributed.weight_transfer.base import ParamMeta
-
-        expected = self.sender.expected.items()
-        return [ParamMeta(name, self.sender.dtype, shape) for name, shape in expected]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for (name, tensor), expected in zip(self.weights, self.sender.expected, strict=True):
-            if name != expected:
-                raise ValueError(
-                    f"weights must come in the model's order through GPUs, but {name!r} came before"
-                    f" {expected!r}: set generation.weight_transport object_store"
-                )
-            yield name, tensor.detach().to(DEVICE, self.sender.dtype)
 
 
 def _without_adapters(

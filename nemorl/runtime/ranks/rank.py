@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
-from nemorl.runtime.store.errors import in_words
+from nemorl.runtime.store.errors import FailedAlone, in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})
 """Methods that run on a thread of their own, while other calls go on."""
@@ -120,13 +120,20 @@ class Rank:
                 break
         return bucket
 
-    def _send_weights(self, send: Callable[[Any], Any], **options: Any) -> Any:
-        """Return `send`'s result and its error; all ranks go through all weights in any case."""
+    def _send_weights(
+        self, send: Callable[[Any], Any], together: bool = False, **options: Any
+    ) -> Any:
+        """Return `send`'s result and its error; all ranks go through all weights in any case.
+
+        together: all ranks call `send`.
+        """
         weights = self._ready(self._name).weights(**options)
         found: tuple[Any, Any] = (None, None)
-        if self.rank == 0:
+        if self.rank == 0 or together:
             try:
                 found = send(weights), None
+            except FailedAlone:
+                raise
             except Exception as error:
                 found = None, self.refuse(error).error
         for _ in weights:

@@ -194,15 +194,17 @@ class RankedTrainer:
         send: Callable[[Iterator[tuple[str, Tensor]]], Any],
         *,
         dtype: torch.dtype | None = None,
+        together: bool = False,
         **options: Any,
     ) -> Any:
         """Call `send`, which must be picklable, with the weights on rank 0; return its result.
 
-        options: of the backend's `weights`.
+        together: call it on all ranks. options: of the backend's `weights`.
 
         What it raises is raised here; the ranks stay usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
+        options |= {"together": True} if together else {}
         result, error = self._call("send_weights", send, **options)
         if error is not None:
             raise raised(error, 0)

@@ -38,12 +38,22 @@ class SendsWeights(Protocol):
         send: Callable[[Iterator[tuple[str, Tensor]]], Any],
         *,
         dtype: torch.dtype | None = None,
+        together: bool = False,
         **options: Any,
     ) -> Any:
         """Return `send(weights)`, called where rank 0 has the weights, gathered in `dtype`.
 
-        options: of the backend's `weights`, such as `adapters`.
+        together: called by all ranks, of which rank 0 returns. options: of the backend's `weights`,
+        such as `adapters`.
         """
+
+
+@runtime_checkable
+class SentByAll(Protocol):
+    """What is called with weights, and may be by all ranks of a trainer, as `WeightSender`."""
+
+    def together(self) -> Any:
+        """Return what all ranks call."""
 
 
 class TrainerWeights(WeightSource):
@@ -77,6 +87,8 @@ class TrainerWeights(WeightSource):
         with self._turn:
             version = self.trainer.step
             if isinstance(self.trainer, SendsWeights):
+                if isinstance(use, SentByAll):
+                    use, options["together"] = use.together(), True
                 return self.trainer.send_weights(partial(use, version), dtype=dtype, **options)
             return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
 

@@ -35,6 +35,7 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.state import LoopState, Run
+from nemorl.runtime.watch.log import event
 from nemorl.runtime.watch.waiting import waiting_for_engines
 from nemorl.warn import warn
 
@@ -79,6 +80,7 @@ class Live:
                 self.make_room(run, [trainer], keep_weights=shared)
                 generator.wake()
             blocking(generator.update_weights(TrainerWeights(trainer)))
+            show_transport(generator, quiet=launch.quiet)
             length = min(8, config.data.max_total_sequence_length // 2)
             prompt = [token % vocab_size for token in range(length)]
             precision = config.parallel.precision
@@ -221,6 +223,17 @@ def show(sharing: Sharing, *, quiet: bool) -> None:
         from rich.console import Console
 
         Console(highlight=False).print(str(sharing))
+
+
+def show_transport(generator: Any, *, quiet: bool) -> None:
+    """Print and log how new weights get to engines in other processes."""
+    if (transport := getattr(generator, "transport", None)) is None:
+        return
+    event("weight_transport", str(transport))
+    if not quiet:
+        from rich.console import Console
+
+        Console(highlight=False).print(str(transport))
 
 
 def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:

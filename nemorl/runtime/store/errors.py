@@ -21,6 +21,10 @@ class WorkerTimeout(TimeoutError):
     """A worker has not answered in time."""
 
 
+class FailedAlone(RuntimeError):
+    """A rank raised while the others wait for it: they are of no more use."""
+
+
 MEMORY_ADVICE = (
     "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
     " activations (--parallel.activation-checkpointing full), the model over more devices"

@@ -11,7 +11,7 @@ from unittest import mock
 from nemorl import GenerationConfig, ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.weights import own_place
+from nemorl.runtime.engines.transport import own_place
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.start.devices import Devices
 from tests.runtime.engines.toys import MODEL, ToyReplicas

@@ -20,15 +20,15 @@ from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import GenerationConfig
+from nemorl.runtime.engines import direct
 from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.transport import Transport, choose_transport, own_place
 from nemorl.runtime.engines.weights import (
     WeightSender,
     checked_weights,
-    choose_transport,
     expected_weights,
-    own_place,
     unpacked,
 )
 from nemorl.runtime.run.weight_sync import check_agreement
@@ -131,31 +131,50 @@ HERE, BESIDE, BOTH, FAR, CPU, FAR_CPU = (
 
 
 @pytest.mark.parametrize(
-    ("setting", "sender", "engines", "chosen"),
+    ("setting", "ranks", "engines", "chosen"),
     [
-        ("auto", CPU, [CPU, CPU], "object_store"),
-        ("auto", CPU, [CPU, FAR_CPU], "object_store"),
-        ("auto", HERE, [HERE], "cuda_ipc"),
-        ("auto", HERE, [BESIDE, FAR], "nccl"),
-        ("auto", HERE, [HERE, BESIDE], "object_store"),
-        ("auto", HERE, [BOTH], "object_store"),
-        ("object_store", HERE, [HERE], "object_store"),
-        ("cuda_ipc", CPU, [CPU], "every engine on the trainer's one GPU"),
-        ("nccl", HERE, [HERE], "engines on GPUs of their own"),
+        ("auto", [CPU], [CPU, CPU], "object_store"),
+        ("auto", [CPU, CPU], [CPU, FAR_CPU], "object_store"),
+        ("auto", [HERE], [HERE], "cuda_ipc"),
+        ("auto", [HERE, BESIDE], [HERE, BESIDE], "cuda_ipc"),
+        ("auto", [HERE, BESIDE], [BOTH], "cuda_ipc"),
+        ("auto", [HERE, BESIDE, FAR], [BOTH, FAR], "cuda_ipc"),
+        ("auto", [HERE, BESIDE, FAR], [FAR], "cuda_ipc"),  # one of several came back
+        ("auto", [HERE], [BESIDE, FAR], "nccl"),
+        ("auto", [HERE, BESIDE], [FAR], "nccl"),
+        ("auto", [HERE], [HERE, BESIDE], "object_store"),
+        ("auto", [HERE], [BOTH], "object_store"),
+        ("auto", [HERE, CPU], [HERE], "object_store"),
+        ("object_store", [HERE], [HERE], "object_store"),
+        ("nccl", [HERE, BESIDE], [BESIDE], "nccl"),
+        ("cuda_ipc", [CPU], [CPU], "every GPU of an engine to be a rank's"),
+        ("cuda_ipc", [HERE, BESIDE], [FAR], "every GPU of an engine to be a rank's"),
+        ("nccl", [HERE], [HERE], "engines on other GPUs than rank 0"),
     ],
 )
-def test_the_transport_follows_from_the_places(setting, sender, engines, chosen):
+def test_the_transport_follows_from_the_places(setting, ranks, engines, chosen):
     if " " in chosen:
         message = f"generation.weight_transport needs {chosen}, but it is '{setting}'"
         with pytest.raises(ValueError, match=message):
-            choose_transport(setting, sender, engines)
+            choose_transport(setting, ranks, engines)
     else:
-        assert choose_transport(setting, sender, engines) == chosen
+        assert choose_transport(setting, ranks, engines).name == chosen
 
 
-def test_with_several_ranks_nothing_goes_by_ipc():
-    """Rank 0 sends alone, and vLLM's engine would wait for the others."""
-    assert choose_transport("auto", HERE, [HERE], alone=False) == "object_store"
+def test_a_transport_says_why_no_faster_one_was_taken():
+    needs = "cuda_ipc needs every GPU of an engine to be a rank's"
+    assert choose_transport("auto", [HERE], [BESIDE]).reason == needs
+    slow = choose_transport("auto", [HERE], [HERE, BESIDE])
+    assert slow.reason == f"{needs}, nccl needs engines on other GPUs than rank 0"
+    assert str(choose_transport("auto", [CPU], [CPU])) == (
+        "new weights go through rank 0's main memory and Ray's object store (object_store: the"
+        " others need GPUs)"
+    )
+
+
+def test_a_rank_that_sends_alone_takes_no_transport_of_all_ranks():
+    """vLLM's engine would wait for the others."""
+    assert choose_transport("auto", [HERE], [HERE], alone=True).name == "object_store"
 
 
 @pytest.mark.parametrize(
@@ -373,13 +392,14 @@ class FakeEngine:
         )
 
     def send_weights(self):
-        names = [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
+        nccl = self.info.backend == "nccl"
+        names = nccl and [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
         if self.hangs:
             time.sleep(600)
         self.client.start_weight_update()
         sent = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.source]
-        assert sent == names
-        self.client.update_weights({"names": [name for name, *_ in names]})
+        assert not nccl or sent == names
+        self.client.update_weights({"names": [name for name, *_ in sent]})
         self.client.finish_weight_update()
 
     def shutdown(self):
@@ -409,14 +429,15 @@ def fakes(monkeypatch):
 
     ray_cpus()
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", connect)
+    monkeypatch.setattr(direct, "DEVICE", "cpu")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(FakeEngine, "made", [])
-    monkeypatch.setattr(module, "_CONNECTED", {})
+    monkeypatch.setattr(direct, "_CONNECTED", {})
     return FakeEngine.made
 
 
 def gpu_sender(monkeypatch, transport, *actors, **options):
-    monkeypatch.setattr(module, "choose_transport", lambda *args, **kwargs: transport)
+    monkeypatch.setattr(module, "choose_transport", lambda *_, **__: Transport(transport))
     return store_sender(*actors, dtype=torch.bfloat16, processes=2, **options)
 
 
@@ -450,10 +471,28 @@ def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
         gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(0, random_weights(0))
 
 
-def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes, monkeypatch):
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
+    fakes, transport, monkeypatch
+):
+    """Megatron's is not Hugging Face's, and engines must hear first what NCCL brings."""
+    monkeypatch.setattr(direct, "ROUND_BYTES", 4096)
     actor = Recorder.options(num_cpus=0).remote()
-    with pytest.raises(ValueError, match=r"must come in the model's order through GPUs"):
-        gpu_sender(monkeypatch, "nccl", actor)(0, random_weights(0)[::-1])
+    weights = random_weights(0)[::-1]
+    assert gpu_sender(monkeypatch, transport, actor)(0, weights).failed == {}
+    _, first, *rounds, last = ray.get(actor.seen.remote())
+    assert first == ("begin_weights",) and last[0] == "finish_weights"
+    names = [name for _, info in rounds for name in info["names"]]
+    assert names == [name for name, _ in weights]
+    assert len(rounds) == (1 if transport == "cuda_ipc" else 7)
+
+
+def test_the_buffer_of_ipc_holds_the_largest_weight(fakes, monkeypatch):
+    """vLLM refuses a tensor that is larger than it, as every embedding of 64 MB was."""
+    monkeypatch.setattr(direct, "ROUND_BYTES", 100)
+    actor = Recorder.options(num_cpus=0).remote()
+    gpu_sender(monkeypatch, "cuda_ipc", actor)(0, random_weights(0))
+    assert fakes[0].info.packed_buffer_size_bytes == 14 * 40 * 2
 
 
 @pytest.mark.gpu

@@ -510,6 +510,31 @@ def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_
     assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
     assert len({line["grad_norm"] for line in lines}) == STEPS
     assert result.model is None
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (said,) = [line["message"] for line in log if line.get("event") == "weight_transport"]
+    assert said.endswith("Ray's object store (object_store: the others need GPUs)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("colocated", "gpus", "transport"), [(True, 2, "cuda_ipc"), (False, 4, "nccl")]
+)
+def test_ranks_send_weights_from_gpu_to_gpu(
+    colocated: bool, gpus: int, transport: str, place: Path, tmp_path: Path
+):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    generation = nemorl.GenerationConfig(
+        backend="vllm", max_new_tokens=4, max_batch_size=64, num_replicas=2, colocated=colocated
+    )
+    plan = nemorl.ParallelPlan(dp_shard=2)
+    config = ranked(grpo_config, place, tmp_path / "run", generation=generation, parallel=plan)
+    result = in_tests(replace(config, trainer=replace(config.trainer, device="cuda")))
+    lines = [line for line in result.history if line["phase"] == "train"]
+    assert len(lines) == STEPS and all(line["token_mult_prob_error"] < 1.05 for line in lines)
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (said,) = [line["message"] for line in log if line.get("event") == "weight_transport"]
+    assert f"({transport}" in said
 
 
 def test_vllm_applies_the_adapters_of_ranks(place: Path, tmp_path: Path):

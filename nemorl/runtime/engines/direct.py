@@ -1,0 +1,183 @@
+"""Weights from the trainer's GPUs to engines', through vLLM's own transfer engines."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemorl.runtime.engines.transport import num_ranks
+from nemorl.runtime.store.errors import FailedAlone
+
+DEVICE = "cuda"
+ROUND_BYTES = 2**28
+"""So many are sent at a time."""
+
+
+class EnginesFailed(Exception):
+    """Engines that died, hung or raised. Its argument says why, by their rank."""
+
+
+def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Hand out weights in this rank's GPU to engines on the same; a collective call of all ranks.
+
+    sender: a WeightSender, whose methods rank 0 calls.
+
+    Raises: EnginesFailed, once all ranks are through; what the weights raise, on all ranks alike;
+    FailedAlone.
+    """
+    client = _Client(sender)
+    try:
+        transfer, key = _connected("cuda_ipc", sender, client)
+        transfer.client, transfer.source = client, _Source(sender.dtype, weights)
+        transfer.send_weights()
+    except ValueError:
+        raise
+    except Exception as error:
+        if num_ranks() == 1:
+            raise
+        raise FailedAlone(f"{type(error).__name__}: {error}") from error
+    if client.error is not None:
+        raise client.error
+    _CONNECTED[key] = transfer
+
+
+def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Broadcast weights from this GPU to engines on other ones.
+
+    Engines hear before each round which weights it has: backends yield them in orders of their own.
+    """
+    transfer, key = _connected("nccl", sender, sender)
+    transfer.client = _Rounds(sender)
+    sender.start_weight_update()
+    for part in _rounds(weights):
+        transfer.source = _Source(sender.dtype, part)
+        transfer.send_weights()
+    sender.finish_weight_update()
+    _CONNECTED[key] = transfer
+
+
+def _rounds(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    part, size = list[tuple[str, Tensor]](), 0
+    for name, tensor in weights:
+        part.append((name, tensor))
+        size += tensor.nbytes
+        if size >= ROUND_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _connected(transport: str, sender: Any, client: Any) -> tuple[Any, Any]:
+    """Return vLLM's transfer engine, which stays connected until the engines change, and its key.
+
+    It is put back after a transfer that succeeded.
+    """
+    key = (transport, *map(str, sender.actors.values()))
+    transfer = _CONNECTED.pop(key, None)
+    if transfer is None:
+        while _CONNECTED:
+            _, old = _CONNECTED.popitem()  # its end may wait for engines that are gone
+            threading.Thread(target=old.shutdown, daemon=True).start()
+        transfer = _connect(transport, sender, client)
+    return transfer, key
+
+
+_CONNECTED: dict[Any, Any] = {}
+
+
+def _connect(transport: str, sender: Any, client: Any) -> Any:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    info: Any
+    if transport == "cuda_ipc":
+        rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
+        largest = buffer_bytes(sender.expected, sender.dtype)
+        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=largest)
+    else:
+        world = 1 + sender.processes * len(sender.actors)
+        place = {"master_address": get_ip(), "master_port": get_open_port(), "world_size": world}
+        size = {"packed": True, "packed_buffer_size_bytes": ROUND_BYTES // 4}
+        info = NCCLTrainerInitInfo(rank=0, **place, **size)
+    source = _Source(sender.dtype, ())
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+def buffer_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Return the bytes of the buffer that ranks share with engines, in which the largest tensor has
+    to fit.
+
+    >>> buffer_bytes({"embedding": (152064, 8192)}, torch.bfloat16)
+    2491416576
+    """
+    return max([ROUND_BYTES, *(math.prod(shape) * dtype.itemsize for shape in shapes.values())])
+
+
+@dataclass
+class _Client:
+    """Calls engines until one fails, after which the ranks' collectives go on without them."""
+
+    sender: Any
+    error: EnginesFailed | None = None
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, info: Any) -> None:
+        self._call("update_weights", info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, *args: Any) -> None:
+        try:
+            if self.error is None:
+                getattr(self.sender, method)(*args)
+        except EnginesFailed as error:
+            self.error = error
+
+
+@dataclass
+class _Rounds:
+    """Calls engines for one round of an update."""
+
+    sender: Any
+
+    def start_weight_update(self) -> None:
+        """The update has begun."""
+
+    def update_weights(self, info: Any) -> None:
+        self.sender.update_weights(info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Others may follow."""
+
+
+@dataclass
+class _Source:
+    """What vLLM's transfer engines call a WeightSource."""
+
+    dtype: torch.dtype
+    weights: Iterable[tuple[str, Tensor]]
+
+    def metadata(self) -> list[Any]:
+        """Return names and shapes of a round, which is a list."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, self.dtype, tuple(each.shape)) for name, each in self.weights]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights:
+            yield name, tensor.detach().to(DEVICE, self.dtype)

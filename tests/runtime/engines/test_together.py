@@ -1,0 +1,256 @@
+"""Several ranks send weights to engines on their GPUs: vLLM's own IPC engines at both ends, with
+gloo and files in shared memory in the place of CUDA.
+"""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemorl.parallel.config import BackendConfig
+from nemorl.runtime.engines import direct, transport
+from nemorl.runtime.engines import weights as module
+from nemorl.runtime.engines.direct import EnginesFailed
+from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import WeightSender
+from nemorl.runtime.ranks.rank import Rank
+from tests.ranks import run_ranks
+
+SHAPES = {f"layers.{i}.{name}": (4 + i, 40) for i in range(6) for name in "ab"}
+
+
+class Backend:
+    """Its weights are gathered by all ranks, and have the rank's number added."""
+
+    def __init__(self) -> None:
+        self.step, self.version, self.yielded = 0, 0, 0
+
+    def setup(self, config: Any) -> None:
+        pass
+
+    def weights(self, dtype: torch.dtype = torch.float32) -> Any:
+        self.yielded = 0
+        for index, (name, shape) in enumerate(reversed(SHAPES.items())):
+            tensor = torch.full(shape, 100.0 * self.version + index)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)  # whoever stays away stops all others
+            self.yielded += 1
+            yield name, (tensor + 1000 * dist.get_rank()).to(dtype)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Engine:
+    """vLLM's worker end, which computes on a GPU."""
+
+    def __init__(self, gpu: int) -> None:
+        self.gpu, self.calls, self.fails = gpu, list[str](), ""
+        self.received: dict[str, Tensor] = {}
+        self.call = SimpleNamespace(remote=self.done)
+
+    def done(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        try:
+            if method == self.fails:
+                raise RuntimeError(f"{method} failed")
+            return getattr(self, method, dict)(*args)
+        except Exception as error:
+            return error
+
+    def connect(self, message: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        model = SimpleNamespace(load_weights=self.received.update)
+        settings = SimpleNamespace(parallel_config=None, model_config=None)
+        place = torch.device("cpu", self.gpu)
+        self.inner = IPCWeightTransferEngine(SimpleNamespace(), settings, place, model)
+        self.inner.init_transfer_engine(self.inner.parse_init_info(message["info"]))
+
+    def load_weights(self, info: dict[str, Any]) -> None:
+        self.inner.receive_weights(self.inner.parse_update_info(info))
+
+    def finish_weights(self, *_: Any) -> dict[str, Any]:
+        self.inner.shutdown()
+        return {}
+
+
+def waited(sender: WeightSender, calls: dict[int, Any]) -> dict[int, Any]:
+    failed = {rank: str(call) for rank, call in calls.items() if isinstance(call, Exception)}
+    if failed:
+        raise EnginesFailed(failed)
+    return calls
+
+
+class Shared:
+    """torch, whose GPU memory is a file in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, size: int, **_: Any) -> Tensor:
+        self.file = str(self.folder / f"rank-{dist.get_rank()}")
+        return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8)
+
+    def handle(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
+        return None, (self.file, len(tensor), *[0] * 6)
+
+
+def opened(file: str, size: int, *_: Any) -> Tensor:
+    return torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
+
+
+def without_gpus(folder: Path) -> Any:
+    """Return patches of this process's CUDA, in which a rank's GPU has its number."""
+    from contextlib import ExitStack
+
+    from torch.multiprocessing import reductions
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    rank, shared, stack = dist.get_rank(), Shared(folder), ExitStack()
+    done = SimpleNamespace(synchronize=lambda: None)
+    for target, name, value in [
+        (torch.accelerator, "current_device_index", lambda: rank),
+        (torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"gpu-{gpu}")),
+        (torch.cuda, "current_stream", lambda: done),
+        (torch.cuda, "synchronize", lambda: None),
+        (torch.cuda, "ipc_collect", lambda: None),
+        (packed_tensor, "torch", shared),
+        (packed_tensor, "reduce_tensor", shared.handle),
+        (reductions, "rebuild_cuda_tensor", opened),
+        (direct, "DEVICE", "cpu"),
+        (direct, "ROUND_BYTES", 4096),
+        (direct, "_CONNECTED", {}),
+        (WeightSender, "wait", waited),
+        (transport, "own_place", lambda: Place("node", "host", os.getpid(), (str(rank),))),
+    ]:
+        stack.enter_context(patch.object(target, name, value))
+    return stack
+
+
+def updates(folder: Path) -> list[Any]:
+    """What two ranks and two engines do in a good update, in ones that fail, and in a good one."""
+    rank = dist.get_rank()
+    host = Rank(Backend, rank)
+    host.do("setup", (BackendConfig(),), {})
+    backend = host._backends[""].inner
+    engines = {number: Engine(number) for number in range(2)}
+    found: list[Any] = []
+
+    def send(version: int, expected: Any = SHAPES, fails: str = "") -> None:
+        places = {number: Place("node", "host", 1, (str(number),)) for number in engines}
+        sender = WeightSender(
+            actors=engines, places=places, expected=expected, dtype=torch.float32
+        ).together()
+        backend.version, engines[1].fails = version, fails
+        answer = host.do("send_weights", (lambda w: sender(version, w),), {"together": True})
+        values = {number: one.received.copy() for number, one in engines.items()}
+        calls = [one.calls.copy() for one in engines.values()]
+        found.append((answer, values, calls, backend.yielded))
+        for one in engines.values():
+            one.received.clear()
+            one.calls.clear()
+
+    with without_gpus(folder):
+        send(1)
+        for method in ("connect", "begin_weights", "load_weights", "finish_weights"):
+            direct._CONNECTED.clear()
+            send(2, fails=method)
+        send(3, expected={**SHAPES, "layers.0.a": (9, 9)})
+        send(4)
+    return found
+
+
+def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
+    ranks = run_ranks(2, updates, tmp_path)
+    good, *failing, misfit, last = ranks[0]
+    for (answer, values, calls, _), version in ((good, 1), (last, 4)):
+        receipt, error = answer
+        assert error is None and receipt.failed == {} and receipt.version == version
+        assert receipt.transport.name == "cuda_ipc"
+        for gpu, received in values.items():
+            assert received.keys() == SHAPES.keys()
+            for index, (name, shape) in enumerate(reversed(SHAPES.items())):
+                expected = torch.full(shape, 100.0 * version + index + 1000 * gpu)
+                assert torch.equal(received[name], expected)
+        assert calls[0] == calls[1] and calls[0].count("load_weights") > 2
+    for (answer, _, calls, yielded), method in zip(
+        failing, ("connect", "begin_weights", "load_weights", "finish_weights"), strict=True
+    ):
+        receipt, error = answer
+        assert error is None and receipt.failed == {1: f"{method} failed"}
+        assert calls[1][-1] == method, "nothing after it is asked of engines"
+        assert yielded == len(SHAPES), "the ranks go on to the end"
+    assert "'layers.0.a' does not fit" in misfit[0][1]["message"]
+    # The other rank has gone through as many weights, and has no say.
+    assert [(answer, yielded) for answer, _, _, yielded in ranks[1]] == [
+        (None, yielded) for *_, yielded in ranks[0]
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_alone_is_its_answer(rank: int, monkeypatch: pytest.MonkeyPatch):
+    """It waits in no collective that the others never call: the run ends with it."""
+
+    def raising() -> None:
+        raise RuntimeError(f"CUDA error of rank {rank}")
+
+    def weights(self: Any) -> Any:
+        yield "first", torch.zeros(1)
+        raise AssertionError("others are not here to gather")
+
+    transfer, here = SimpleNamespace(send_weights=raising), Place("node", "host", 1, (str(rank),))
+    monkeypatch.setattr(Backend, "weights", weights)
+    monkeypatch.setattr(direct, "_connected", lambda *_: (transfer, "key"))
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    for one in (direct, module):
+        monkeypatch.setattr(one, "num_ranks", lambda: 2)
+    monkeypatch.setattr(module, "places_of_ranks", lambda: [here])
+    sender = WeightSender(
+        actors={0: Engine(0)}, places={0: here}, expected=SHAPES, dtype=torch.float32
+    ).together()
+    host = Rank(Backend, rank)
+    host.do("setup", (BackendConfig(),), {})
+    answer = host.perform("send_weights", (lambda w: sender(0, w),), {"together": True})
+    assert answer.error["kind"] == "FailedAlone"
+    assert answer.error["message"] == f"RuntimeError: CUDA error of rank {rank}"
+
+
+def test_a_rank_gets_its_buffer_back_after_each_update():
+    """vLLM's engine holds it until the next one, which for a large embedding is gigabytes."""
+    from nemorl.runtime.engines.receiver import Receiver
+
+    for backend, closed in (("ipc", 1), ("nccl", 0)):
+        shut: list[str] = []
+        receiver = object.__new__(Receiver)
+        receiver.model, receiver.model_config = torch.nn.Module(), None
+        receiver.inner = SimpleNamespace(shutdown=lambda shut=shut: shut.append("down"))
+        receiver.backend = backend
+        receiver.finish_weight_update()
+        assert len(shut) == closed
+
+
+def test_ranks_without_ray_are_on_the_node_of_their_host(monkeypatch: pytest.MonkeyPatch):
+    """As those of torchrun are, but for the one with the loop."""
+    found = [
+        Place("a", "one", 1, ("0",)),
+        Place("", "one", 2, ("1",)),
+        Place("", "two", 3, ("0",)),
+    ]
+    monkeypatch.setattr(transport, "own_place", lambda: found[0])
+    monkeypatch.setattr(transport, "num_ranks", lambda: 3)
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda places, own: places.__setitem__(slice(None), found)
+    )
+    assert [place.node for place in transport.places_of_ranks()] == ["a", "a", ""]
+    engine = Place("a", "one", 4, ("1",))
+    choose = transport.choose_transport
+    assert choose("auto", transport.places_of_ranks(), [engine]).name == "cuda_ipc"

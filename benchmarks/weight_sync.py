@@ -105,10 +105,12 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     weights = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
     copies = [torch.rand_like(tensor) for _, tensor in weights]
     num_bytes = sum(tensor.nbytes for _, tensor in weights)
+    expected, stored = expected_weights(model.config.to_json_string())
     sender = WeightSender(
         actors={0: ray.remote(Readable).options(num_cpus=0).remote()},
         places={0: own_place()},
-        expected=expected_weights(model.config.to_json_string()),
+        expected=expected,
+        stored=stored,
         dtype=torch.float32,
         transport="object_store",
     )

@@ -3,6 +3,7 @@ run to engines on their GPUs, or on others.
 """
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -52,18 +53,19 @@ def transfer(name: str, settings: dict[str, Any], small: bool) -> Iterator[Row]:
 
 def from_ranks(colocated: bool, small: bool) -> Iterator[Row]:
     """Steps of GRPO on two ranks or more; on CPUs into the embedded engine."""
-    gpus = 4 if small else torch.cuda.device_count()
-    ranks = gpus if colocated else gpus // 2
+    gpus = torch.cuda.device_count()
+    ranks = 2 if small else gpus if colocated else gpus // 2
     if ranks < 2:
         raise Skip(f"two ranks with {PLACES[colocated]} need {2 if colocated else 4} GPUs")
     require_package("ray" if small else "vllm")
     settings: dict[str, Any] = {**QUIET, **GRPO, "max_num_steps": 4, "parallel__dp_shard": ranks}
     if small:
-        settings |= {"parallel__dp_shard": 2, "trainer__device": "cpu"}
+        settings["trainer__device"] = "cpu"
     else:
         settings |= {"generation__backend": "vllm", "generation__colocated": colocated}
         settings |= {"generation__num_replicas": gpus if colocated else gpus - ranks}
     rows = [{"prompt": f"{number}"} for number in range(8)]
+    logging.disable(logging.NOTSET)  # the run's log says which way weights take
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "model")

@@ -9,6 +9,7 @@ from nemorl.parallel.stages import Stages
 from nemorl.parallel.traits import TrainingTraits
 
 Precision = Literal["float32", "bfloat16"]
+RecomputedModule = Literal["core_attn", "mlp", "moe"]
 TRAITS = TrainingTraits()
 """Traits of a backend that says nothing."""
 
@@ -64,8 +65,14 @@ class ParallelPlan:
     reduce_dtype: Precision = "float32"
     """What gradients are summed over devices in."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute in the backward pass: nothing, all but every second matrix product, or whole layers
-    (less memory, about a third more time).
+    """Recompute in the backward pass: nothing, all but every second matrix product (with
+    trainer.backend megatron, recompute_modules), or whole layers (less memory, about a third more
+    time).
+    """
+    recompute_modules: tuple[RecomputedModule, ...] = ()
+    """What activation_checkpointing selective recomputes with trainer.backend megatron: core_attn
+    (attention between its projections; the default), mlp (a dense feed-forward) or moe (a mixture
+    of experts with its router).
     """
     compile: bool = False
     """Compile every layer with torch.compile: slow to start, faster on GPUs."""
@@ -81,6 +88,10 @@ class ParallelPlan:
         }
         at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
         self.stages.check()
+        modules, fits = self.recompute_modules, self.activation_checkpointing == "selective"
+        requirement = "needs parallel.activation_checkpointing selective"
+        remedy = "add that, or remove it"
+        require(fits or not modules, "parallel.recompute_modules", requirement, modules, remedy)
 
     @property
     def model_ranks(self) -> int:

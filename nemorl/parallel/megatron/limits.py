@@ -5,7 +5,7 @@ from typing import Any
 from nemorl.checks import require
 from nemorl.parallel.limits import TrainingSections
 from nemorl.parallel.megatron.families import FAMILIES
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.plan import ParallelPlan, num_experts
 from nemorl.parallel.traits import TrainingTraits
 
 SUPPORTED: dict[str, Any] = {
@@ -62,6 +62,17 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
         require(fits, field, f"must {requirement} with trainer.backend megatron", value, remedy)
     if model is not None:
         check_model(model)
+        check_recomputed(model, plan)
+
+
+def check_recomputed(model: Any, plan: ParallelPlan) -> None:
+    """Raise ValueError where a model (a Hugging Face configuration) lacks what is recomputed."""
+    absent, kind = (
+        ("mlp", "a mixture of experts") if num_experts(model) else ("moe", "a dense model")
+    )
+    found = plan.recompute_modules
+    requirement = f"must not have {absent}, which {kind} lacks"
+    require(absent not in found, "parallel.recompute_modules", requirement, found, "remove it")
 
 
 def check_model(model: Any) -> None:

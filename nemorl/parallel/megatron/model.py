@@ -28,16 +28,6 @@ from nemorl.parallel.world import DTYPES, World
 from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.decoding import Pass
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-"""What `parallel.activation_checkpointing` is in megatron-core."""
 ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
@@ -191,6 +181,9 @@ class Stage(core.GPTModel):
             attention.index = index
             if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
                 attention.scale = config.kv_channels**-0.5  # without a factor of cosine and sine
+        if "moe" in world.plan.recompute_modules:
+            for layer in self.decoder.layers:
+                recompute_experts(layer.mlp)
         self.number = number
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
@@ -318,8 +311,41 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         # Gloo reads what it sends later, where NCCL's stream is in order.
         deallocate_pipeline_outputs=on_gpu or plan.vpp == 1,
         **experts(hf, plan),
-        **RECOMPUTE[plan.activation_checkpointing],
+        **recomputed(plan),
     )
+
+
+def recomputed(plan: ParallelPlan) -> dict[str, Any]:
+    """Return megatron-core's settings for `parallel.activation_checkpointing`; experts are
+    recomputed by `recompute_experts`.
+    """
+    if plan.activation_checkpointing == "full":
+        method = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {"recompute_granularity": "full", **method}
+    if plan.activation_checkpointing == "none":
+        return {}
+    modules = [each for each in plan.recompute_modules or ("core_attn",) if each != "moe"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def recompute_experts(mixture: Any) -> None:
+    """Have a mixture of experts computed again in the backward pass, by the same routes.
+
+    In the place of megatron-core's own recomputation, where the router would follow the microbatch
+    that went through the layer last.
+    """
+    forward, routes = mixture.forward, mixture.router.router_replay
+
+    def checkpointed(hidden: Tensor, **options: Any) -> Any:
+        given, copies = routes.given, routes.copies
+
+        def compute(hidden: Tensor) -> Any:
+            routes.given, routes.copies = given, copies
+            return forward(hidden, **options)
+
+        return core.random.checkpoint(compute, False, hidden)
+
+    mixture.forward = checkpointed
 
 
 def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:

@@ -160,6 +160,8 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
         if model.num_local_experts:
             eps = _degrees(asked.ep, shard * cp * tp)
         for ep, checkpointing in product(eps, RECOMPUTED):
+            if asked.recompute_modules and checkpointing != "selective":
+                continue
             if asked.activation_checkpointing in (None, checkpointing):
                 plan = ParallelPlan(
                     **asdict(asked)

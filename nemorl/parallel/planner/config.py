@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from nemorl.checks import all_but, at_least, refuse_unused, require
 from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from nemorl.parallel.plan import Precision
+from nemorl.parallel.plan import Precision, RecomputedModule
 from nemorl.parallel.planner.hardware import Hardware
 from nemorl.parallel.planner.model_shape import LINEAR
 from nemorl.rollout.config import GenerationConfig
@@ -43,6 +43,8 @@ class OpenPlan:
     """What gradients are summed over devices in."""
     activation_checkpointing: Literal["none", "selective", "full"] | None = None
     """What the backward pass recomputes."""
+    recompute_modules: tuple[RecomputedModule, ...] = ()
+    """With these all plans are selective; the estimate is the one of core_attn."""
     compile: bool = False
     """Has no effect on the estimate."""
     cpu_offload: bool = False

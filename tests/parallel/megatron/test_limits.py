@@ -89,6 +89,11 @@ def test_settings_that_would_do_nothing(plan, options, message):
             {"num_hidden_layers": 4},
             "stage 2 and .*last_pipeline_stage 1 leave 1 of .* 4 for no other stage: change these",
         ),
+        (
+            {"activation_checkpointing": "selective", "recompute_modules": ("core_attn", "moe")},
+            {},
+            r"recompute_modules must not have moe, which a dense model lacks",
+        ),
         ({"dp_shard": 2, "ep": 2}, {}, "parallel.ep 2 is for mixtures of experts: .* remove it"),
     ],
 )
@@ -120,6 +125,18 @@ def test_stages_need_not_have_equally_many_layers():
     for plan in ({"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 2, "vpp": 3}):
         devices(plan).check_model(model)
         devices({**plan, "num_layers_in_last_pipeline_stage": 1 * plan.get("vpp", 1)})
+
+
+def test_what_is_recomputed_is_there():
+    chosen: Any = {"activation_checkpointing": "selective", "recompute_modules": ("mlp",)}
+    devices(chosen).check_model(tiny_model().config)
+    with pytest.raises(ValueError, match="must not have mlp, which a mixture of experts lacks"):
+        devices(chosen).check_model(tiny_model("mixtral").config)
+    with pytest.raises(ValueError, match=r"recompute_modules must be empty with .* dtensor, but"):
+        devices(chosen, backend="dtensor")
+    for how in ("none", "full"):
+        with pytest.raises(ValueError, match=r"recompute_modules needs .*checkpointing selective"):
+            ParallelPlan(**{**chosen, "activation_checkpointing": how})
 
 
 @pytest.mark.filterwarnings("ignore:parallel asks for")

@@ -254,6 +254,12 @@ def has_lora(plan: str) -> bool:
     return not is_megatron(plan)
 
 
+def of_modules(*modules: str) -> dict[str, Any]:
+    """Settings of a case that recomputes these."""
+    settings = (("recompute_modules", modules),)
+    return {"activation_checkpointing": "selective", "settings": settings}
+
+
 UNTIED = Problem(tied=False)
 REPLAYED = Problem(layers=4, model="qwen3_moe", replay=True)
 QUICK = (
@@ -399,6 +405,8 @@ REST = (
             ("PP 2 × VPP 2", "packed", replace(REPLAYED, layers=6), {}),
             ("TP 2 × PP 2 × VPP 2 + SP", "padded", Problem(layers=4, tied=False), {}),
             ("PP 2", "padded", Problem(layers=4), {"settings": of_ends(3, 1)}),
+            ("PP 2", "packed", REPLAYED, of_modules("core_attn", "moe")),
+            ("TP 2 + SP", "packed", Problem(), of_modules("core_attn", "mlp")),
             ("EP 2", "one packed row", replace(REPLAYED, loss="pairs"), {}),
             ("EP 2 × TP 2 + SP", "packed", REPLAYED, {"activation_checkpointing": "selective"}),
             ("EP 2 × CP 2", "packed", REPLAYED, {"activation_checkpointing": "full"}),

@@ -425,6 +425,10 @@ def test_pipelines_are_megatrons(models: Path):
     config = run_with(output.strip().splitlines()[-1])
     assert (config.parallel.pp, config.parallel.vpp) == (4, 2)
     assert config.trainer.backend == "megatron"
+    modules = find(models, **MEGATRON, recompute_modules=("core_attn", "mlp"), **options)
+    assert {each.plan.activation_checkpointing for each in modules.fitting} == {"selective"}
+    flags = "--parallel.recompute-modules core_attn mlp"
+    assert all(flags in each.flags for each in modules.fitting)
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,11 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
             "backend": "vllm",
             "num_replicas": 0,
         },
+        r"generation\.weight_transport must be object_store with generation\.pipeline_parallel": {
+            "backend": "vllm",
+            "pipeline_parallel_size": 2,
+            "weight_transport": "nccl",
+        },
         r"generation\.tensor_parallel_size must be at least 1": {
             "backend": "vllm",
             "tensor_parallel_size": 0,

@@ -152,10 +152,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("kaiming",),
         "adapters start from PEFT's initialization (Kaiming)",
     ),
-    "policy.generation.vllm_cfg.pipeline_parallel_size": (
-        (1,),
-        "an engine is split by tensor_parallel_size alone",
-    ),
     "policy.generation.vllm_cfg.kv_cache_dtype": (
         ("auto", None),
         "name it in generation.engine to sample with it",
@@ -698,11 +694,14 @@ def engines(value: Any, flat: Flat) -> Settings | str:
     if value == "sglang":
         size = flat.get(f"{theirs}sglang_cfg.gpus_per_server") or 1
         settings["note"] = "vLLM samples in its place"
-    replicas = devices(flat)[1] // size
+    stages = flat.get(f"{theirs}vllm_cfg.pipeline_parallel_size") or 1
+    replicas = devices(flat)[1] // (size * stages)
     if flat.get(f"{theirs}colocated.enabled") is False:
         settings["generation.colocated"] = False
     if size > 1:
         settings["generation.tensor_parallel_size"] = size
+    if stages > 1:
+        settings["generation.pipeline_parallel_size"] = stages
     if replicas > 1:
         settings["generation.num_replicas"] = replicas
     given = {name: flat.get(f"{theirs}vllm_cfg.{name}") for name in ENGINE}

@@ -102,7 +102,11 @@ class GenerationConfig:
     num_replicas: int = 1
     """vllm: engines, which Ray places (on the cluster at RAY_ADDRESS, or on this machine)."""
     tensor_parallel_size: int = 1
-    """vllm: devices over which each engine splits the model."""
+    """vllm: devices of one node over which each engine splits every layer."""
+    pipeline_parallel_size: int = 1
+    """vllm: parts of the layers of each engine, each on tensor_parallel_size devices; an engine may
+    so be on several nodes.
+    """
     cpus_per_replica: int = 1
     """vllm: CPU cores of each replica; without GPUs, threads of each device's worker."""
     max_model_len: int | None = None
@@ -149,6 +153,7 @@ class GenerationConfig:
             generation__max_batch_size=self.max_batch_size,
             generation__num_replicas=self.num_replicas,
             generation__tensor_parallel_size=self.tensor_parallel_size,
+            generation__pipeline_parallel_size=self.pipeline_parallel_size,
             generation__cpus_per_replica=self.cpus_per_replica,
             generation__max_model_len=self.max_model_len,
             generation__timeout_s=self.timeout_s,
@@ -170,6 +175,9 @@ class GenerationConfig:
             must = "must be at most 1 with generation.adapter_rank: the base is sent once"
             level = self.sleep_level
             require(level != 2, "generation.sleep_level", must, level, remedy)
+        fits = self.pipeline_parallel_size == 1 or self.weight_transport in ("auto", "object_store")
+        must = "must be object_store with generation.pipeline_parallel_size above 1"
+        require(fits, "generation.weight_transport", must, self.weight_transport, "remove it")
         if self.traits.embedded:
             names = [item.name for item in fields(self)]
             refuse_unused(
@@ -185,6 +193,11 @@ class GenerationConfig:
     def traits(self) -> GenerationTraits:
         """Traits of the backend; the defaults for a name that is not registered."""
         return TRAITS.get(self.backend, GenerationTraits())
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices of each engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def longest_response(self) -> int:

@@ -268,7 +268,7 @@ def other_flags(config: PlanConfig) -> str:
     )
     generation = GenerationConfig()
     if config.engines:
-        replicas = config.gpus // config.generation.tensor_parallel_size
+        replicas = config.gpus // config.generation.devices_per_replica
         generation = replace(config.generation, num_replicas=replicas)
     return _flags(
         trainer=trainer, optimizer=config.optimizer, lora=config.lora, generation=generation

@@ -72,7 +72,7 @@ class PlanConfig:
         "lora": all_but(LoRAConfig, "rank", "target_modules", "rank_pattern", "quantize"),
         "generation": all_but(
             *(GenerationConfig, "backend", "colocated"),
-            *("max_batch_size", "tensor_parallel_size"),
+            *("max_batch_size", "tensor_parallel_size", "pipeline_parallel_size"),
         ),
     }
     """Settings that are refused and not shown, by section."""
@@ -135,9 +135,11 @@ class PlanConfig:
             (not self.parallel.cpu_offload, "is not for parallel.cpu_offload", "omit one of them"),
         ):
             require(free or not offloads, name, requirement, offloads, remedy)
-        tp, requirement = self.generation.tensor_parallel_size, f"must divide the {self.gpus} GPUs"
-        fits = not self.engines or self.gpus % tp == 0
-        require(fits, "generation.tensor_parallel_size", requirement, tp, "change it or gpus")
+        size, requirement = self.generation.devices_per_replica, f"must divide the {self.gpus} GPUs"
+        fits = not self.engines or self.gpus % size == 0
+        stages = " · pipeline_parallel_size" * (self.generation.pipeline_parallel_size > 1)
+        name = f"generation.tensor_parallel_size{stages}"
+        require(fits, name, requirement, size, "change it or gpus")
         for module in self.lora.target_modules:
             requirement = f"must be of {', '.join(LINEAR)}"
             require(module in LINEAR, "lora.target_modules", requirement, module, "name those")

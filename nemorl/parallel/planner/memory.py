@@ -310,10 +310,14 @@ def engine_memory(step: Step, sequences: int) -> int:
     """Return the bytes that an engine takes of each of its devices, with a cache for so many
     sequences of the greatest length.
     """
-    model, tp = step.model, step.work.generation.tensor_parallel_size
+    model, generation = step.model, step.work.generation
+    tp, pp = generation.tensor_parallel_size, generation.pipeline_parallel_size
     kv_heads = max(1, model.num_key_value_heads // tp)
-    token = 2 * model.num_hidden_layers * kv_heads * model.head_dim
-    numbers = model.num_parameters() // tp + sequences * step.work.seq_len * token
+    token = 2 * -(-model.num_hidden_layers // pp) * kv_heads * model.head_dim
+    # The first stage also has the embedding, and the last one the output layer.
+    ends = model.vocab_size * model.hidden_size
+    weights = ends + (model.num_parameters() - ends) // pp
+    numbers = weights // tp + sequences * step.work.seq_len * token
     return step.dtype_size * numbers + ENGINE
 
 

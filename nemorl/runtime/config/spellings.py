@@ -123,6 +123,7 @@ NEMO_RL: dict[str, str | Absent] = {
     "policy.dtensor_cfg.enabled": "trainer.backend dtensor",
     "policy.megatron_cfg.enabled": "trainer.backend megatron",
     "policy.generation.vllm_cfg.tensor_parallel_size": "generation.tensor_parallel_size",
+    "policy.generation.vllm_cfg.pipeline_parallel_size": "generation.pipeline_parallel_size",
     "policy.generation.vllm_cfg.gpu_memory_utilization": "generation.engine",
     "policy.generation.colocated.enabled": "generation.colocated",
     **dict.fromkeys(

@@ -19,6 +19,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.cluster.worker_group import begin_worker
 from nemorl.runtime.engines.engine import Engine
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.engines.stage import meet
 
 
 class EngineActor:
@@ -35,6 +36,10 @@ class EngineActor:
         self._waiting: dict[int, asyncio.Future[tuple[Sample, ...]]] = {}
         self._ids = itertools.count()
         self._stepping, self._progress, self._partial, self._busy_s = False, 0, 0, 0.0
+
+    async def meet(self, spec: EngineSpec) -> EngineSpec:
+        """Return the engine with this process as the one at which its stages meet."""
+        return meet(spec)
 
     async def start(self, spec: EngineSpec) -> Place:
         """Start the engine and return where it is. Raises EngineStartError."""

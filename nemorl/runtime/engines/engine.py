@@ -102,55 +102,25 @@ class Engine:
         """vLLM's LoRARequest for the newest adapters; None: there are none."""
         self._requests: dict[int, list[_Tokens]] = {}
         self._folder = ExitStack()
-        self._folder.enter_context(_own_folder())
-        try:
-            with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
-                for name, content in spec.files.items():
-                    (Path(folder) / name).write_bytes(content)
-                self._start(spec, folder)
-        except EngineStartError:
-            _unlink_memory()
-            self._folder.close()
-            raise
-        except Exception as error:
-            _unlink_memory()
-            self._folder.close()
-            raise EngineStartError(
-                f"{_reason(error)} (so the vLLM engine could not start)"
-            ) from error
+        self._folder.enter_context(own_folder())
+        with start_errors(self._folder), model_folder(spec) as folder:
+            self._start(spec, folder)
 
     def _start(self, spec: EngineSpec, folder: str) -> None:
-        for name, level in QUIET.items():
-            logging.getLogger(name).setLevel(level)
-        try:
-            from vllm import EngineArgs, LLMEngine
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            raise EngineStartError(
-                f'vLLM can\'t be imported ({error}): pip install "nemorl[vllm]", or use'
-                " generation.backend torch"
-            ) from error
-        known = {item.name for item in dataclasses.fields(EngineArgs)}
-        for name in spec.engine:
-            if name not in known:
-                raise EngineStartError(
-                    f"unknown argument {name!r} in generation.engine{closest(name, known)}: use"
-                    " vLLM's own names, with _"
-                )
-        cpu = current_platform.is_cpu()
-        _check(spec, cpu=cpu)
+        arguments, cpu = engine_arguments(spec, folder)
+        from vllm import LLMEngine
+
         self._sleep_level = spec.sleep_level
         self._records = spec.records_experts
-        own = {**(CPU_DEFAULTS if cpu else {}), **_arguments(spec, folder)}
-        if self._records and not cpu:  # it needs a GPU's model runner
-            own["enable_return_routed_experts"] = True
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**{**own, **spec.engine}))
+        self._llm = LLMEngine.from_engine_args(arguments)
         try:
             if self._records and cpu:
                 self._llm.collective_rpc("nemorl_record_experts")
             elif self._records:
                 self._expert_layers = self._llm.collective_rpc("nemorl_expert_layers")[0]
-            if spec.tensor_parallel_size > 1:
+            if cpu and spec.pipeline_parallel_size > 1:
+                self._llm.collective_rpc("nemorl_take_stage")
+            if _is_split(spec):
                 self._llm.collective_rpc(_unlink_memory)
                 _unlink_memory()
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
@@ -342,7 +312,61 @@ class Engine:
 
 
 @contextmanager
-def _own_folder() -> Iterator[None]:
+def start_errors(own: ExitStack) -> Iterator[None]:
+    """Raise EngineStartError for all that the block raises, and close `own` then."""
+    try:
+        yield
+    except Exception as error:
+        _unlink_memory()
+        own.close()
+        if isinstance(error, EngineStartError):
+            raise
+        raise EngineStartError(f"{_reason(error)} (so the vLLM engine could not start)") from error
+
+
+@contextmanager
+def model_folder(spec: EngineSpec) -> Iterator[str]:
+    """Have the model's configuration and tokenizer in a folder."""
+    with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
+        for name, content in spec.files.items():
+            (Path(folder) / name).write_bytes(content)
+        yield folder
+
+
+def engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
+    """Return vLLM's EngineArgs, and whether it computes on a CPU. Raises EngineStartError."""
+    for name, level in QUIET.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise EngineStartError(
+            f'vLLM can\'t be imported ({error}): pip install "nemorl[vllm]", or use'
+            " generation.backend torch"
+        ) from error
+    known = {item.name for item in dataclasses.fields(EngineArgs)}
+    for name in spec.engine:
+        if name not in known:
+            raise EngineStartError(
+                f"unknown argument {name!r} in generation.engine{closest(name, known)}: use"
+                " vLLM's own names, with _"
+            )
+    cpu = current_platform.is_cpu()
+    _check(spec, cpu=cpu)
+    own = {**(CPU_DEFAULTS if cpu else {}), **_arguments(spec, folder)}
+    if spec.records_experts and not cpu:  # it needs a GPU's model runner
+        own["enable_return_routed_experts"] = True
+    return EngineArgs(**{**own, **spec.engine}), cpu
+
+
+def _is_split(spec: EngineSpec) -> bool:
+    """Return whether several processes compute."""
+    return spec.tensor_parallel_size * spec.pipeline_parallel_size > 1
+
+
+@contextmanager
+def own_folder() -> Iterator[None]:
     """Have the temporary files of this process and its children in one folder that goes with it."""
     with suppress(ImportError):
         from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -386,9 +410,10 @@ def _check(spec: EngineSpec, *, cpu: bool) -> None:
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
     """The engine arguments that are ours."""
     # Inside an actor, vLLM would ask Ray for processes.
-    split = {"distributed_executor_backend": "mp"} if spec.tensor_parallel_size > 1 else {}
+    split = {"distributed_executor_backend": "mp"} if _is_split(spec) else {}
     return {
         **split,
+        **_stage_arguments(spec),
         **_model_arguments(spec),
         "model": folder,
         "skip_tokenizer_init": spec.vocabulary is None,
@@ -407,6 +432,16 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
         **_adapter_arguments(spec.adapter_rank),
         "seed": 0,
     }
+
+
+def _stage_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Have a node of vLLM's, be it one of the cluster's or not, for each stage of a pipeline."""
+    if spec.meeting is None:
+        return {}
+    address, port = spec.meeting
+    stages = {"pipeline_parallel_size": spec.pipeline_parallel_size, "node_rank": spec.stage}
+    nodes = {"nnodes": spec.pipeline_parallel_size, "master_addr": address, "master_port": port}
+    return stages | nodes
 
 
 def _model_arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -26,8 +26,9 @@ def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():  # a cluster of the caller's
         return
-    cores, devices = os.cpu_count() or 1, config.num_replicas * config.tensor_parallel_size
-    threads = config.cpus_per_replica * (config.num_replicas if machine.gpus else devices)
+    cores, devices = os.cpu_count() or 1, config.num_replicas * config.devices_per_replica
+    processes = config.num_replicas * config.pipeline_parallel_size
+    threads = config.cpus_per_replica * (processes if machine.gpus else devices)
     left = machine.gpus - (0 if config.colocated else machine.taken)
     for needed, there, what in ((devices, left, "GPUs"), (threads, cores, "CPU cores")):
         require(
@@ -42,7 +43,7 @@ def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
 
 def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
     """Raise ValueError for more colocated engines than the GPUs of ranks have room for."""
-    size = config.tensor_parallel_size
+    size = config.devices_per_replica
     require(
         config.num_replicas <= room,
         "generation.num_replicas",

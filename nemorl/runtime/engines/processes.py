@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nemorl.runtime.engines.limits import check_shares
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, ProcessId, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
+from nemorl.runtime.engines.stage import StageActor
 from nemorl.runtime.engines.transport import own_place
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death, with_log
 from nemorl.runtime.store.temporary import temporary_folder
@@ -44,6 +45,10 @@ class EngineProcess:
     """None: it is not up yet."""
     busy_s: float = 0.0
     """Seconds of computing, as last reported."""
+    stages: list[Any] = field(default_factory=list)
+    """Actors of the pipeline's later stages."""
+    runs: list[Any] = field(default_factory=list)
+    """Their calls, which end only where a stage does."""
 
     @property
     def name(self) -> str:
@@ -61,6 +66,7 @@ class EngineProcesses:
     """Starts, watches and ends processes on the router's event loop, which hears what happens."""
 
     actor: type[EngineActor] = EngineActor
+    stage_actor: type[StageActor] = StageActor
 
     def __init__(
         self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
@@ -119,63 +125,99 @@ class EngineProcesses:
             self._router.note(Broke(id, error))
 
     async def _start(self, id: ProcessId) -> None:
-        """Start a process with an engine."""
+        """Start a process with an engine, and those of the engine's other stages."""
         timeout_s, log = self.config.start_timeout_s, self._log_dir / f"replica-{id.rank}.log"
         process = self.running[id] = EngineProcess(id, self.launched(id.rank, log), log)
         try:
             async with asyncio.timeout(timeout_s):
-                process.place = await process.actor.start.remote(self.spec)
+                spec = await self._staged(process)
+                process.place = await self._unless_broken(process, process.actor.start.remote(spec))
         except TimeoutError:
             late = f"was not up within {timeout_s:g} s (generation.start_timeout_s)"
             raise WorkerTimeout(f"{process.name} {late}") from None
+        except RayError as error:
+            raise process.died(str(error)) from None
+
+    async def _staged(self, process: EngineProcess) -> EngineSpec:
+        """Start the later stages of a pipeline, and return the engine with where they meet."""
+        rank, spec = process.id.rank, self.spec
+        if spec.pipeline_parallel_size == 1:
+            return spec
+        spec = await process.actor.meet.remote(spec)
+        for number in range(1, spec.pipeline_parallel_size):
+            log = self._log_dir / f"replica-{rank}-stage-{number}.log"
+            actor = self.launched(rank, log, number)
+            process.stages.append(actor)
+            process.runs.append(
+                asyncio.ensure_future(actor.run.remote(replace(spec, stage=number)))
+            )
+        return spec
+
+    async def _unless_broken(self, process: EngineProcess, call: Any) -> Any:
+        """Return the result of a call to a process. Raise what ended one of its stages before."""
+        own = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)
+            for number, run in enumerate(process.runs, 1):
+                if run.done():
+                    run.result()  # or its error
+                    raise process.died(f"a worker of stage {number} ended")
+            return await own
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
             raise process.died(str(error)) from None
+        finally:
+            with suppress(RuntimeError):  # the event loop is closed where another start failed
+                own.cancel()
 
-    def launched(self, rank: int, log: Path) -> Any:
-        """Return an actor in the replica's bundle."""
+    def launched(self, rank: int, log: Path, stage: int = 0) -> Any:
+        """Return an actor in the bundle of a replica's stage."""
         placement, config = self._placement, self.config
-        bundle = placement.bundles[rank]
+        number = rank * config.pipeline_parallel_size + stage
+        bundle = placement.bundles[number]
         eager = self.spec.engine.get("enforce_eager", True)
         variables = environment(config.cpus_per_replica, eager=eager, cuda=self.spec.on_gpus)
         if self.beside:  # Ray counts these GPUs as the ranks', and must not hide them
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._shared_gpus(rank))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._shared_gpus(number))
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         runtime: dict[str, Any] = {"env_vars": variables}
         if config.python is not None:
             runtime["py_executable"] = config.python
         where = PlacementGroupSchedulingStrategy(
-            placement.group, placement_group_bundle_index=placement.indices[rank]
+            placement.group, placement_group_bundle_index=placement.indices[number]
         )
-        actor = ray.remote(self.actor).options(
+        made, name = (
+            (self.stage_actor, f"replica-{rank}-stage-{stage}")
+            if stage
+            else (self.actor, f"replica-{rank}")
+        )
+        actor: Any = ray.remote(made)
+        return actor.options(
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             max_concurrency=2 * config.max_batch_size + 100,
             scheduling_strategy=where,
             runtime_env=runtime,
-        )
-        return actor.remote(f"replica-{rank}", str(log))
+        ).remote(name, str(log))
 
-    def _shared_gpus(self, rank: int) -> list[str]:
-        """Return the GPUs of ranks that a replica has."""
+    def _shared_gpus(self, number: int) -> list[str]:
+        """Return the GPUs of ranks that a stage has, counted over all replicas."""
         shares = rank_shares([place.node for place in self.beside], self.config)
-        return [gpu for number in shares[rank] for gpu in self.beside[number].gpus]
+        return [gpu for rank in shares[number] for gpu in self.beside[rank].gpus]
 
     async def _watch(self, process: EngineProcess) -> None:
         """Raise where a process died, or makes no progress for timeout_s though it has work."""
         before, idle = -1, 0
         period = self.config.timeout_s / 4  # counted: the driver itself may be stopped for a while
         while True:
-            await asyncio.sleep(period)
+            await self._unless_broken(process, asyncio.sleep(period))
             try:
                 async with asyncio.timeout(period):
-                    now = await process.actor.progress.remote()
+                    now = await self._unless_broken(process, process.actor.progress.remote())
                 late = 0
             except TimeoutError:
                 now, late = before, 1
-            except RayError as error:
-                raise process.died(str(error)) from None
             works = self._router.state.works(process.id)
             idle = idle + 1 + late if now == before and works else 0
             before = now
@@ -203,8 +245,11 @@ class EngineProcesses:
         if keeper := self._keepers.pop(id, None):
             keeper.cancel()
         if process := self.running.pop(id, None):
-            with suppress(Exception):  # Ray may be gone
-                ray.kill(process.actor)
+            for run in process.runs:
+                run.cancel()
+            for actor in (process.actor, *process.stages):
+                with suppress(Exception):  # Ray may be gone
+                    ray.kill(actor)
 
     async def end_all(self) -> None:
         """Shut all engines down, in bounded time."""
@@ -239,7 +284,8 @@ def engine_bundles(
         return {"generation": [Bundle(cpus=cpus, node=nodes[share[0]]) for share in shares]}
     gpus = config.tensor_parallel_size if cuda else 0
     cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
-    bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
+    stages = config.num_replicas * config.pipeline_parallel_size
+    bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * stages}
     if not cuda or config.colocated:
         return bundles
     # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
@@ -248,7 +294,8 @@ def engine_bundles(
 
 
 def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int]]:
-    """Return for each replica the ranks whose GPUs it shares, on one node: consecutive ones.
+    """Return for each stage of each replica the ranks whose GPUs it shares, on one node:
+    consecutive ones.
 
     nodes: of the ranks, each node's together. Raises ValueError where there are too few.
 
@@ -260,8 +307,9 @@ def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int
     for node in dict.fromkeys(nodes):
         own = [rank for rank, each in enumerate(nodes) if each == node]
         shares += [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
-    check_shares(config, len(shares), f"{len(nodes)} ranks on {len({*nodes})} nodes")
-    return shares[: config.num_replicas]
+    stages = config.pipeline_parallel_size
+    check_shares(config, len(shares) // stages, f"{len(nodes)} ranks on {len({*nodes})} nodes")
+    return shares[: config.num_replicas * stages]
 
 
 def check_apart(config: GenerationConfig, engines: Sequence[Place]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -136,6 +137,18 @@ class WorkerExtension:
         """Return sampled numbers of the weights that this worker computes with."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return list(readings(model, shapes, version))
+
+    def nemorl_take_stage(self) -> None:
+        """Make room for what a stage gets from the one before it, as vLLM does in a profiling run
+        that its workers on CPUs leave out.
+        """
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
 
     def nemorl_record_experts(self) -> None:
         """Record the experts of every request from now on, where vLLM does not."""

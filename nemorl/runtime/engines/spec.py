@@ -31,7 +31,11 @@ OURS = {
     "max_model_len": "set generation.max_model_len",
     "tensor_parallel_size": "set generation.tensor_parallel_size",
     "data_parallel_size": "set generation.num_replicas",
-    "pipeline_parallel_size": "set generation.tensor_parallel_size",
+    "pipeline_parallel_size": "set generation.pipeline_parallel_size",
+    "nnodes": "set generation.pipeline_parallel_size",
+    "node_rank": "set generation.pipeline_parallel_size",
+    "master_addr": "stages meet where the first one is",
+    "master_port": "stages meet where the first one is",
     "enable_sleep_mode": "set generation.sleep_level",
     "weight_transfer_config": "set generation.weight_transport",
     "worker_extension_cls": "it is what takes the trainer's weights",
@@ -63,6 +67,11 @@ class EngineSpec:
     max_model_len: int | None
     """Of prompt and response together; None: as the engine finds."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    stage: int = 0
+    """The part of the layers that this process's workers have, of `pipeline_parallel_size`."""
+    meeting: tuple[str, int] | None = None
+    """Address and port of the first stage's process, at which the stages' workers meet."""
     sleep_level: int = 0
     trust_remote_code: bool = False
     """Whether `files` hold code of the model or tokenizer, which the run was allowed to run."""
@@ -148,6 +157,14 @@ def engine_spec(
             " that the model has"
         )
     outline = model.outline
+    records_experts = records_experts and num_experts(model.config) > 0
+    require(
+        not records_experts or config.pipeline_parallel_size == 1,
+        "generation.pipeline_parallel_size",
+        "must be 1 with trainer.router_replay: only the first part's experts would be recorded",
+        config.pipeline_parallel_size,
+        "remove one of them",
+    )
     return EngineSpec(
         files=_files(outline, tokenizer),
         vocabulary=None if tokenizer is None else vocabulary_hash(tokenizer),
@@ -155,12 +172,13 @@ def engine_spec(
         max_num_seqs=config.max_batch_size,
         max_model_len=min(lengths) if lengths else None,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         sleep_level=default_level if config.sleep_level is None else config.sleep_level,
         trust_remote_code=any(map(has_own_code, (outline, model.config, tokenizer))),
         engine=dict(config.engine),
         on_gpus=on_gpus,
         adapter_rank=config.adapter_rank,
-        records_experts=records_experts and num_experts(model.config) > 0,
+        records_experts=records_experts,
     )
 
 

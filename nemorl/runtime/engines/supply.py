@@ -107,14 +107,16 @@ class Supply:
                 )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
+        # Of a pipeline, `places` have the first stage's GPUs alone.
+        alone = self.spec.adapter_rank or self.spec.pipeline_parallel_size > 1
         sender = WeightSender(
             actors={rank: one.actor for rank, one in processes.items()},
             places={rank: one.place for rank, one in processes.items() if one.place},
             expected=self._expected,
             stored=self._stored,
             dtype=getattr(torch, self.spec.dtype),
-            transport="object_store" if self.spec.adapter_rank else self.config.weight_transport,
-            processes=self.config.tensor_parallel_size,
+            transport="object_store" if alone else self.config.weight_transport,
+            processes=self.config.devices_per_replica,
             timeout_s=self.config.timeout_s,
         )
         options: dict[str, Any] = {}

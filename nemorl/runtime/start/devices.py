@@ -111,7 +111,7 @@ class Devices:
             accelerated=accelerated,
         )
         if found.placed and found.shares_gpus(config.generation):
-            room = num_ranks // config.generation.tensor_parallel_size
+            room = num_ranks // config.generation.devices_per_replica
             check_shares(config.generation, room, f"{num_ranks} ranks")
         taken = placed + (found.local_gpus if given is None else given)
         machine = Machine(gpus=gpus, taken=taken, cluster=bool(environ.get("RAY_ADDRESS")))

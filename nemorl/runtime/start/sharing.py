@@ -89,7 +89,7 @@ def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig) ->
     sections = {"trainer": config.trainer, "optimizer": config.optimizer}
     sections |= {"lora": lora, "generation": engines}
     return PlanConfig(
-        gpus=devices.plan.num_ranks * engines.tensor_parallel_size,
+        gpus=devices.plan.num_ranks * engines.devices_per_replica,
         seq_len=engines.max_model_len or config.data.max_total_sequence_length,
         keep_reference=keeps_reference(config),
         **{name: _without(given, PlanConfig.unused[name]) for name, given in sections.items()},

@@ -399,6 +399,11 @@ def test_a_generator_takes_weights_and_a_cache():
     memory = step.generation_memory(step.states())
     assert memory.generation == 2 * shape.num_parameters() // 8 + 2 * 80 * 128 * 2 * 1000 + ENGINE
     assert memory.optimizer == 8 * shape.shard_parameters(plan) and memory.activations == 0
+    halves = workload(gpus=64, seq_len=1, pipeline_parallel_size=2, **engine)
+    ends = shape.vocab_size * shape.hidden_size
+    weights = ends + (shape.num_parameters() - ends) // 2
+    half = replace(step, work=halves).generation_memory(step.states())
+    assert half.generation == 2 * (weights // 8) + 2 * 40 * 128 * 2 * 1000 + ENGINE
 
 
 def test_a_generator_has_the_device_while_the_model_is_offloaded():

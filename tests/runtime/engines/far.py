@@ -1,21 +1,29 @@
 """Engines on another node than the loop: `python -m tests.runtime.engines.far FOLDER` prints where
-the parts of a GRPO run were, and `... FOLDER gpus` what engines got of a node that declares GPUs.
+the parts of a GRPO run were, `... FOLDER gpus` what engines got of a node that declares GPUs, and
+`... FOLDER stages` what an engine samples whose stages are on two nodes.
 """
 
+import asyncio
 import json
 import os
 import sys
 from pathlib import Path
 from unittest import mock
 
-from nemorl import GenerationConfig, ParallelPlan
+from nemorl import GenerationConfig, ParallelPlan, SamplingParams
+from nemorl.models.adapters import merged_tensors
+from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.transport import own_place
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.start.devices import Devices
+from tests.rollout.updates import update
+from tests.runtime.cluster.nodes import cluster_of
+from tests.runtime.engines.test_in_flight import LONG, NEW, OLD, PROMPTS, Source, assert_of
 from tests.runtime.engines.toys import MODEL, ToyReplicas
 from tests.runtime.runs import grpo_config, start
+from tests.tiny_models import random_prompts, tiny_tokenizer
 
 
 class Look(Callback):
@@ -94,5 +102,63 @@ def beside_gpus(folder: Path) -> None:
         nodes.shutdown()
 
 
+def stages(folder: Path) -> None:
+    """Greedy tokens of an engine with a stage on either node, and of the embedded engine; then
+    tokens of requests in which weights change.
+    """
+    nodes, ids = cluster_of({"num_cpus": 1}, {"num_cpus": 1})
+    os.environ["RAY_ADDRESS"] = nodes.address
+    backend = VLLMGenerationBackend(model=OLD, tokenizer=tiny_tokenizer())
+    config = GenerationConfig(
+        backend="vllm",
+        pipeline_parallel_size=2,
+        log_dir=str(folder),
+        engine={"kv_cache_memory_bytes": 2**25},
+    )
+    prompts, greedy = random_prompts(4), SamplingParams(max_new_tokens=8, temperature=0.0)
+    embedded = TorchGenerationBackend(model=OLD, tokenizer=tiny_tokenizer())
+    try:
+        backend.setup(config)
+        update(backend, list(merged_tensors(OLD)), 0)
+        placement = backend._engines._processes._placement
+        embedded.setup(GenerationConfig())
+        tokens = [
+            [c.token_ids for c in one.generate(prompts, greedy)] for one in (backend, embedded)
+        ]
+        facts = {
+            "nodes": ids,
+            "stages": placement.nodes,
+            "tokens": tokens,
+            "unproved": backend.metrics()["weights/unproved"],
+            "old": asyncio.run(changed_in_flight(backend)),
+        }
+        print(json.dumps(facts))
+    finally:
+        backend.shutdown()
+        nodes.shutdown()
+
+
+async def changed_in_flight(backend: VLLMGenerationBackend) -> list[int]:
+    """Check that the tokens of requests are of the weights that they name, and return how many the
+    old ones sampled of each.
+    """
+    (process,) = backend._engines.running()
+    params = SamplingParams(seed=0, n=2, max_new_tokens=LONG, ignore_eos=True)
+    begin = await process.actor.progress.remote()
+    tasks = [asyncio.ensure_future(backend.sample(prompt, params)) for prompt in PROMPTS]
+    while await process.actor.progress.remote() < begin + 60:
+        await asyncio.sleep(0.01)
+    await backend.update_weights(Source())
+    old = []
+    for prompt, answers in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
+        for each in answers:
+            old.append(each.policy_versions.count(0))
+            assert_of(OLD, prompt, each, slice(old[-1]))
+            assert_of(NEW, prompt, each, slice(old[-1], None))
+    return old
+
+
+MODES = {"gpus": beside_gpus, "stages": stages}
+
 if __name__ == "__main__":
-    (main, beside_gpus)["gpus" in sys.argv](Path(sys.argv[1]))
+    MODES.get(sys.argv[-1], main)(Path(sys.argv[1]))

@@ -82,7 +82,9 @@ def test_arguments_that_cannot_work_are_refused_with_the_engines_own_reason_firs
     assert refusal(spec_of(small_model(), engine=engine)).startswith(message)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "dtype", "tensor_parallel_size", "load_format"])
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "dtype", "tensor_parallel_size", "nnodes", "load_format"]
+)
 def test_arguments_that_are_not_the_users_name_the_setting(name):
     with pytest.raises(
         ValueError, match=f"generation.engine's {name} must be left to nemorl, but it is 3: "

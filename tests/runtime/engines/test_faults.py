@@ -219,6 +219,34 @@ def test_where_the_only_one_dies_it_is_waited_for(tmp_path):
     assert any("replica 0 is back after" in message for message in messages)
 
 
+def test_a_stage_that_ends_ends_its_engine_which_starts_again(tmp_path):
+    ray_cpus()
+    with toys(tmp_path, step_s=(0.02,), pipeline_parallel_size=2) as made:
+        expected = made.replicas.generate(requests(4))
+        (before,) = made.replicas.running()
+        assert len(before.stages) == 1
+        assert eventually((tmp_path / "stage_is_up").exists)
+        with pytest.warns(UserWarning, match=r"a worker of stage 1 ended"):
+            (tmp_path / "stage-1").touch()
+            assert eventually(lambda: before not in made.replicas.running())
+        made.repair()
+        made.wait_until_all_are_up()
+        assert made.replicas.generate(requests(4)) == expected
+        (now,) = made.replicas.running()
+        assert not set(now.stages) & set(before.stages)
+
+
+def test_a_stage_that_does_not_start_says_why(tmp_path):
+    ray_cpus()
+    (tmp_path / "stage-1").write_text("start")
+    (tmp_path / "start-0").write_text("1000")
+    with (
+        pytest.raises(ValueError, match="the stage can't start"),
+        toys(tmp_path, step_s=(0.02,), pipeline_parallel_size=2),
+    ):
+        pass
+
+
 def test_an_engine_that_does_not_start_says_why_first(tmp_path):
     ray_cpus()
     (tmp_path / "start-1").write_text("not enough memory for the cache")

@@ -64,6 +64,25 @@ def test_engines_get_the_gpus_of_a_cluster_that_the_loops_machine_lacks(tmp_path
     }
 
 
+@pytest.mark.slow
+def test_an_engine_whose_stages_are_on_different_nodes(tmp_path: Path):
+    """It samples what one process does, and tokens are of the weights that they name where these
+    change while requests are in flight: vLLM drops what stages have under way then.
+    """
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path), "stages"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stderr
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    assert seen["stages"] == seen["nodes"]
+    assert seen["tokens"][0] == seen["tokens"][1]
+    assert seen["unproved"] == 0
+    assert 0 < min(seen["old"]) <= max(seen["old"]) < 400
+
+
 @pytest.fixture
 def other_python(tmp_path: Path) -> tuple[str, Path]:
     """An environment with einops of another version than the driver's; and a file in which its

@@ -15,6 +15,7 @@ from nemorl.models.digest import grid
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
+from nemorl.runtime.engines.stage import StageActor
 from nemorl.runtime.engines.weights import unpacked
 
 RANK = 0
@@ -132,3 +133,22 @@ class ToyActor(EngineActor):
         super().__init__(name, log)
         global RANK
         RANK = int(name.partition("-")[2])
+
+
+class ToyStage:
+    """A stage whose worker ends when the file `stage` is in the folder of faults."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert spec.meeting is not None and spec.stage == 1
+        self.end = Path(spec.engine["faults"]) / "stage-1"
+        if self.end.exists() and self.end.read_text() == "start":
+            raise ValueError("the stage can't start")
+
+    def wait(self) -> None:
+        (self.end.parent / "stage_is_up").touch()
+        while not self.end.exists():
+            time.sleep(0.02)
+
+
+class ToyStageActor(StageActor):
+    make = ToyStage

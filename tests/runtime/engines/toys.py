@@ -18,7 +18,7 @@ from nemorl.rollout.generation import SamplingParams, Weights
 from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas, Request
 from nemorl.runtime.engines.spec import EngineSpec
-from tests.runtime.engines.toy import ToyActor
+from tests.runtime.engines.toy import ToyActor, ToyStageActor
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model()
@@ -43,6 +43,7 @@ class Toys:
             dtype="float32",
             max_num_seqs=8,
             max_model_len=None,
+            pipeline_parallel_size=config.get("pipeline_parallel_size", 1),
             engine={"step_s": tuple(step_s), "faults": str(folder)},
         )
         self.replicas = ToyReplicas(GenerationConfig(backend="vllm", **options), spec)
@@ -74,7 +75,7 @@ class Toys:
 
 
 class ToyProcesses(EngineProcesses):
-    actor = ToyActor
+    actor, stage_actor = ToyActor, ToyStageActor
 
 
 class ToyReplicas(Replicas):

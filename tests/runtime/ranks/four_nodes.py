@@ -14,6 +14,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.actors import rank_bundles
 from tests.runtime.cluster.conftest import TARGET
+from tests.runtime.cluster.nodes import cluster_of
 
 
 def settings(tp: int, *, engines_of: int = 0, **runtime: Any) -> BaseConfig:
@@ -79,12 +80,9 @@ def ranks(nodes: Sequence[str]) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    from ray.cluster_utils import Cluster
-
     size = {"num_cpus": 8, "num_gpus": 8}
-    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
-    others = sorted(cluster.add_node(**size).node_id for _ in range(3))
-    nodes = [cluster.head_node.node_id, *others]  # of one address, so sorted by their names
+    cluster, (head, *others) = cluster_of(size, size, size, size)
+    nodes = [head, *sorted(others)]  # of one address, so sorted by their names
     connected = {"connected": [Bundle(cpus=0, resources={"node:__internal_head__": 0.001})]}
     with RayVirtualCluster(connected, address=cluster.address):
         print(json.dumps({**placements(nodes), "ranks": ranks(nodes)}))

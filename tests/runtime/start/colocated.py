@@ -15,6 +15,7 @@ from typing import Any
 import nemorl
 from nemorl.runtime.cluster import gpus
 from nemorl.runtime.run.callbacks import Callback
+from tests.runtime.cluster.nodes import cluster_of
 from tests.runtime.runs import addition_rows, digits, grpo_config
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -43,13 +44,8 @@ def config_of(folder: Path, **generation: Any) -> nemorl.GRPOConfig:
 
 
 def main(folder: Path) -> None:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": 0}
-    )
-    for _ in range(2):
-        cluster.add_node(num_cpus=4, num_gpus=2)
+    size = {"num_cpus": 4, "num_gpus": 2}
+    cluster, _ = cluster_of({"num_cpus": 1, "num_gpus": 0}, size, size)
     os.environ["RAY_ADDRESS"] = cluster.address
     tiny_model(hidden_size=128, head_dim=32).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_each_replica_has_gpus_of_one_node():
     assert rank_shares("aaaab", TWO) == [[0, 1], [2, 3]]
     bundles = engine_bundles(TWO, cuda=True, nodes=[*"aaabb"])
     assert bundles == {"generation": [Bundle(cpus=3, node="a"), Bundle(cpus=3, node="b")]}
+    staged = replace(TWO, tensor_parallel_size=1, pipeline_parallel_size=2)
+    assert rank_shares("abbb", staged) == [[0], [1], [2], [3]]
     message = (
         r"generation\.num_replicas must be at most 1 where replicas of 2 GPUs share those of 4"
         r" ranks on 3 nodes, but it is 2: lower it or generation\.tensor_parallel_size"

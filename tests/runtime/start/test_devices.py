@@ -321,6 +321,24 @@ def test_vllm_on_cpus_has_kernels_for_some_heads_only():
     Devices.of(config(), {}, num_gpus=0).check_model(eight)
 
 
+def test_engines_on_the_gpus_of_ranks_are_as_many_as_these_hold(monkeypatch):
+    monkeypatch.setattr(devices, "_cluster_has_gpus", lambda address: True)
+
+    def start(environ, gpus, **generation):
+        given = nemorl.GenerationConfig(backend="vllm", **generation)
+        grpo = replace(nemorl.GRPOConfig(generation=given), parallel=ParallelPlan(dp_shard=4))
+        return Devices.of(grpo, environ, num_gpus=gpus)
+
+    for environ, gpus in (({}, 8), (ELSEWHERE, 0)):
+        found = start(environ, gpus, num_replicas=2, tensor_parallel_size=2)
+        assert found.placed and found.shares_gpus(found.config.generation)
+        for options in ({"num_replicas": 5}, {"num_replicas": 3, "pipeline_parallel_size": 2}):
+            with pytest.raises(ValueError, match=r"num_replicas must be at most [42] where replic"):
+                start(environ, gpus, **options)
+        start(environ, 8, num_replicas=1, colocated=False)
+    start(ELSEWHERE, 0, num_replicas=9, colocated=False)
+
+
 def test_more_engines_than_devices_are_known_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # not the cluster of other tests
 

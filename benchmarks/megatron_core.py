@@ -1,12 +1,13 @@
 """What training by megatron-core costs: a step of one rank against the other backend, the way of
-weights there and back, and how long stages of a pipeline wait for each other.
+weights into ranks and into a checkpoint, and how long stages of a pipeline wait for each other.
 
     python benchmarks/megatron_core.py
 
 Steps: both backends on one rank, in turns in one process, on the same model and tokens. Weights:
-read from a Hugging Face folder into megatron-core's parameters, and written as such a folder again,
-against a copy of the file. Pipeline: stages whose layers sleep instead of computing, as a device
-would that is busy, so that cores which the ranks share don't count; against a single stage.
+read from a Hugging Face folder into megatron-core's parameters, and written into a checkpoint, of
+which each rank writes its pieces, against a copy of the file. Pipeline: stages whose layers sleep
+instead of computing, as a device would that is busy, so that cores which the ranks share don't
+count; against a single stage.
 
 (A script named megatron.py would be imported in the package's place.)
 """

@@ -1015,7 +1015,7 @@ RUNS = [
     resumed_damaged("state.json", Path.unlink),
     resumed_damaged("manifest.json", lambda path: (path.unlink(), os.mkfifo(path))),
     with_run(
-        r"it has format 99, and this version of nemorl reads format 3",
+        r"it has format 99, and this version of nemorl reads format 4",
         another_format,
         CheckpointError,
     ),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 3
+FORMAT = 4
 """Format of a manifest and of the checkpoint that it describes."""
 MANIFEST = "manifest.json"
 BLOCK = 1 << 22

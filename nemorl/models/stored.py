@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,6 +51,29 @@ def _grouped(names: Iterable[str]) -> Groups:
     for name in names:
         groups.setdefault(re.sub(r"^(.*)\.\d+\.", r"\1.*.", name), []).append(name)
     return tuple(map(tuple, groups.values()))
+
+
+def names_in_files(name: str, stored: Stored) -> list[str]:
+    """Return the names that files have of a live tensor.
+
+    >>> names_in_files("e.up", {"e.up": (("e.0.up", "e.1.up"),)}), names_in_files("norm", {})
+    (['e.0.up', 'e.1.up'], ['norm'])
+    """
+    return list(chain(*stored.get(name, ((name,),))))
+
+
+def of_parameters(keys: Iterable[str], stored: Stored) -> Stored:
+    """Return how files have what belongs to live tensors, by keys `<live tensor's name>.<what>`.
+
+    >>> of_parameters(["e.up.step", "norm.step"], {"e.up": (("e.0.up", "e.1.up"),)})
+    {'e.up.step': (('e.0.up.step', 'e.1.up.step'),)}
+    """
+    parts = [(key, *key.rpartition(".")) for key in keys]
+    return {
+        key: tuple(tuple(f"{each}.{what}" for each in group) for group in stored[name])
+        for key, name, _, what in parts
+        if name in stored
+    }
 
 
 def as_stored(

@@ -135,11 +135,13 @@ class TensorFiles:
     def read(
         self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Tensor:
-        """Return a box of a tensor, or all of it."""
+        """Return a box of a tensor, or all of it. Raises DamagedFile where a part is missing."""
         shape = self._shape(name) if shape is None else tuple(shape)
         offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
+        found = self._found(name)
         box: Tensor | None = None
-        for stored in self._pieces[name].values():
+        missing = math.prod(shape)
+        for stored in found:
             piece = stored.piece
             begins = [max(a, b) for a, b in zip(offsets, piece.offsets, strict=True)]
             ends = [
@@ -153,11 +155,22 @@ class TensorFiles:
                 return inside
             box = torch.empty(shape, dtype=piece.dtype) if box is None else box
             box[_slices(begins, ends, offsets)] = inside
-        return torch.empty(shape, dtype=piece.dtype) if box is None else box
+            missing -= inside.numel()
+        if missing:
+            raise DamagedFile(
+                f"{name} must be there in full, but a part of {list(shape)} from"
+                f" {list(offsets)} on is missing"
+            )
+        return torch.empty(shape, dtype=found[0].piece.dtype) if box is None else box
+
+    def _found(self, name: str) -> list[_Stored]:
+        if name not in self._pieces:
+            raise DamagedFile(f"{name} must be there, but is in none of the files")
+        return list(self._pieces[name].values())
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the smallest box around all pieces, which must fill it."""
-        pieces = [stored.piece for stored in self._pieces[name].values()]
+        pieces = [stored.piece for stored in self._found(name)]
         ends = [[a + n for a, n in zip(p.offsets, p.shape, strict=True)] for p in pieces]
         shape = tuple(map(max, zip(*ends, strict=True)))
         if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):

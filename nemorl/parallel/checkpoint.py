@@ -5,7 +5,7 @@
     model.safetensors        or, of n ranks, weights-0000k-of-0000n.safetensors: the pieces of the
                              weights that rank k holds (with LoRA: PEFT's two files instead)
     optimizer.safetensors    or optimizer-0000k-of-0000n.safetensors: in the same way, the pieces
-                             of `<parameter's name>.<what>`
+                             of `<name in files>.<what>`
     backend.json             the optimizer's steps, and the fingerprint of the initial weights
     manifest.json            sizes and CRC-32 of all of these, written last by rank 0
 
@@ -65,7 +65,7 @@ class Contents:
 class CheckpointWriter:
     """Writes this rank's part of checkpoints, one at a time, at once or in a thread.
 
-    Made by all ranks together. Errors are OSErrors, on every rank if one has them.
+    Made by all ranks together, which share their errors.
     """
 
     def __init__(self, world: World) -> None:
@@ -104,23 +104,25 @@ class CheckpointWriter:
                     f"{path} is not the folder that the other ranks see: put the run in one that"
                     " all machines share"
                 )
-        self._path, self._written, self._error = path, {}, None
+        self._written, self._error = {}, None
         place = self.world.rank, self.world.size
         name = file_name("model" if self.world.size == 1 else "weights", *place)
         files: list[File] = [
             (WEIGHTS if contents.adapters else name, contents.weights),
             (file_name("optimizer", *place), contents.optimizer),
         ]
-        if background:
-            files = [
-                (name, (pieces, [each.detach().to("cpu", copy=True) for each in values]))
-                for name, (pieces, values) in files
-            ]
-            self._thread = threading.Thread(
-                target=self._write, args=(path, files), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-        else:
+        with self.world.share_errors():
+            if background:
+                files = [
+                    (name, (pieces, [each.detach().to("cpu", copy=True) for each in values]))
+                    for name, (pieces, values) in files
+                ]
+                self._thread = threading.Thread(
+                    target=self._write, args=(path, files), name="checkpoint", daemon=True
+                )
+                self._thread.start()
+        self._path = path
+        if not background:
             self._write(path, files)
             self.wait()
 
@@ -129,18 +131,14 @@ class CheckpointWriter:
 
         A collective call, in any thread.
         """
-        path = self._path
+        self.close()
+        path, group = self._path, self.world.saving_group
         if path is None:
             return
-        self.close()
-        self._thread = self._path = None
-        with self.world.share_errors(self.world.saving_group):
-            error = self._error
-            if error is not None and self.world.size > 1 and not isinstance(error, OSError):
-                error = OSError(repr(error))
-            if error is not None:
-                raise error
-        group = self.world.saving_group
+        self._path = None
+        with self.world.share_errors(group):
+            if self._error is not None:
+                raise self._error
         files = self.world.merge_objects(self._written, or_, group=group, everywhere=False)
         with self.world.share_errors(group):
             if self.world.rank == 0:
@@ -151,6 +149,7 @@ class CheckpointWriter:
         """Let a thread finish its files."""
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
 
     def _write(self, path: Path, files: list[File]) -> None:
         try:
@@ -230,7 +229,7 @@ def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
 def saved_weights(folder: Path) -> list[Path]:
     """Return the files with a checkpoint's weights, whole ones or pieces."""
-    return sorted([*folder.glob("model*.safetensors"), *folder.glob(PIECES)])
+    return sorted([*folder.glob("model.safetensors"), *folder.glob(PIECES)])
 
 
 def write_model_config(model: Any, path: Path) -> None:

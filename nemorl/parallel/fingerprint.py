@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.models.digest import grid, sampled_box
-from nemorl.parallel.dtensor.pieces import own_part, replicas
+from nemorl.models.stored import shapes_of, stored_names
+from nemorl.parallel.dtensor.pieces import boxes_in_files, replicas
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import World
 
+ALONE = World(plan=ParallelPlan(), device=torch.device("cpu"))
 SIDE = 32
 """Rows and columns of each matrix that a fingerprint reads."""
 Box = tuple[str, Tensor, tuple[int, ...]]
@@ -21,29 +25,37 @@ Samples = dict[str, tuple[tuple[int, ...], bytes]]
 """What a fingerprint reads of each tensor: its shape, and some numbers in float32."""
 
 
-def fingerprint(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:
-    """Return a hash of the weights without adapters: names, shapes, and evenly spaced samples.
+def fingerprint(model: nn.Module, world: World = ALONE) -> str:
+    """Return a hash of the weights without adapters: names and shapes that files have, and evenly
+    spaced samples.
 
-    group: of the ranks that share the model, which has the same fingerprint; then a collective
-        call. Each reads its own parts.
+    world: the ranks that share the model, which has the same fingerprint; then a collective call.
+        Each reads its own parts.
     """
     tensors = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
+        _plain(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
     }
-    first = group is None or group.rank() == 0
+    stored = {
+        _plain(name): tuple(tuple(map(_plain, names)) for names in groups)
+        for name, groups in stored_names(model).items()
+    }
     boxes = (
-        (name, *own_part(tensor))
+        box
         for name, tensor in tensors.items()
-        if (replicas(tensor)[1] == 0 if isinstance(tensor, DTensor) else first)
+        if (replicas(tensor)[1] if isinstance(tensor, DTensor) else world.rank) == 0
+        for box in boxes_in_files(name, tensor, stored)
     )
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return hash_of(samples_of(shapes, boxes, group))
+    return hash_of(samples_of(shapes_of(tensors, stored), boxes, world))
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def hash_of(samples: Samples) -> str:
-    """Return the fingerprint of a model from the samples of its state_dict's tensors, in order."""
+    """Return the fingerprint of a model from the samples of its state_dict's tensors, in order, as
+    files have them.
+    """
     digest = hashlib.sha256()
     for name, (shape, sample) in samples.items():
         digest.update(f"{name} {shape}".encode())
@@ -54,24 +66,25 @@ def hash_of(samples: Samples) -> str:
 def samples_of(
     shapes: Mapping[str, tuple[int, ...]],
     boxes: Iterable[Box],
-    group: dist.ProcessGroup | None = None,
+    world: World,
 ) -> Samples:
     """Return the samples of tensors with these shapes.
 
-    boxes: what makes up the tensors; with a group, that of all its ranks together, and no number
-        twice. Then a collective call, for the samples alone.
+    boxes: what makes up the tensors, on all ranks of the world together, and no number twice; of
+        several ranks a collective call, for the samples alone.
     """
     grids = (grid(shape, side=SIDE) for shape in shapes.values())
     ends = list(accumulate((len(rows) * len(columns) for rows, columns in grids), initial=0))
     spans = {name: slice(*span) for name, span in zip(shapes, pairwise(ends), strict=True)}
     found = torch.zeros(ends[-1])
-    for name, box, offsets in boxes:
-        if box.numel():
-            places, numbers = sampled_box(box, offsets, shapes[name], SIDE)
-            found[spans[name]][places] = numbers.to("cpu", torch.float32)
-    if group is not None:
+    with world.share_errors():
+        for name, box, offsets in boxes:
+            if box.numel():
+                places, numbers = sampled_box(box, offsets, shapes[name], SIDE)
+                found[spans[name]][places] = numbers.to("cpu", torch.float32)
+    if world.control_group is not None:
         # As integers: a sum of floats would lose the sign of zero.
-        dist.all_reduce(found.view(torch.int32), group=group)
+        dist.all_reduce(found.view(torch.int32), group=world.control_group)
     return {name: (shapes[name], found[span].numpy().tobytes()) for name, span in spans.items()}
 
 

@@ -117,18 +117,24 @@ class World:
 
     @contextmanager
     def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Raise an OSError of the block on every rank if one has it; a collective call."""
-        own = None
+        """Raise an error of the block on every rank if one has it, as OSError unless it is that or
+        a ValueError; a collective call. The block makes none.
+        """
+        own, cause = None, None
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             if self.size == 1:
                 raise
-            host = socket.gethostname()
-            own = type(error), f"rank {self.rank} of {self.size} on {host}: {error}"
+            cause, host = error, socket.gethostname()
+            kind, reason = type(error), str(error)
+            if not isinstance(error, OSError):
+                refused = isinstance(error, ValueError)
+                kind, reason = (ValueError, reason) if refused else (OSError, repr(error))
+            own = kind, f"rank {self.rank} of {self.size} on {host}: {reason}"
         if found := self.merge_objects(own, lambda first, other: first or other, group=group):
             kind, message = found
-            raise kind(message)
+            raise kind(message) from cause
 
 
 def _merged(found: list[Any], other: list[Any], merge: Callable[[Any, Any], Any]) -> list[Any]:

@@ -206,6 +206,18 @@ def test_a_lost_piece_is_missed(tmp_path: Path, lost):
         assert shapes != {"x": (6, 4)}
 
 
+@pytest.mark.parametrize(("begin", "size"), [(0, 6), (3, 2), (4, 2), (6, 1)])
+def test_a_box_that_nobody_wrote_is_not_made_up(tmp_path: Path, begin, size):
+    path = tmp_path / "file"
+    write_tensors(path, [Piece("x", torch.float32, (4,), (0,))], [torch.ones(4)])
+    stored = TensorFiles([path])
+    with pytest.raises(DamagedFile, match=rf"x must be there in full.* of \[{size}\] from"):
+        stored.read("x", (begin,), (size,))
+    with pytest.raises(DamagedFile, match="y must be there, but is in none of the files"):
+        stored.read("y", (), ())
+    assert torch.equal(stored.read("x", (1,), (3,)), torch.ones(3))
+
+
 def test_pieces_that_are_there_twice_are_read_once(tmp_path: Path):
     tensor = torch.randn(6, 4)
     (tmp_path / "more").mkdir()

@@ -4,7 +4,9 @@ import os
 import re
 import resource
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +20,7 @@ from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.checked_files import DamagedFile, checksum, read_manifest, write_manifest
 from nemorl.models.source import ModelSource
-from nemorl.models.tensor_files import TensorFiles, write_model_files
+from nemorl.models.tensor_files import TensorFiles
 from nemorl.parallel import checkpoint
 from nemorl.parallel.config import (
     BackendConfig,
@@ -27,7 +29,9 @@ from nemorl.parallel.config import (
     OptimizerConfig,
     TrainerConfig,
 )
+from nemorl.parallel.dtensor import backend as dtensor_backend
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.checkpoint import contents_of
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import Carried, exported
@@ -272,25 +276,53 @@ def fail_on_the_second(root: Path, how: str, background: bool) -> str:
     step(made)
     made.save_checkpoint(root / "before")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    broken: Any = nullcontext()
     if made.world.rank == 1 and how == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     if made.world.rank == 1 and how == "not one folder":
         os.chdir(root / "elsewhere")
-    with pytest.raises(OSError) as caught:
+    if made.world.rank == 1 and how == "no memory":
+        broken = patch.object(dtensor_backend, "contents_of", without_memory)
+    if made.world.rank == 0 and how == "no configuration":
+        # transformers refuses to save settings of sampling where there is none.
+        broken = patch.object(made.model.generation_config, "temperature", 0.5)
+    with broken, pytest.raises((OSError, ValueError)) as caught:
         made.save_checkpoint(Path("saved"), background=background)
         step(made)
         made.wait_for_checkpoint()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    made.wait_for_checkpoint()  # for nothing
     made.save_checkpoint(root / "after")  # and the next one is written
     return str(caught.value)
 
 
+def without_memory(*args: Any) -> checkpoint.Contents:
+    """A checkpoint's contents of which the optimizer's state can't be copied."""
+    found = contents_of(*args)
+
+    def values() -> Iterator[torch.Tensor]:
+        yield from list(found.optimizer[1])[:1]
+        raise MemoryError("no room")
+
+    return replace(found, optimizer=(found.optimizer[0], values()))
+
+
 @pytest.mark.parametrize("background", [True, False])
-def test_a_rank_that_cannot_write_is_named_by_all(tmp_path: Path, monkeypatch, background):
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("full disk", r"rank 1 of 2 on .*: \[Errno 27\] File too large"),
+        ("no memory", r"rank 1 of 2 on .*: MemoryError\('no room'\)"),
+        ("no configuration", "rank 0 of 2 on .*: GenerationConfig is invalid"),
+    ],
+)
+def test_a_rank_that_cannot_write_is_named_by_all(
+    tmp_path: Path, monkeypatch, how, message, background
+):
     tiny_model().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    first, second = run_ranks(2, fail_on_the_second, tmp_path, "full disk", background)
-    assert first == second and re.search(r"rank 1 of 2 on .*: \[Errno 27\] File too large", first)
+    first, second = run_ranks(2, fail_on_the_second, tmp_path, how, background)
+    assert first == second and re.search(message, first)
     assert contents(tmp_path / "before").keys() == contents(tmp_path / "after").keys()
 
 
@@ -347,23 +379,6 @@ def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
     ]
 
 
-def test_whole_tensors_of_ranks_load_as_before(tmp_path: Path):
-    """In the files of earlier versions."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    made = backend(tmp_path / "model", {})
-    step(made)
-    made.save_checkpoint(tmp_path / "saved")
-    expected = {name: tensor.clone() for name, tensor in made.weights()}
-    (tmp_path / "saved" / "model.safetensors").unlink()
-    write_model_files(tmp_path / "saved", expected.items(), max_bytes=20_000)
-    files = [path for path in (tmp_path / "saved").iterdir() if path.name != "manifest.json"]
-    assert sum(path.name.startswith("model-0") for path in files) > 1
-    write_manifest(tmp_path / "saved", {path.name: checksum(path) for path in files})
-    step(made)
-    made.load_checkpoint(tmp_path / "saved")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in made.weights())
-
-
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
     tiny_model().save_pretrained(tmp_path / "model")
     made = backend(tmp_path / "model", {})
@@ -374,5 +389,9 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
     path.write_bytes(content.replace(b"model.norm.weight.", b"model.morn.weight."))
     manifest = {**read_manifest(tmp_path / "saved"), path.name: checksum(path)}
     write_manifest(tmp_path / "saved", manifest)
+    step(made)
+    before = {name: tensor.clone() for name, tensor in made.weights()}
     with pytest.raises(ValueError, match=r"but differs in model.morn.weight, model.norm.weight"):
         made.load_checkpoint(tmp_path / "saved")
+    assert made.step == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.weights())

@@ -254,6 +254,41 @@ def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, tmp_p
         assert_same(tmp_path / f"{plan} later", tmp_path / f"{plan} by {plan} later")
 
 
+def save_and_reload(root: Path) -> list[float]:
+    """Losses of the steps after a checkpoint, and once more after it is loaded."""
+    made = backend({"dp_shard": 4}, root / "model", **OPTIONS["adamw8bit"])
+    step(made)
+    made.save_checkpoint(root / "saved")
+    losses = [step(made)]
+    made.load_checkpoint(root / "saved")
+    return [*losses, step(made)]
+
+
+def test_ranks_without_a_row_of_a_matrix_leave_its_state_to_others(tmp_path: Path):
+    """A router of two experts has two rows, for four ranks."""
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_local_experts": 2}
+    tiny_model("qwen3_moe", **sizes).save_pretrained(tmp_path / "model")
+    for before, after in run_ranks(4, save_and_reload, tmp_path):
+        assert before == after
+    alone = backend({}, tmp_path / "model", **OPTIONS["adamw8bit"])
+    alone.load_checkpoint(tmp_path / "saved")
+    alone.save_checkpoint(tmp_path / "again")
+    assert_same(tmp_path / "saved", tmp_path / "again")
+    assert "model.layers.0.mlp.gate.weight.step" in contents(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_a_checkpoint_before_the_first_step_has_no_state(name, tmp_path: Path):
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    made = backend({}, **OPTIONS[name])
+    made.save_checkpoint(tmp_path)
+    losses = [step(made) for _ in range(3)]
+    made.load_checkpoint(tmp_path)
+    assert [step(made) for _ in range(3)] == losses
+
+
 def assert_same(a: Path, b: Path) -> None:
     """Bit for bit."""
     found, expected = contents(b), contents(a)

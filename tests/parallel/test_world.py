@@ -1,13 +1,17 @@
 """What the ranks of a world tell each other."""
 
+import re
+from collections.abc import Iterator
 from operator import add
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from nemorl.losses.types import Max, Sum, merge
 from nemorl.parallel.dtensor import mesh
+from nemorl.parallel.fingerprint import Box, samples_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World
 from tests.ranks import run_ranks
@@ -46,8 +50,6 @@ def test_values_are_merged_in_the_order_of_ranks_and_none_receives_all(size: int
 
 def unlike() -> str:
     """The error of a metric that is of another kind on the last rank."""
-    import torch
-
     world = joined()
     kind = Max if world.rank == world.size - 1 else Sum
     with pytest.raises(ValueError) as caught:
@@ -61,15 +63,40 @@ def test_an_error_of_one_merge_is_raised_on_every_rank():
     assert len(set(found)) == 1 and "metric x must be a Sum" in found[0]
 
 
-def failing() -> str:
+def failing(kind: type[Exception], shared: type[Exception]) -> str:
     """The error of the second and the last rank, as every rank has it."""
     world = joined()
-    with pytest.raises(FileNotFoundError) as caught, world.share_errors():
+    with pytest.raises(Exception) as caught, world.share_errors():
         if world.rank in (1, world.size - 1):
-            raise FileNotFoundError(f"file of {world.rank}")
+            raise kind(f"file of {world.rank}")
+    assert type(caught.value) is shared
+    assert (caught.value.__cause__ is not None) is (world.rank > 0)
     return str(caught.value)
 
 
-def test_the_first_ranks_error_is_raised_on_every_rank():
-    found = run_ranks(3, failing)
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [(FileNotFoundError, FileNotFoundError), (ValueError, ValueError), (MemoryError, OSError)],
+)
+def test_the_first_ranks_error_is_raised_on_every_rank(kind, shared):
+    found = run_ranks(3, failing, kind, shared)
     assert len(set(found)) == 1 and "file of 1" in found[0] and "rank 1 of 3" in found[0]
+
+
+def unreadable() -> str:
+    """The error of a fingerprint of which one rank can't read its part."""
+    world = joined()
+
+    def boxes() -> Iterator[Box]:
+        if world.rank:
+            raise MemoryError("no room")
+        yield "x", torch.ones(2), (0,)
+
+    with pytest.raises(OSError) as caught:
+        samples_of({"x": (4,)}, boxes(), world)
+    return str(caught.value)
+
+
+def test_a_fingerprint_that_one_rank_cannot_read_is_an_error_on_all():
+    for message in run_ranks(2, unreadable):
+        assert re.fullmatch(r"rank 1 of 2 on .*: MemoryError\('no room'\)", message)

@@ -169,7 +169,7 @@ class DTensorBackend(Accumulating):
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
         self._model = build(config, self.world, given=given, frozen=not config.trains)
-        self._base = fingerprint(self._model, self.world.control_group)
+        self._base = fingerprint(self._model, self.world)
         if keeps_reference:
             self._reference = build(config, self.world, given=given, frozen=True).eval()
         self._given = None

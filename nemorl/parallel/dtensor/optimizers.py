@@ -164,7 +164,11 @@ class AdamW8bit:
         return self.state
 
     def keep(self, state: State) -> None:
-        """Take over the steps of `fresh_state`; its other tensors are the live ones."""
+        """Take over the steps of `fresh_state`, whose other tensors are the live ones; of no state,
+        begin anew.
+        """
+        if not state:
+            self._inner.state.clear()
         for matrix, values in state.items():
             self._inner.state[self._own[matrix]]["step"] = int(values["step"])
 

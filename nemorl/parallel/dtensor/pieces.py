@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nemorl.models.stored import Stored, as_live, of_experts
+from nemorl.models.stored import Groups, Stored, as_live, of_experts
 from nemorl.models.tensor_files import Piece, TensorFiles
 from nemorl.parallel.checkpoint import shared_out
 from nemorl.parallel.world import World
@@ -52,34 +53,51 @@ def own_pieces(
     values: list[Tensor] = []
     ours = _ours(tensors, world)
     for name, tensor in tensors.items():
-        local, offsets = own_part(tensor)
-        if name not in ours or not local.numel():
-            continue
-        groups = stored.get(name, ((name,),))
-        if groups == ((groups[0][0],),):
-            pieces.append(Piece(groups[0][0], local.dtype, tuple(local.shape), offsets))
-            values.append(local)
-            continue
-        assert local.shape[1:] == tensor.shape[1:]  # FSDP2 cuts the first dimension
-        for expert, matrix in of_experts(groups, local, offsets[0]):
-            pieces.append(Piece.whole(expert, matrix))
-            values.append(matrix)
+        for file, box, offsets in boxes_in_files(name, tensor, stored) if name in ours else ():
+            if box.numel():
+                pieces.append(Piece(file, box.dtype, tuple(box.shape), offsets))
+                values.append(box)
     return pieces, values
 
 
+def boxes_in_files(
+    name: str, tensor: Tensor, stored: Stored = NOTHING
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Yield this rank's part of a tensor as files have it: names, boxes, and where these begin. A
+    number, such as an optimizer's steps, is there for each expert.
+    """
+    local, offsets = own_part(tensor)
+    groups = stored.get(name, ((name,),))
+    if _is_one(groups, local):
+        for file in chain(*groups):
+            yield file, local, offsets
+        return
+    assert local.shape[1:] == tensor.shape[1:]  # FSDP2 cuts the first dimension
+    for expert, matrix in of_experts(groups, local, offsets[0]):
+        yield expert, matrix, (0,) * matrix.ndim
+
+
+def _is_one(groups: Groups, tensor: Tensor) -> bool:
+    """Return whether files have a tensor as it is, under one name or, of a number, several."""
+    return not tensor.ndim or groups == ((groups[0][0],),)
+
+
 def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
-    """Return the tensors of whose part this rank, of all that hold it, is the one that writes."""
+    """Return the tensors of whose part this rank, of all that hold it, is the one that writes.
+
+    What is no DTensor rank 0 writes: others may lack what belongs to a part that is empty there.
+    """
     sizes: dict[Hashable, dict[str, int]] = {}
     places: dict[Hashable, tuple[int, int]] = {}
+    found = set[str]()
     for name, tensor in tensors.items():
-        where: Hashable = None
-        place = world.size, world.rank
         if isinstance(tensor, DTensor):
             replicated = tuple(isinstance(each, Replicate) for each in tensor.placements)
-            where, place = (tensor.device_mesh, replicated), replicas(tensor)
-        sizes.setdefault(where, {})[name] = tensor.numel()
-        places[where] = place
-    found = set()
+            where: Hashable = tensor.device_mesh, replicated
+            sizes.setdefault(where, {})[name] = tensor.numel()
+            places[where] = replicas(tensor)
+        elif world.rank == 0:
+            found.add(name)
     for where, (count, this) in places.items():
         owners = shared_out(sizes[where], count)
         found |= {name for name, owner in owners.items() if owner == this}
@@ -94,7 +112,7 @@ def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING
     groups = stored.get(name, ((name,),))
     with torch.no_grad():
         local, offsets = own_part(tensor)
-        if local.numel() and groups == ((groups[0][0],),):
+        if local.numel() and _is_one(groups, local):
             local.copy_(files.read(groups[0][0], offsets, local.shape))
         elif local.numel():
             assert local.shape[1:] == tensor.shape[1:]  # FSDP2 cuts the first dimension

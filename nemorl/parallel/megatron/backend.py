@@ -349,13 +349,13 @@ class Source:
         return {name: tuple(each.shape) for name, each in self.tensors.items()}
 
     def fingerprint(self, world: World) -> str:
-        """Return the weights' fingerprint, under the model's names; a collective call. Each rank
+        """Return the weights' fingerprint; a collective call. Each rank
         reads a share of the tensors.
         """
         shapes = self.shapes
         owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, world.size)
         boxes = (self._whole(name) for name in shapes if owners[name] == world.rank)
-        samples = samples_of(shapes, boxes, world.control_group)
+        samples = samples_of(shapes, boxes, world)
         tied = samples["model.embed_tokens.weight"]
         return hash_of({name: samples.get(name, tied) for name in self.names})
 

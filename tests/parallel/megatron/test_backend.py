@@ -21,6 +21,7 @@ from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import Carried
+from tests.parallel.test_checkpoint_reshard import assert_same, contents
 from tests.parallel.test_tokens import grouped
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
@@ -110,6 +111,40 @@ def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path
             assert losses == pytest.approx(expected, abs=0.02 if rounded else 1e-6)
             if not rounded:
                 torch.testing.assert_close(after, end, atol=2e-6, rtol=0)
+
+
+def to_the_other_backend_and_back(folder: Path) -> tuple[set[str], list[list[float]]]:
+    """Fingerprints of the initial weights, and both backends' losses after two checkpoints. What
+    was loaded is saved again at once.
+    """
+    ways, bases, losses = ("FSDP2 2", "ep 2"), set[str](), []
+    for way, other in (ways, ways[::-1]):
+        for each, source in ((way, ""), (way, way), (other, way)):
+            backend = start(each, folder / "model")
+            bases.add(backend._base)
+            if source:
+                backend.load_checkpoint(folder / source)
+                backend.save_checkpoint(folder / f"{source} by {each}")
+                losses.append(train(backend, 2, 3))
+            else:
+                train(backend, 0, 1)
+                backend.save_checkpoint(folder / way)
+            backend.shutdown()
+    return bases, losses
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_go_on_with_the_other_backend(kind: str, tmp_path: Path):
+    """With the same moments, bit for bit, and the same fingerprint of initial weights."""
+    tiny_model(kind, scale=2.0, tied=False).save_pretrained(tmp_path / "model")
+    for bases, losses in run_ranks(2, to_the_other_backend_and_back, tmp_path):
+        assert len(bases) == 1
+        for each in losses[1:]:
+            assert each == pytest.approx(losses[0], abs=1e-6)
+    for way in ("FSDP2 2", "ep 2"):
+        assert any("experts" in name for name in contents(tmp_path / way) if "exp_avg_sq" in name)
+        for each in ("FSDP2 2", "ep 2"):
+            assert_same(tmp_path / way, tmp_path / f"{way} by {each}")
 
 
 def test_experts_go_on_with_a_checkpoint(tmp_path: Path):

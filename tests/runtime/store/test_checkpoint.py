@@ -160,8 +160,8 @@ def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
         "{",
         "[]",
         "{}",
-        '{"format": 3, "files": []}',
-        '{"format": 3, "files": {"state.json": {"size": 3}}}',
+        '{"format": 4, "files": []}',
+        '{"format": 4, "files": {"state.json": {"size": 3}}}',
         "\0\0",
     ],
 )
@@ -172,13 +172,13 @@ def test_damaged_manifest_is_passed_over(tmp_path, text):
         assert checkpoint.latest(tmp_path) == first
 
 
-@pytest.mark.parametrize("version", [2, 99])
+@pytest.mark.parametrize("version", [3, 99])
 def test_other_format_is_refused(tmp_path, version):
     (path,) = saved(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": version}))
     with pytest.raises(
-        CheckpointError, match=rf"format {version}, and this version of nemorl reads format 3"
+        CheckpointError, match=rf"format {version}, and this version of nemorl reads format 4"
     ):
         checkpoint.load(path, tiny_run())
 

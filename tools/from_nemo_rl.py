@@ -282,6 +282,9 @@ RULES: dict[str, Rule] = {
     "policy.dtensor_cfg.activation_checkpointing": when(
         "parallel.activation_checkpointing", "full"
     ),
+    "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": when(
+        "parallel.overlap_grad_reduce"
+    ),
     "policy.megatron_cfg.activation_checkpointing": when(
         "parallel.activation_checkpointing", "full"
     ),

@@ -40,6 +40,8 @@ class Accumulating(ABC):
         weakref.finalize(self, self._settings.close)
         self.optimizer: Any = None
         """None for a model that does not train."""
+        self._is_whole = False
+        """Whether the batch whose gradient is added is all of a step."""
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
         """Loss whose gradient no step was taken along yet."""
@@ -119,7 +121,12 @@ class Accumulating(ABC):
         Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
         self._forget()
-        return {**self.forward_backward(batch, loss_fn), **self.optim_step()}
+        self._is_whole = True
+        try:
+            metrics = self.forward_backward(batch, loss_fn)
+        finally:
+            self._is_whole = False
+        return {**metrics, **self.optim_step()}
 
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Add the gradient of a batch's loss for the next `optim_step`, and return the loss's

@@ -93,15 +93,17 @@ def check_settings(
     """Raise ValueError as `check_training`, whatever is installed and whatever suits the model."""
     head, heads, rank = getattr(config, "head", "lm"), limits.traits.heads, config.lora.rank
     sharded = limits.traits.shards == "parameters"
-    modules = plan.recompute_modules
+    modules, overlaps = plan.recompute_modules, plan.overlap_grad_reduce
     heads_of = f"take --trainer.backend {able(lambda traits: head in traits.heads)}"
     other = "remove it, or take --trainer.backend dtensor"
+    overlapped = "remove it: FSDP2 overlaps by itself"
     ranks = "parallel.dp_shard has more data parallel ranks, which share the optimizer's state"
     for field, value, fits, wanted, remedy in (
         ("head", head, head in heads, " or ".join(heads), heads_of),
         ("lora.rank", rank, limits.traits.adapters or not rank, 0, other),
         ("parallel.dp_replicate", plan.dp_replicate, sharded or plan.dp_replicate == 1, 1, ranks),
         ("parallel.recompute_modules", modules, not (sharded and modules), "empty", "remove it"),
+        ("parallel.overlap_grad_reduce", overlaps, not (sharded and overlaps), "off", overlapped),
         ("parallel.cpu_offload", plan.cpu_offload, sharded or not plan.cpu_offload, "off", other),
     ):
         requirement = f"must be {wanted} with trainer.backend {config.trainer.backend}"

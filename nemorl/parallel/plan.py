@@ -64,6 +64,10 @@ class ParallelPlan:
     """
     reduce_dtype: Precision = "float32"
     """What gradients are summed over devices in."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over devices while the backward pass of a step's last microbatch goes on, with
+    trainer.backend megatron.
+    """
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in the backward pass: nothing, all but every second matrix product (with
     trainer.backend megatron, recompute_modules), or whole layers (less memory, about a third more

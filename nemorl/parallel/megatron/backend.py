@@ -182,7 +182,7 @@ class MegatronBackend(Accumulating):
             count = batch.num_tokens * self.model.config.num_hidden_layers
             balance, pull = load.loss(count), load.pull(count, coef=coef)
         self._stages.train()
-        with balancing(self._stages, pull):
+        with balancing(self._stages, pull), self.optimizer.adding(last=self._is_whole):
             outputs = self._pipeline.run(self.optimizer.models, layout, "loss_mask", needs, loss_fn)
         self._copied += self._pipeline.copied
         metrics: Metrics = {}

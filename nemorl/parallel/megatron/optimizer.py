@@ -1,5 +1,6 @@
 """megatron-core's distributed optimizer: each data parallel rank has a share of AdamW's state."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.megatron import core
+from nemorl.parallel.megatron.reduction import Reduction
 from nemorl.parallel.optimizer import make_adamw
 from nemorl.parallel.world import DTYPES, World
 
@@ -24,11 +26,14 @@ class ShardedAdamW:
         self.config, self.device = config, world.device
         in_fp32 = world.plan.reduce_dtype == "float32"
         settings = core.DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=in_fp32,
+            overlap_grad_reduce=world.plan.overlap_grad_reduce,
         )
         self.models = [
             core.DistributedDataParallel(stage.config, settings, stage) for stage in stages
         ]
+        self._reduction = Reduction(self.models) if world.plan.overlap_grad_reduce else None
         dtype = DTYPES[world.plan.precision]
         self._settings = core.OptimizerConfig(
             bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True
@@ -65,7 +70,13 @@ class ShardedAdamW:
         """Return the optimizer of a parameter."""
         return self.parts[-1] if not getattr(parameter, "allreduce", True) else self.parts[0]
 
+    def adding(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return a block in which a schedule adds gradients, the last ones of a step or not."""
+        return nullcontext() if self._reduction is None else self._reduction.adding(last=last)
+
     def zero_grad(self) -> None:
+        if self._reduction is not None:
+            self._reduction.reset()
         for model in self.models:
             model.zero_grad_buffer()
         for part in self.parts:
@@ -73,6 +84,8 @@ class ShardedAdamW:
 
     def reduce(self) -> Float[Tensor, ""]:
         """Sum the gradients over ranks, and return the norm of the whole one; a collective call."""
+        if self._reduction is not None:
+            self._reduction.start()
         core.finalize_model_grads(self.models, None)
         squares = torch.zeros((), device=self.device)
         for part in self.parts:

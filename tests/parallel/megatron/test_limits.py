@@ -139,6 +139,12 @@ def test_what_is_recomputed_is_there():
             ParallelPlan(**{**chosen, "activation_checkpointing": how})
 
 
+def test_fsdp2_overlaps_by_itself():
+    devices({"overlap_grad_reduce": True})
+    with pytest.raises(ValueError, match=r"overlap_grad_reduce must be off .*: FSDP2 overlaps by"):
+        devices({"overlap_grad_reduce": True}, backend="dtensor")
+
+
 @pytest.mark.filterwarnings("ignore:parallel asks for")
 def test_experts_that_do_not_fit():
     model = tiny_model("qwen3_moe").config

@@ -1,0 +1,226 @@
+"""Communication of data parallelism during computation: the same numbers, begun earlier."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.losses.types import LossOutput, finalize
+from nemorl.parallel.backend import ForwardOutput
+from nemorl.parallel.config import OptimizerConfig, TrainerConfig
+from nemorl.parallel.megatron import core
+from nemorl.parallel.megatron.backend import MegatronBackend
+from nemorl.parallel.plan import ParallelPlan
+from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.megatron.test_backend import start, weights
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
+
+LENGTHS = ([9, 2, 30, 17, 1, 12], [5, 3, 8], [7, 7, 21, 4, 9, 2, 11, 6, 3], [12], [4, 8, 2, 6, 9])
+"""Of the sequences of each step, so that each has another number of microbatches."""
+ADAMW = OptimizerConfig(lr=1e-3, weight_decay=0.1, eps=1e-4, max_grad_norm=None)
+OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True}
+
+
+@dataclass
+class Calls:
+    """What happens to gradients, in order: "grad" is added, or the reduction of some begins."""
+
+    made: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def recorded(self, backend: Any) -> Iterator[None]:
+        """Record the calls in the block."""
+        self.made.clear()
+        hooks = [
+            parameter.register_hook(lambda _: self.made.append("grad"))
+            for parameter in backend._stages.parameters()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@contextmanager
+def small_buckets(size: int = 1500) -> Iterator[Calls]:
+    """Let setups in the block divide gradients into buckets of so many numbers."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    calls, begin = Calls(), Group.start_grad_sync
+
+    def recording(group: Any, *args: Any, **options: Any) -> None:
+        calls.made.append("reduce")
+        begin(group, *args, **options)
+
+    small = partial(core.DistributedDataParallelConfig, bucket_size=size)
+    with (
+        patch.object(core, "DistributedDataParallelConfig", small),
+        patch.object(Group, "start_grad_sync", recording),
+    ):
+        yield calls
+
+
+def set_up(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
+    trainer = TrainerConfig(device="cpu", train_micro_batch_size=1)
+    settings: Any = {"trainer": trainer, "optimizer": ADAMW, "parallel": plan, **options}
+    backend = start("dp 2", folder, **settings)
+    assert isinstance(backend, MegatronBackend)
+    return backend
+
+
+def trained(folder: Path, plan: ParallelPlan) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of steps of one batch and of several, and the weights after them."""
+    with small_buckets():
+        backend = set_up(folder, plan)
+    losses = []
+    for step, lengths in enumerate(LENGTHS):
+        batch = random_batch(lengths, seed=step)
+        if step == 2:
+            backend.forward_backward(batch, nll_loss)
+            backend.forward_backward(random_batch(lengths[:5], seed=9), nll_loss)
+            metrics = backend.optim_step()
+        else:
+            metrics = backend.train_step(batch, nll_loss)
+        losses.append(finalize(metrics)["loss"])
+    found = losses, weights(backend)
+    backend.shutdown()
+    return found
+
+
+def both(folder: Path, plan: ParallelPlan) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [trained(folder, plan), trained(folder, replace(plan, **OVERLAP))]
+
+
+Case = tuple[int, str, bool, ParallelPlan]
+PLANS: dict[str, Case] = {
+    "dp 2": (2, "qwen2", True, ParallelPlan(dp_shard=2)),
+    "recomputed": (2, "qwen2", False, ParallelPlan(dp_shard=2, activation_checkpointing="full")),
+    "bfloat16": (2, "qwen2", True, ParallelPlan(dp_shard=2, param_dtype="bfloat16")),
+    "cp 2": (2, "qwen3", False, ParallelPlan(dp_shard=1, cp=2)),
+    "ep 2": (2, "qwen3_moe", True, ParallelPlan(dp_shard=2, ep=2)),
+    "experts": (2, "mixtral", False, ParallelPlan(dp_shard=2)),
+    "dp 2 x pp 2": (4, "qwen2", True, ParallelPlan(dp_shard=2, pp=2)),
+    "dp 2 x pp 2 x vpp 2": (4, "qwen2", True, ParallelPlan(dp_shard=2, pp=2, vpp=2)),
+    "dp 2 x tp 2": (4, "qwen3", False, ParallelPlan(dp_shard=2, tp=2)),
+    "dp 4, ep 2": (4, "qwen3_moe", False, ParallelPlan(dp_shard=4, ep=2)),
+}
+"""Ranks, the model's type, whether its head is tied, and a plan."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_overlap_changes_no_number(name: str, tmp_path: Path):
+    size, kind, tied, plan = PLANS[name]
+    tiny_model(kind, scale=2.0, tied=tied, num_hidden_layers=4).save_pretrained(tmp_path)
+    for (losses, expected), (others, found) in run_ranks(size, both, tmp_path, plan):
+        if plan.dp_shard == 4:  # in other buckets, gloo adds four numbers in another order
+            assert others == pytest.approx(losses, abs=1e-6)
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+        else:
+            assert others == losses
+            assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def order(folder: Path, plan: ParallelPlan) -> dict[str, list[str]]:
+    found = {}
+    with small_buckets() as calls:
+        backend = set_up(folder, replace(plan, **OVERLAP))
+        batch = random_batch([9, 2, 30, 17, 1, 12])
+        with calls.recorded(backend):
+            backend.train_step(batch, nll_loss)
+        found["train_step"] = list(calls.made)
+        with calls.recorded(backend):
+            backend.forward_backward(batch, nll_loss)
+            backend.forward_backward(batch, nll_loss)
+        found["forward_backward"] = list(calls.made)
+        with calls.recorded(backend):
+            backend.optim_step()
+        found["optim_step"] = list(calls.made)
+    for name, modules in (("all", backend._stages), ("last", backend._stages[-1])):
+        found[name] = ["grad" for _ in modules.parameters()]
+    backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("name", ["dp 2", "dp 2 x pp 2 x vpp 2", "ep 2"])
+def test_reductions_begin_in_the_last_backward_pass_of_a_step(name: str, tmp_path: Path):
+    size, kind, _, plan = PLANS[name]
+    tiny_model(kind, scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)
+    microbatches = 3
+    for rank, calls in enumerate(run_ranks(size, order, tmp_path, plan)):
+        made = calls["train_step"]
+        assert made.count("grad") == microbatches * len(calls["all"])
+        first = made.index("reduce")
+        assert made[:first].count("grad") > (microbatches - 1) * len(calls["last"])
+        if rank < size // plan.pp:  # megatron-core gives the other stages one bucket
+            assert "grad" in made[first:]
+            assert made.count("reduce") > 5
+        assert set(calls["forward_backward"]) == {"grad"}
+        assert set(calls["optim_step"]) == {"reduce"}
+        assert len(calls["optim_step"]) == made.count("reduce")
+
+
+def left_out(output: ForwardOutput, batch: Any) -> LossOutput:
+    """A loss that reaches no parameter on rank 1."""
+    found = nll_loss(output, batch)
+    if torch.distributed.get_rank():
+        return replace(found, loss=torch.zeros((), requires_grad=True))
+    return found
+
+
+def without_some(folder: Path, plan: ParallelPlan) -> dict[str, Tensor]:
+    with small_buckets(1):  # a projection's is complete before others that were made later
+        backend = set_up(folder, plan)
+    for seed in range(2):
+        backend.train_step(random_batch(LENGTHS[0], seed=seed), left_out)
+        backend.train_step(random_batch(LENGTHS[0], seed=seed), nll_loss)
+    found = weights(backend)
+    backend.shutdown()
+    return found
+
+
+def test_a_rank_may_have_no_gradient(tmp_path: Path):
+    tiny_model(scale=2.0).save_pretrained(tmp_path)
+    plan = ParallelPlan(dp_shard=2)
+    expected, _ = run_ranks(2, without_some, tmp_path, plan)
+    for found in run_ranks(2, without_some, tmp_path, replace(plan, **OVERLAP)):
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def after_an_error(folder: Path, plan: ParallelPlan) -> dict[str, Tensor]:
+    """The weights after a step that failed with some of its reductions under way, and another."""
+    with small_buckets() as calls:
+        backend = set_up(folder, plan)
+        batch = random_batch(LENGTHS[0])
+
+        def fail(_: Tensor) -> None:
+            if "reduce" in calls.made:
+                raise ArithmeticError("the backward pass failed")
+
+        if plan.overlap_grad_reduce:
+            first = backend._stages[0].decoder.layers[0].self_attention.linear_qkv.weight
+            hook = first.register_hook(fail)
+            with calls.recorded(backend), pytest.raises(ArithmeticError):
+                backend.train_step(batch, nll_loss)
+            hook.remove()
+            assert "reduce" in calls.made
+        backend.train_step(batch, nll_loss)
+    found = weights(backend)
+    backend.shutdown()
+    return found
+
+
+def test_a_failed_step_leaves_nothing_under_way(tmp_path: Path):
+    tiny_model(scale=2.0).save_pretrained(tmp_path)
+    plan = ParallelPlan(dp_shard=2)
+    expected, _ = run_ranks(2, after_an_error, tmp_path, plan)
+    for found in run_ranks(2, after_an_error, tmp_path, replace(plan, **OVERLAP)):
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())

@@ -179,16 +179,15 @@ class RayWorkerGroup:
     def ready(
         self, calls: Mapping[int, "ray.ObjectRef"], timeout_s: float, *, doing: str = ""
     ) -> dict[int, Any]:
-        """Return the results of calls by rank, as soon as there is one, or after `timeout_s`.
+        """Return the results of calls by rank, once all are there, or those after `timeout_s`.
 
         Raises what a call raised, and WorkerDied.
         """
-        pending = list(calls.values())
-        ray.wait(pending, timeout=timeout_s)
-        done, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
-        if not done:
+        pending = list(calls.values())  # looked at once a tick, not once for each rank that ends
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+        if not ready:
             check()
-        found = {}
+        found, done = dict[int, Any](), set(ready)
         for rank, call in calls.items():
             if call in done:
                 try:

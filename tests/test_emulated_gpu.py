@@ -546,8 +546,16 @@ def on_rank(name: str, device: str, folder: Path) -> Any:
                 )
             waits.append(found)
         logprobs = backend.get_logprobs(random_batch([9, 4])).values
-        backend.save_checkpoint(folder / name / device)
+        with counted() as moving:
+            backend.offload()
         weights = {key: value.cpu().clone() for key, value in backend.weights()}
+        with counted() as back:
+            assert backend._away.nbytes
+            backend._away.restore()
+        assert moving.total + back.total == bound("offloading the trainer, and back") * (
+            device == NAME
+        )
+        backend.save_checkpoint(folder / name / device)
         backend.shutdown()
     return metrics, logprobs, weights, waits
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +23,7 @@ from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, of_step
+from nemorl.parallel.offload import Offloaded
 from nemorl.parallel.optimizer import learning_rate, require_finite
 from nemorl.parallel.profiling import profiled
 from nemorl.parallel.world import World
@@ -47,6 +49,8 @@ class Accumulating(ABC):
         """Loss whose gradient no step was taken along yet."""
         self._copied = 0
         """Tokens that these microbatches did not compute again."""
+        self._away = Offloaded()
+        """What `offload` moved."""
         self.step = 0
 
     @property
@@ -77,6 +81,10 @@ class Accumulating(ABC):
         """Add the gradient; return the metrics of this rank's rows and the whole loss."""
 
     @abstractmethod
+    def _held(self, *, keep_weights: bool) -> Iterable[Tensor]:
+        """Yield what is kept from call to call, with or without the parameters."""
+
+    @abstractmethod
     def _grad_norm(self) -> Tensor:
         """Return the whole gradient's norm, once it is summed over ranks, before clipping."""
 
@@ -85,6 +93,7 @@ class Accumulating(ABC):
         """Change the weights."""
 
     def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
+        self._away.restore()
         self._require_head(needs)
         return self._compute(batch, needs)
 
@@ -96,6 +105,7 @@ class Accumulating(ABC):
             raise RuntimeError(
                 "no reference model is kept: set up the backend with keep_reference=True"
             )
+        self._away.restore()
         output = self._compute(batch, Needs(), reference=True)
         return Logprobs(output.token_logprobs, batch.logprob_kind)
 
@@ -120,6 +130,7 @@ class Accumulating(ABC):
 
         Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
+        self._away.restore()
         self._forget()
         self._is_whole = True
         try:
@@ -133,6 +144,7 @@ class Accumulating(ABC):
         metrics. An error drops what was added since the last step.
         """
         self._require_training()
+        self._away.restore()
         require_loss_weights(batch)
         needs = needs_of(loss_fn)
         self._require_head(needs)
@@ -158,6 +170,7 @@ class Accumulating(ABC):
         self._require_training()
         if not self._batches:
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
+        self._away.restore()
         config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
         self._restart()
         with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
@@ -169,6 +182,16 @@ class Accumulating(ABC):
             self._update(grad_norm, lr)
             measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
         return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move parameters, gradients, optimizer state and the reference model to main memory. They
+        are back with the next use of the weights by any method but `weights`.
+
+        keep_weights: the generator computes with the model's own.
+        """
+        self._drop_gradients()
+        held, kind = self._held(keep_weights=keep_weights), self.world.device.type
+        self._away.take(tensor for tensor in held if tensor.device.type == kind)
 
     def empty_cache(self) -> None:
         """Free gradients along which a step was taken, and what PyTorch caches of the GPU."""

@@ -69,9 +69,9 @@ class TrainerConfig:
     """
     offload_during_generation: bool | None = None
     """While engines on the trainer's GPUs generate, keep its parameters, gradients, optimizer state
-    and reference model in pinned main memory. With generation.backend torch in the trainer's
-    process the parameters stay, because it computes with them. None: on where vLLM's engines share
-    the trainer's GPUs and don't fit beside it.
+    and reference model in pinned main memory. With generation.backend megatron, and torch in the
+    trainer's process, the parameters stay, because it computes with them. None: on where vLLM's
+    engines share the trainer's GPUs and don't fit beside it.
     """
     router_replay: bool = False
     """Train a mixture of experts with the experts that the sampler chose for each token, weighted

@@ -22,7 +22,7 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.offload import Offloaded, local_part
+from nemorl.parallel.offload import Offloaded, local_part
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks

@@ -38,20 +38,15 @@ from nemorl.parallel.dtensor.checkpoint import contents_of, load
 from nemorl.parallel.dtensor.experts import Mixtures
 from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
-from nemorl.parallel.dtensor.offload import Offloaded
 from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
-from nemorl.parallel.dtensor.shared_base import (
-    leave_base,
-    others_weights,
-    share_base,
-    storage_of,
-)
+from nemorl.parallel.dtensor.shared_base import leave_base, others_weights, share_base
 from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.offload import Offloaded, storage_of
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.varlen import Kernel, kernel_of
@@ -94,7 +89,6 @@ class DTensorBackend(Accumulating):
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
         self._writer: CheckpointWriter | None = None
-        self._away = Offloaded()
 
     def setup(self, config: BackendConfig) -> None:
         check_training(config, None, config.parallel, limits)
@@ -190,10 +184,6 @@ class DTensorBackend(Accumulating):
             )
         return self._model
 
-    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        self._away.restore()
-        return super().forward_backward(batch, loss_fn)
-
     @property
     def cutting(self) -> Cutting:
         hf, layers = self._loaded().config, len(self._mixtures.blocks)
@@ -254,16 +244,9 @@ class DTensorBackend(Accumulating):
         options: Any = {"dtype": dtype, "present": self._away.present, "adapters": adapters}
         yield from merged_tensors(self._loaded(), **options)
 
-    def offload(self, *, keep_weights: bool = False) -> None:
-        """Move parameters, gradients, optimizer state and the reference model to main memory. They
-        are back with the next use of `model` and of all methods but `weights`.
-
-        keep_weights: the generator computes with the model's own.
-        """
-        self._drop_gradients()
-        kind, others = self.device.type, others_weights(self)
-        tensors = (x for x in _held(self, keep_weights) if x.device.type == kind)
-        self._away.take(x for x in tensors if storage_of(x) not in others)
+    def _held(self, *, keep_weights: bool) -> Iterator[Tensor]:
+        others = others_weights(self)
+        yield from (x for x in _held(self, keep_weights) if storage_of(x) not in others)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write this rank's pieces of the weights, or rank 0 the adapters, and of the optimizer's
@@ -313,7 +296,6 @@ class DTensorBackend(Accumulating):
     def _compute(
         self, batch: TokenBatch, needs: Needs, *, reference: bool = False
     ) -> ForwardOutput:
-        self._away.restore()
         model = self._reference if reference and self._reference is not None else self.model
         was_training = model.training
         model.eval()

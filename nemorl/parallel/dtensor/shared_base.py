@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nemorl.models.adapters import live_tensors
-from nemorl.parallel.dtensor.offload import local_part
+from nemorl.parallel.offload import local_part, storage_of
 
 _LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Backends of this process with adapters over weights that were loaded for them."""
@@ -58,11 +58,6 @@ def _frozen_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, tensor in live_tensors(model).items():
         if isinstance(tensor, nn.Parameter) and ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
-
-
-def storage_of(tensor: Any) -> int:
-    """Return the address of the storage of what this rank holds of a tensor."""
-    return local_part(tensor).untyped_storage()._cdata
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -56,6 +56,7 @@ from nemorl.parallel.megatron.moments import fill_moments, own_moments
 from nemorl.parallel.megatron.pieces import own_boxes, own_weights
 from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import Shapes
+from nemorl.parallel.offload import Offloaded, storage_of
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.generation import Completion
@@ -139,23 +140,11 @@ class MegatronBackend(Accumulating):
             if config.trains:
                 self.optimizer = ShardedAdamW(models[0], config.optimizer, self.world)
         self._stages = models[0].requires_grad_(config.trains)
-        self._fill(models, source.read)
+        _fill(self, models, source.read)
         if config.keep_reference:
             self._reference = models[1].requires_grad_(False).eval()
         self._given = None
         return source
-
-    @torch.no_grad()
-    def _fill(self, models: list[nn.ModuleList], read: Any) -> None:
-        """Copy this rank's part of whole tensors into models, of which the first one is trained."""
-        entries = self.conversion.here
-        for parameters in zip(*(model.named_parameters() for model in models), strict=True):
-            value = self.conversion.own(entries[parameters[0][0]], read)
-            for _, parameter in parameters:
-                parameter.copy_(value)
-            trained = parameters[0][1]
-            if self.optimizer and (span := self.optimizer.span(trained)) is not None:
-                self.optimizer.main(trained).copy_(value.flatten()[span])
 
     @property
     def model(self) -> Any:
@@ -195,6 +184,13 @@ class MegatronBackend(Accumulating):
         metrics = {**metrics, "router_aux_loss": Mean(balance, torch.tensor(1.0))}
         return metrics, loss + coef * balance
 
+    def _held(self, *, keep_weights: bool) -> Iterator[Tensor]:
+        yield from _held(self, keep_weights)
+
+    def _drop_gradients(self) -> None:
+        if self.optimizer is not None and not self._batches:
+            self.optimizer.free_gradients()
+
     def _grad_norm(self) -> Tensor:
         with _runtime(self.device):
             return self.optimizer.reduce()
@@ -222,13 +218,14 @@ class MegatronBackend(Accumulating):
         return ForwardOutput(**outputs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors, gathered one by one: all ranks go through them together.
+        """Yield whole tensors, gathered one by one: all ranks go through them together. Each copies
+        its own part of one that is offloaded to the device.
 
         dtype: cast to it before they are gathered.
         """
         parameters = dict(self._stages.named_parameters())
         yield from self.conversion.whole(
-            lambda name: self._in_float32(parameters[name]), dtype or torch.float32
+            lambda name: _in_float32(self, parameters[name]), dtype or torch.float32
         )
 
     def open_engine(self, **options: Any) -> Shapes:
@@ -246,20 +243,16 @@ class MegatronBackend(Accumulating):
         """
         if self._engine is None:
             raise RuntimeError("the ranks have no engine: call the generator's setup() first")
+        if next(self._stages.parameters()) in self._away:
+            self._away.restore()
         with _runtime(self.device):
             return self._engine.follow(order)
 
     def take_weights(self, weights: dict[str, Tensor], version: int) -> dict[str, Tensor]:
         """Take whole tensors to train and generate with, and return `_sampled` numbers of them."""
-        self._fill([self._stages], partial(_box, weights))
+        self._away.restore()
+        _fill(self, [self._stages], partial(_box, weights))
         return _sampled(self, version)
-
-    def _in_float32(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype == torch.float32 or self.optimizer is None:
-            return parameter.detach().float()
-        has_part = self.optimizer.span(parameter) is not None
-        main = self.optimizer.main(parameter) if has_part else None
-        return self.optimizer.gathered(parameter, main)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write this rank's pieces of the weights and of the optimizer's state.
@@ -269,6 +262,7 @@ class MegatronBackend(Accumulating):
         background: write from a copy in main memory, and return at once.
         """
         self._require_training()
+        self._away.restore()
         assert self._writer is not None
         boxes = own_boxes(self._stages, self.optimizer, self.conversion)
         contents = Contents(
@@ -297,10 +291,11 @@ class MegatronBackend(Accumulating):
         saved.require_optimizer(self.config.optimizer.name)
         if self.config.keep_reference:
             check_base(saved.state["base"], self._base, path)
+        self._away.restore()
         with self.world.share_errors():
             weights = saved.weights(self.conversion.shapes)
             stored = saved.optimizer(self.conversion.shapes)
-            self._fill([self._stages], weights.read)
+            _fill(self, [self._stages], weights.read)
             fill_moments(self._stages, self.optimizer, self.conversion, stored, self.device)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = saved.state["step"], saved.state["base"]
@@ -310,7 +305,7 @@ class MegatronBackend(Accumulating):
         if self._writer is not None:
             self._writer.close()
         self._stages = self._reference = self._given = self._writer = self._engine = None
-        self.optimizer = None
+        self.optimizer, self._away = None, Offloaded()
         self._settings.close()
 
 
@@ -319,6 +314,43 @@ def _runtime(device: torch.device) -> AbstractContextManager[None]:
     from nemorl.parallel.megatron.without_cuda import runtime
 
     return runtime(device)
+
+
+@torch.no_grad()
+def _fill(backend: MegatronBackend, models: list[nn.ModuleList], read: Any) -> None:
+    """Copy this rank's part of whole tensors into models, of which the first one is trained."""
+    conversion, optimizer = backend.conversion, backend.optimizer
+    for parameters in zip(*(model.named_parameters() for model in models), strict=True):
+        value = conversion.own(conversion.here[parameters[0][0]], read)
+        for _, parameter in parameters:
+            parameter.copy_(value)
+        trained = parameters[0][1]
+        if optimizer and (span := optimizer.span(trained)) is not None:
+            optimizer.main(trained).copy_(value.flatten()[span])
+
+
+def _held(backend: MegatronBackend, keep_weights: bool) -> Iterator[Tensor]:
+    """Yield what a backend keeps from call to call, with or without its parameters."""
+    parameters = list(backend._stages.parameters())
+    weights = {storage_of(each) for each in parameters}  # in float32 AdamW updates these
+    if backend._reference is not None:
+        yield from backend._reference.parameters()
+    if backend.optimizer is not None:
+        yield from (each for each in backend.optimizer.held() if storage_of(each) not in weights)
+    if not keep_weights:
+        yield from parameters
+
+
+def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
+    """Return a parameter; one in bfloat16 that trains, from the spans that ranks have of it in
+    float32, in a collective call.
+    """
+    optimizer, present = backend.optimizer, backend._away.present
+    if parameter.dtype == torch.float32 or optimizer is None:
+        return present(parameter).detach().float()
+    has_part = optimizer.span(parameter) is not None
+    main = present(optimizer.main(parameter)) if has_part else None
+    return optimizer.gathered(parameter, main)
 
 
 def _sampled(backend: MegatronBackend, version: int) -> dict[str, Tensor]:

@@ -43,14 +43,12 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     with other parts.
     """
     dtensor = "remove it, or take --trainer.backend dtensor"
-    offloads = config.trainer.offload_during_generation
     may_be_bfloat16 = plan.param_dtype != "float32"  # None: the device is not known yet
     name = config.optimizer.name
     for field, value, fits, requirement, remedy in (
         # Its optimizer keeps spans of flattened parameters, not matrices.
         ("optimizer.name", name, name == "adamw", "be adamw", dtensor),
         ("parallel.compile", plan.compile, not plan.compile, "be off", dtensor),
-        ("trainer.offload_during_generation", offloads, not offloads, "be off", dtensor),
         (
             "parallel.reduce_dtype",
             plan.reduce_dtype,

@@ -1,5 +1,6 @@
 """megatron-core's distributed optimizer: each data parallel rank has a share of AdamW's state."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -78,9 +79,28 @@ class ShardedAdamW:
         if self._reduction is not None:
             self._reduction.reset()
         for model in self.models:
+            model.restore_grad_buffers(synchronize=False)
             model.zero_grad_buffer()
         for part in self.parts:
             part.zero_grad()
+
+    def free_gradients(self) -> None:
+        """Free the memory of gradients, until the next `zero_grad`."""
+        for model in self.models:
+            model.offload_grad_buffers(synchronize=False, empty_cache=False)
+        for part in self.parts:
+            part.zero_grad()
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the buffers of gradients, the spans that AdamW updates, and its state."""
+        for model in self.models:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                yield buffer.grad_data
+        for part in self.parts:
+            for group in part.param_groups:
+                yield from group["params"]
+            for state in part.state.values():
+                yield from (each for each in state.values() if isinstance(each, Tensor))
 
     def reduce(self) -> Float[Tensor, ""]:
         """Sum the gradients over ranks, and return the norm of the whole one; a collective call."""

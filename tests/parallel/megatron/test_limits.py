@@ -19,10 +19,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
 
-def config(
-    plan: dict[str, Any], *, backend: str = "megatron", offload: bool = False, **options: Any
-) -> nemorl.SFTConfig:
-    trainer = nemorl.TrainerConfig(backend=backend, device="cpu", offload_during_generation=offload)
+def config(plan: dict[str, Any], *, backend: str = "megatron", **options: Any) -> nemorl.SFTConfig:
+    trainer = nemorl.TrainerConfig(backend=backend, device="cpu")
     return nemorl.SFTConfig(parallel=ParallelPlan(**plan), trainer=trainer, **options)
 
 
@@ -35,11 +33,6 @@ def devices(plan: dict[str, Any], **options: Any) -> Devices:
     [
         ({"compile": True}, {}, "parallel.compile must be off with trainer.backend megatron"),
         ({"cpu_offload": True}, {}, "parallel.cpu_offload must be off"),
-        (
-            {},
-            {"offload": True},
-            "trainer.offload_during_generation must be off",
-        ),
         ({"dp_replicate": 2}, {}, "parallel.dp_replicate must be 1 .* it is 2: parallel.dp_shard"),
         ({"reduce_dtype": "bfloat16"}, {}, "parallel.reduce_dtype must be float32 unless"),
         (

@@ -253,9 +253,6 @@ BAD = {
     "--trainer.backend megatron --lora.rank 8": "lora.rank must be 0 with trainer.backend megatron",
     "--trainer.backend megatron --dp-replicate 2": "parallel.dp_replicate must be 1 with trainer.b",
     "--trainer.backend megatron --cpu-offload": "parallel.cpu_offload must be off with trainer.b",
-    "--trainer.backend megatron --generation.backend vllm --offload-during-generation": (
-        "trainer.offload_during_generation must be off with trainer.backend megatron"
-    ),
     "--trainer.backend megatron --pp 81 --gpus 81": "parallel.pp 81 has more stages than the model",
     "--trainer.backend megatron --pp 2 --vpp 41": "parallel.pp 2 · vpp 41 has more stages than",
 }

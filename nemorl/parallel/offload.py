@@ -25,6 +25,9 @@ class Offloaded:
         """Bytes that are away."""
         return sum(len(copy) for _, copy in self._away.values())
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        return storage_of(tensor) in self._away
+
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors, of which several may share memory; what is away already stays there."""
         taken = {}
@@ -53,11 +56,13 @@ class Offloaded:
     def present(self, tensor: Tensor) -> Tensor:
         """Return a new tensor on the device, equal to one that is away; any other as it is."""
         local = local_part(tensor)
-        found = self._away.get(local.untyped_storage()._cdata)
+        found = self._away.get(storage_of(local))
         if found is None:
             return tensor
-        whole = found[1].to(local.device, copy=True).view(local.dtype)
+        # The storage may be a buffer of many parameters: only this one's part is copied.
+        whole = found[1].view(local.dtype)
         part = whole.as_strided(local.shape, local.stride(), local.storage_offset())
+        part = part.to(local.device, copy=True)
         if not isinstance(tensor, DTensor):
             return part
         return DTensor.from_local(
@@ -73,6 +78,11 @@ class Offloaded:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the storage of what this rank holds of a tensor."""
+    return local_part(tensor).untyped_storage()._cdata
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

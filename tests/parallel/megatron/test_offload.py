@@ -1,0 +1,213 @@
+"""What a rank of megatron-core keeps on its device, in main memory while engines generate: its
+buffers of parameters, AdamW's spans and moments, and the reference model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.megatron.backend import MegatronBackend
+from nemorl.parallel.megatron.engine import Order
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.generation import SamplingParams
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
+
+FIRST, SECOND = random_batch([9, 2, 30, 17]), random_batch([4, 12], seed=1)
+PLANS = {
+    "dp 2": {"dp_shard": 2, "param_dtype": "float32"},
+    "dp 2 in bfloat16": {"dp_shard": 2, "param_dtype": "bfloat16"},
+    "pp 2": {"dp_shard": 1, "pp": 2, "param_dtype": "float32"},
+    "pp 2 in bfloat16": {"dp_shard": 1, "pp": 2, "param_dtype": "bfloat16"},
+    "pp 2, interleaved": {"dp_shard": 1, "pp": 2, "vpp": 2, "param_dtype": "float32"},
+    "ep 2": {"dp_shard": 2, "ep": 2, "param_dtype": "bfloat16"},
+    "dp 2, overlapped": {"dp_shard": 2, "param_dtype": "float32", "overlap_grad_reduce": True},
+}
+
+
+def start(folder: Path, way: str, *, device: str = "cpu", **options: Any) -> MegatronBackend:
+    backend = MegatronBackend()
+    backend.setup(
+        BackendConfig(
+            model=ModelConfig(path=str(folder)),
+            trainer=TrainerConfig(device=device, backend="megatron"),
+            optimizer=OptimizerConfig(lr=1e-2, eps=1e-4),
+            parallel=ParallelPlan(**PLANS[way]),
+            **{"keep_reference": True, **options},
+        )
+    )
+    return backend
+
+
+def held(backend: MegatronBackend) -> dict[str, int]:
+    """Bytes on the device, by what they are; storages that several tensors share once."""
+
+    def size(tensors: Any) -> int:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+    found, optimizer = {"parameters": size(backend._stages.parameters())}, backend.optimizer
+    if backend._reference is not None:
+        found["reference"] = size(backend._reference.parameters())
+    if optimizer is not None:
+        trained = list(backend._stages.parameters())
+        spans = [optimizer.main(p) for p in trained if optimizer.span(p) is not None]
+        found |= {
+            "spans": size(spans),
+            "gradients": size(p.main_grad for p in trained),
+            "of spans": size(span.grad for span in spans if span.grad is not None),
+            "moments": size(x for p in trained for x in optimizer.state(p).values()),
+        }
+    return found
+
+
+def trained(backend: MegatronBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
+    """All numbers of steps with generation between them, of which one is amid an accumulation."""
+    found: dict[str, Any] = {}
+    sizes: list[dict[str, int]] = []
+
+    def generate() -> dict[str, Tensor]:
+        if offloads:
+            backend.offload(keep_weights=keep)
+            sizes.append(held(backend))
+        weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        if offloads:
+            assert held(backend) == sizes[-1]
+        return weights
+
+    found["initial"] = generate()
+    found["metrics"] = [finalize(backend.train_step(FIRST, nll_loss))["loss"]]
+    sizes.append(held(backend))
+    found["weights"] = generate()
+    found["cast"] = {name: x.clone() for name, x in backend.weights(torch.bfloat16)}
+    found["logprobs"] = backend.get_logprobs(FIRST).values
+    generate()
+    found["reference"] = backend.get_reference_logprobs(FIRST).values
+    backend.forward_backward(FIRST, nll_loss)
+    generate()
+    backend.forward_backward(SECOND, nll_loss)
+    generate()
+    found["metrics"].append(finalize(backend.optim_step())["grad_norm"])
+    backend.forward_backward(FIRST, nll_loss)
+    generate()
+    backend.train_step(SECOND, nll_loss)  # which drops that gradient
+    generate()
+    backend.save_checkpoint(path, background=True)  # numpy would hold on to a CPU's memory
+    backend.wait_for_checkpoint()
+    backend.train_step(SECOND, nll_loss)
+    generate()
+    backend.load_checkpoint(path)
+    backend.train_step(FIRST, nll_loss)
+    generate()
+    backend.take_weights({name: 1.01 * x for name, x in found["weights"].items()}, version=1)
+    backend.train_step(FIRST, nll_loss)
+    found["last"] = generate()
+    if offloads:
+        _, trains, *_ = sizes
+        assert trains["moments"] and trains["gradients"]
+        shared = backend.world.plan.precision == "float32"  # spans are views of parameters
+        kept = {"parameters": keep * trains["parameters"], "spans": keep * shared * trains["spans"]}
+        for size in sizes[:1] + sizes[2:]:
+            assert size == {name: kept.get(name, 0) for name in trains}
+        backend.train_step(FIRST, nll_loss)
+        assert held(backend) == trains
+    return found
+
+
+def same_bits(folder: Path, path: Path, way: str, keep: bool) -> dict[str, Tensor]:
+    found = []
+    for offloads in (True, False):
+        backend = start(folder, way)
+        found.append(trained(backend, path / str(offloads), offloads=offloads, keep=keep))
+        backend.shutdown()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    return found[0]["last"]
+
+
+@pytest.mark.parametrize(
+    ("way", "keep"),
+    [
+        *((way, False) for way in PLANS),
+        ("dp 2 in bfloat16", True),
+        ("pp 2", True),
+    ],
+)
+def test_ranks_have_the_same_bits(way: str, keep: bool, tmp_path: Path):
+    kind = "qwen3_moe" if way == "ep 2" else "qwen3"
+    made = tiny_model(kind, scale=2.0, tied=way == "pp 2", num_hidden_layers=4)
+    made.save_pretrained(tmp_path / "model")
+    one, other = run_ranks(2, same_bits, tmp_path / "model", tmp_path, way, keep)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def emptied(folder: Path) -> None:
+    backend = start(folder, "dp 2 in bfloat16", keep_reference=False)
+    assert held(backend)["gradients"]
+    backend.empty_cache()
+    backend.forward_backward(FIRST, nll_loss)
+    before = held(backend)
+    backend.empty_cache()
+    assert held(backend) == before, "the next step's"
+    backend.optim_step()
+    backend.empty_cache()
+    found = held(backend)
+    assert not found["gradients"] and not found["of spans"]
+    assert found["parameters"] == before["parameters"] and found["moments"]
+    backend.shutdown()
+
+
+def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(tmp_path: Path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    run_ranks(2, emptied, tmp_path)
+
+
+def answers(backend: MegatronBackend) -> list[Any]:
+    new = [(n, [2 + n] * 3, SamplingParams(seed=n, max_new_tokens=6)) for n in range(4)]
+    found, _ = backend.decode(Order(new=new, passes=100))
+    return [found[n] for n in sorted(found)]
+
+
+def decoded(folder: Path, way: str) -> None:
+    backend = start(folder, way)
+    backend.train_step(FIRST, nll_loss)
+    backend.open_engine(max_batch_size=4, max_positions=64, end_tokens=[1])
+    expected = answers(backend)
+    backend.offload(keep_weights=True)
+    before = held(backend)
+    assert before["parameters"] and not before["moments"] and not before["reference"]
+    backend.decode(Order(anew=True, asleep=True))
+    assert answers(backend) == expected and held(backend) == before, "nothing came back"
+    backend.offload()
+    assert not held(backend)["parameters"]
+    assert answers(backend) == expected and held(backend)["parameters"]
+    backend.shutdown()
+
+
+@pytest.mark.parametrize("way", ["dp 2 in bfloat16", "pp 2"])
+def test_ranks_generate_while_the_rest_is_away(way: str, tmp_path: Path):
+    tiny_model("qwen3", scale=2.0).save_pretrained(tmp_path)
+    run_ranks(2, decoded, tmp_path, way)
+
+
+def frozen(folder: Path) -> None:
+    """A model that does not train, beside one that does."""
+    teacher = start(folder, "dp 2", trains=False, keep_reference=False)
+    expected = teacher.get_logprobs(FIRST).values
+    before = {name: tensor.clone() for name, tensor in teacher.weights()}
+    teacher.offload()
+    teacher.empty_cache()
+    assert held(teacher) == {"parameters": 0}
+    torch.testing.assert_close(dict(teacher.weights()), before, rtol=0, atol=0)
+    assert torch.equal(teacher.get_logprobs(FIRST).values, expected)
+    teacher.shutdown()
+
+
+def test_what_does_not_train_is_offloaded_too(tmp_path: Path):
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    run_ranks(2, frozen, tmp_path)

@@ -16,7 +16,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, step_traffic
 from nemorl.parallel.planner.megatron import Stage
-from nemorl.parallel.planner.memory import Memory, Step
+from nemorl.parallel.planner.memory import Memory, Step, engine_memory
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 from nemorl.parallel.planner.sharing import (
     GB,
@@ -113,9 +113,10 @@ def find_plans(config: PlanConfig) -> Planned:
         if not problems:
             steps.append(Step(model, plan, config))
     if not steps:
+        divides = " and a divisor of it" * (config.gpus > config.gpus_per_node)
         given = (
             f"the degrees given do not multiply to a divisor of {config.gpus}, with tp within"
-            f" {config.gpus_per_node} and a pipeline if there is vpp"
+            f" {config.gpus_per_node}{divides} and a pipeline if there is vpp"
         )
         reason = "; ".join(refused) or given
         raise ValueError(f"gpus must allow a plan that suits the model, but none does: {reason}")
@@ -150,7 +151,8 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     ):
         replicate, left = divmod(gpus, tp * pp * cp * shard)
         copies = _degrees(asked.dp_replicate, gpus, free=traits.shards == "parameters")
-        if left or tp > config.gpus_per_node or replicate not in copies:
+        across = gpus > config.gpus_per_node and config.gpus_per_node % tp
+        if left or tp > config.gpus_per_node or across or replicate not in copies:
             continue
         ends = asked.num_layers_in_first_pipeline_stage, asked.num_layers_in_last_pipeline_stage
         if pp == 1 and (asked.vpp > 1 or any(ends)):
@@ -183,19 +185,27 @@ def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
 
 def estimate(step: Step) -> Candidate:
     """Return the memory, traffic and time of a step."""
-    stages, traffic = stages_of(step), step_traffic(step)
+    stages = stages_of(step)
     if pipeline := [stage for stage in stages if isinstance(stage, Stage)]:
         traffic = max((stage.traffic() for stage in pipeline), key=lambda sent: sent.total)
+    else:
+        traffic = step_traffic(step)
     moments, shared = [stage.training_memory() for stage in stages], None
     if step.work.engines:
-        can_offload = step.traits.shards == "parameters" and not step.plan.cpu_offload
-        can_empty = empties_cache(step.work.trainer.backend)
+        can_offload, can_empty = step.can_offload, empties_cache(step.work.trainer.backend)
+        asked, card = step.work.trainer.offload_during_generation, GB * step.work.gpu_memory
         with suppress(ValueError):  # the plan is too large
-            card = GB * step.work.gpu_memory
             shared = sharing(step, card=card, can_offload=can_offload, can_empty=can_empty)
-        step = with_offloading(step, shared.offloads if shared else can_offload)
+        # An engine that starts has room for a sequence, and as many as fit into its share.
+        engine = engine_memory(step, 1)
+        if shared:
+            step = with_offloading(step, shared.offloads)
+            wanted = engine_memory(step, step.work.generation.max_batch_size)
+            engine = max(engine, min(wanted, int(shared.share * card)))
+        elif asked is None:
+            step = with_offloading(step, can_offload)
         cache = cache_of(step, can_empty=can_empty)
-        moments.append(step.generation_memory(states_of(step), cache=cache))
+        moments.append(step.generation_memory(states_of(step), generation=engine, cache=cache))
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),
@@ -284,8 +294,8 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
     resident = config.trainer.offload_during_generation is False
     remedies += ["--trainer.offload-during-generation"] * (sharded and generates and resident)
-    fewer = "a smaller --generation.max-batch-size", "a larger --generation.tensor-parallel-size"
-    remedies += [*fewer, "--generation.no-colocated"] * generates
+    fewer = "a larger --generation.tensor-parallel-size", "--generation.no-colocated"
+    remedies += [*fewer] * generates
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"

@@ -44,7 +44,9 @@ class OpenPlan:
     activation_checkpointing: Literal["none", "selective", "full"] | None = None
     """What the backward pass recomputes."""
     recompute_modules: tuple[RecomputedModule, ...] = ()
-    """With these all plans are selective; the estimate is the one of core_attn."""
+    """With these all plans are selective."""
+    overlap_grad_reduce: bool = False
+    """Has no effect on the estimate."""
     compile: bool = False
     """Has no effect on the estimate."""
     cpu_offload: bool = False

@@ -67,7 +67,7 @@ def step_traffic(step: Step) -> Traffic:
 def context_array(step: Step) -> int:
     """Return the bytes that a layer exchanges of a microbatch for context parallelism."""
     plan, (q, kv, _) = step.plan, step.heads_width
-    repeated = (step.model.num_key_value_heads // plan.tp) % plan.cp > 0
+    repeated = step.kv_heads % plan.cp > 0
     exchanged = 2 * q + 2 * (q if repeated else kv)
     width = 2 * kv * plan.cp if plan.cp_method == "allgather" else exchanged
     passes = 2 if plan.activation_checkpointing == "none" else 3

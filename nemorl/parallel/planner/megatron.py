@@ -101,14 +101,17 @@ class Stage:
         norms = 2 * (3 * stream + upcast)
         head_norms = 2 * STATE * (q + kv) if model.qk_norm else 0
         reordered = 1.5 * (not step.work.trainer.sequence_packing or plan.cp > 1)
-        # The output of attention, and its logsumexp, which "selective" computes again.
-        output = 0 if recomputed == "selective" else q * size
+        modules = step.recomputed_modules if recomputed == "selective" else ()
+        # The output of attention, and its logsumexp.
+        output = 0 if "core_attn" in modules else q * size
         attention = (q * (2 + reordered) + kv + 2 * step.kept_keys()) * size + output
         feed_forward: float = 5 * inner * size
         if model.num_local_experts:
             inner = self.experts_width
             feed_forward = self.rows_of_experts * (hidden + 6 * inner) * size
             feed_forward += SCORES * model.num_local_experts / step.token_split()
+        if {"mlp", "moe"} & {*modules}:
+            feed_forward = 0
         return int(step.tokens * (norms + head_norms + attention + feed_forward))
 
     @property
@@ -130,10 +133,8 @@ class Stage:
         step, model = self.step, self.step.model
         if not model.num_local_experts:
             return step.layer_backward()
-        widest = max(
-            (3 * model.q_size + 2 * model.kv_size) / step.plan.tp,
-            2 * self.rows_of_experts * model.hidden_size,
-        )
+        q, kv, _ = step.heads_width
+        widest = max(3 * q + 2 * kv, 2 * self.rows_of_experts * model.hidden_size)
         return int(step.tokens * step.dtype_size * (widest + 2 * model.hidden_size))
 
     def training_memory(self) -> Memory:
@@ -143,6 +144,8 @@ class Stage:
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
         kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") if how == "full" else 0
+        if how == "selective" and {"mlp", "moe"} & {*step.recomputed_modules}:
+            again = self.kept_per_layer(recomputed="none") - self.kept_per_layer(recomputed=how)
         moments = [(kept + again + self.layer_backward(), 0, 0)]
         if self.is_last:
             head = STATE * (model.vocab_size // step.plan.tp) * model.hidden_size
@@ -158,7 +161,7 @@ class Stage:
     def traffic(self) -> Traffic:
         """Return what the device sends in a step; gradients are reduced once, at its end."""
         step, plan, model = self.step, self.step.plan, self.step.model
-        count, layers = step.micro_batches, self.num_layers
+        count, layers, how = step.micro_batches, self.num_layers, plan.activation_checkpointing
 
         def sent(array: float, devices: int, times: float = 1) -> int:
             return int(times * array * (devices - 1) / devices)
@@ -168,9 +171,11 @@ class Stage:
         # With sequence parallelism the backward pass gathers the inputs of products again.
         # Those of experts, of which as many more are sent, are counted on their own.
         per_layer = 10 if plan.sequence_parallel else 8
-        again = 4 if plan.activation_checkpointing == "full" else 0
+        modules = step.recomputed_modules
+        again = {"none": 0, "selective": 2 * ("mlp" in modules), "full": 4}
+        experts = {"none": 4, "selective": 4 + 2 * ("moe" in modules), "full": 6}
         if model.num_local_experts:
-            per_layer, again = per_layer // 2, again // 2
+            per_layer, again = per_layer // 2, {"none": 0, "selective": 0, "full": 2}
         ends = (self.index == 0) + 3 * self.is_last
         sends = 2 * plan.vpp - (self.index == 0) - self.is_last
         tied = model.tie_word_embeddings and plan.pp > 1 and (self.index == 0 or self.is_last)
@@ -179,11 +184,11 @@ class Stage:
         return Traffic(
             shard=sent(per_parameter * self.parameters(), together),
             expert_shard=sent(per_parameter * self.of_experts(), alike),
-            tensor=sent(stream, plan.tp, count * (layers * (per_layer + again) + ends)),
+            tensor=sent(stream, plan.tp, count * (layers * (per_layer + again[how]) + ends)),
             experts=sent(
                 stream * self.rows_of_experts,
                 plan.ep if plan.ep > 1 else plan.tp,
-                count * layers * (6 if plan.activation_checkpointing == "full" else 4),
+                count * layers * experts[how],
             ),
             context=sent(context_array(step), plan.cp, count * layers),
             pipeline=count * sends * stream // step.token_split()

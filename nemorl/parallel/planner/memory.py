@@ -89,7 +89,22 @@ class Step:
     def heads_width(self) -> tuple[int, int, int]:
         """Widths on a device of queries, of keys, and of the feed-forward."""
         model, tp = self.model, self.plan.tp
-        return model.q_size // tp, model.kv_size // tp, model.intermediate_size // tp
+        return model.q_size // tp, self.kv_heads * model.head_dim, model.intermediate_size // tp
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads on a device: where tp exceeds them, several ranks have the same one."""
+        return max(1, self.model.num_key_value_heads // self.plan.tp)
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """What megatron-core recomputes with activation_checkpointing selective."""
+        return self.plan.recompute_modules or ("core_attn",)
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether the trainer can leave the device while engines generate."""
+        return self.traits.shards == "parameters" and not self.plan.cpu_offload
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of each matrix of a layer that gets an adapter."""
@@ -136,12 +151,17 @@ class Step:
             reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )
 
-    def generation_memory(self, states: Memory, *, cache: int = 0) -> Memory:
+    def generation_memory(
+        self, states: Memory, *, generation: int | None = None, cache: int = 0
+    ) -> Memory:
         """Return the memory while an engine samples beside a trainer's states, and its cache unless
         the trainer is offloaded.
+
+        generation: what the engine takes. Default: weights, and a cache for the whole batch.
         """
         model, work = self.model, self.work
-        generation = engine_memory(self, work.generation.max_batch_size)
+        if generation is None:
+            generation = engine_memory(self, work.generation.max_batch_size)
         if not work.trainer.offload_during_generation:
             return replace(states, generation=generation, cache=cache)
         # Weights are handed over one by one.
@@ -270,9 +290,9 @@ class Step:
 
     def layer_backward(self) -> int:
         """Return the gradients held at a time: three arrays of the feed-forward, or attention's."""
-        model = self.model
-        widest = max(3 * model.intermediate_size, 3 * model.q_size + 2 * model.kv_size)
-        return self.tokens * self.dtype_size * (widest // self.plan.tp + 2 * model.hidden_size)
+        q, kv, inner = self.heads_width
+        widest = max(3 * inner, 3 * q + 2 * kv)
+        return self.tokens * self.dtype_size * (widest + 2 * self.model.hidden_size)
 
     def outer_activations(self) -> int:
         """Return last norm, hidden states' gradient, rotary tables and token ids."""
@@ -303,7 +323,7 @@ class Step:
             return kv
         if plan.cp_method == "allgather":
             return kv * plan.cp
-        return q if (self.model.num_key_value_heads // plan.tp) % plan.cp else kv
+        return q if self.kv_heads % plan.cp else kv
 
 
 def engine_memory(step: Step, sequences: int) -> int:

@@ -9,12 +9,13 @@ from nemorl.parallel.planner.cost import Traffic, step_traffic
 from nemorl.parallel.planner.hardware import LINKS
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import STATE, Step
+from nemorl.parallel.planner.model_shape import shard_ranks
 from nemorl.parallel.planner.sharing import stages_of
 from nemorl.parallel.planner.timing import step_times
 
 TOKEN = 50
-"""Bytes of a token in a batch: ids, segments, positions and policy versions of 8, two masks, and
-weights, advantages and two logprobs of 4.
+"""Bytes of a token in a batch, padding included: ids, segments, positions and policy versions of 8,
+two masks, and weights, advantages and two logprobs of 4.
 """
 CHOICE = 2
 """Bytes of the number of an expert that a sampler chose."""
@@ -24,7 +25,8 @@ DISK = 2e9
 """Bytes per second that a machine writes to a file system; an estimate."""
 MESSAGE, CALL_SECONDS = 2000, 1e-3
 """At most so many bytes of a call without its batch, an answer, or metrics; and the controller's
-seconds for a call of one rank (an estimate).
+seconds for a call of one rank: 0.9 to 1.7 ms of its CPU with 8 and 32 ranks, by
+benchmarks/controller.py.
 """
 
 
@@ -64,26 +66,32 @@ def batch_tokens(step: Step) -> int:
 
 
 def _batch(step: Step) -> Move:
-    """Each machine fetches the batch once, and each rank reads all of it."""
+    """Each machine fetches the batch once, and each rank reads all of it. Rows are taken to be as
+    wide as the longest.
+    """
     size = TOKEN * batch_tokens(step)
     sent = size * machines(step)
-    seconds = size / STORE + sent / step.work.hardware.far
+    seconds = _stored(step, size, sent)
     return Move(what="batch", through="controller", of_rank=size, total=sent, seconds=seconds)
 
 
 def _routes(step: Step) -> Move:
-    """Each rank gets the choices for its own rows, in its own layers."""
-    model = step.model
+    """Each rank gets the choices for its own rows, in its own layers: an object that machines of
+    tp and cp ranks fetch once each.
+    """
+    model, alike = step.model, step.plan.tp * step.plan.cp
     rows = batch_tokens(step) // step.plan.data_ranks
     layers = max(stage.num_layers for stage in _stages(step))
     choice = CHOICE * model.num_experts_per_tok
-    total = choice * model.num_hidden_layers * batch_tokens(step) * step.plan.tp * step.plan.cp
+    put = choice * model.num_hidden_layers * batch_tokens(step)
+    hardware = replace(step.work.hardware, gpus=step.plan.num_ranks)
+    total = put * alike // hardware.together(1, alike)
     return Move(
         what="routes",
         through="controller",
         of_rank=choice * layers * rows,
         total=total,
-        seconds=total / STORE,
+        seconds=_stored(step, put, total),
     )
 
 
@@ -125,19 +133,116 @@ def _exchanges(step: Step) -> list[Move]:
 
 
 def _weights(step: Step) -> list[Move]:
-    """All weights in the model's type, by each of the ways to engines."""
-    hardware = replace(step.work.hardware, gpus=step.plan.num_ranks)
-    size = step.dtype_size * step.model.num_parameters()
-    processes = step.plan.num_ranks
-    gathered = hardware.ring(size, step.model.num_hidden_layers, stride=1, size=processes)
+    """All weights in the model's type, gathered on the ranks, and then by each of the ways to as
+    many engines: on the same GPUs, where they are copied, or on others.
+    """
+    gathered = _gathered(step)
+    size, processes = step.dtype_size * step.model.num_parameters(), step.plan.num_ranks
+    put, first = size * machines(step), gathered.seconds
+    by_nccl = size / (LINKS * step.work.hardware.far)
     ways = (
-        ("weights by cuda_ipc", "each rank", size, size * processes, gathered),
-        ("weights by nccl", "rank 0", size, size * processes, size / (LINKS * hardware.far)),
-        ("weights by object_store", "rank 0", size, size * machines(step), size / STORE),
+        ("weights by cuda_ipc", "each rank", size * processes, first),
+        ("weights by nccl", "rank 0", size * processes, first + by_nccl),
+        ("weights by object_store", "rank 0", put, first + _stored(step, size, put)),
     )
+    return [gathered] + [
+        Move(what=what, through=through, of_rank=size, total=total, seconds=seconds)
+        for what, through, total, seconds in ways
+    ]
+
+
+def _stored(step: Step, size: int, fetched: int) -> float:
+    """Return the seconds in which a process puts so many bytes into the object store, and its
+    machine sends what machines fetch.
+    """
+    return size / STORE + fetched / step.work.hardware.far
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A collective of the ranks that are `stride` apart, for each of some tensors."""
+
+    size: int
+    stride: int
+    calls: int
+    """Tensors."""
+    of_rank: float
+    """Bytes that a rank sends, of stages that are taken as equal."""
+    whole: float
+    """Bytes that some rank sends while all wait: stages and parts of experts take turns."""
+    total: float
+    """Bytes that all ranks send."""
+
+
+def _gathered(step: Step) -> Move:
+    """Each tensor comes on all ranks: by FSDP2's own collectives, or with megatron-core from the
+    ranks that have it. All ranks go through all tensors together.
+    """
+    hardware = replace(step.work.hardware, gpus=step.plan.num_ranks)
+    found = _rings_of_stages(step) if step.shards_optimizer else _rings_of_shards(step)
+    rings = [ring for ring in found if ring.total]
+    return Move(
+        what="weights, gathered",
+        through="each rank",
+        of_rank=sum(ring.of_rank for ring in rings),
+        total=sum(ring.total for ring in rings),
+        seconds=sum(
+            hardware.ring(ring.whole, ring.calls, stride=ring.stride, size=ring.size)
+            for ring in rings
+        ),
+    )
+
+
+def _tensors(step: Step) -> tuple[int, int]:
+    """Return the model's tensors by their names on the hub, and those of experts: three of each."""
+    layers, model = step.model.num_hidden_layers, step.model
+    own = sum(not matrix.of_experts for matrix in model.layer())
+    return layers * own + len([*model.ends()]), 3 * layers * model.num_local_experts
+
+
+def _rings_of_shards(step: Step) -> list[Ring]:
+    """Return FSDP2's: parts of tp, and then shards."""
+    plan, size, shards = step.plan, step.dtype_size, shard_ranks(step.plan)
+    layers = [*step.model.layer()] * step.model.num_hidden_layers
+    cut = size * sum(each.size for each in (*layers, *step.model.ends()) if each.tp is not None)
+    whole = size * step.model.num_parameters()
+
+    def ring(sent: float, devices: int, stride: int) -> Ring:
+        sent *= (devices - 1) / devices
+        return Ring(devices, stride, sum(_tensors(step)), sent, sent, sent * plan.num_ranks)
+
+    return [ring(cut / shards, plan.tp, 1), ring(whole, shards, plan.tp)]
+
+
+def _rings_of_stages(step: Step) -> list[Ring]:
+    """Return megatron-core's: spans of the optimizer in float32, unless the model is, summed up;
+    parts of tp; experts to all of ep, on each stage; and everything to all stages.
+    """
+    plan, model, size = step.plan, step.model, step.dtype_size
+    ranks, of_layer = plan.num_ranks, sum(each.size for each in model.layer() if each.of_experts)
+    experts = model.num_hidden_layers * of_layer
+    others = model.num_parameters() - experts
+
+    def ring(devices: int, stride: int, calls: int, sent: float, *, of: int = 1) -> Ring:
+        """of: stages or parts of experts that take turns."""
+        sent *= (devices - 1) / devices
+        return Ring(devices, stride, calls, sent / of, sent, ranks * sent / of)
+
+    together, alike = Stage(step, 0).shares()
+    count, of_experts = _tensors(step)
+    stages, parts = plan.pp, plan.pp * plan.ep
+    main = STATE if size < STATE else 0
+    own = experts / (plan.tp if plan.ep == 1 else 1)
+    if plan.ep > 1:
+        stride, divided, cut = plan.ep, others, count
+    else:
+        stride, divided, cut = plan.tp, others + experts, count + of_experts
     return [
-        Move(what=what, through=through, of_rank=of_rank, total=total, seconds=seconds)
-        for what, through, of_rank, total, seconds in ways
+        ring(together, plan.tp, count, 2 * main * others / plan.tp, of=stages),
+        ring(alike, stride, of_experts, 2 * main * own, of=parts),
+        ring(plan.tp, 1, cut, size * divided, of=stages),
+        ring(plan.ep, 1, of_experts, size * experts),
+        ring(plan.pp, ranks // plan.pp, count + of_experts, size * (others + experts)),
     ]
 
 

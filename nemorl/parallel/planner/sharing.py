@@ -62,6 +62,8 @@ class Sharing:
     """Whether trainer.offload_during_generation is on."""
     chosen: bool
     """Whether nemorl chose so."""
+    fits: bool
+    """Whether resident and wanted fit together."""
     share: float
     """The engine's gpu_memory_utilization."""
 
@@ -76,8 +78,11 @@ class Sharing:
         if not self.chosen:
             return said
         both = f"trainer's {self.resident / GB:.1f} GB and an engine's {self.wanted / GB:.1f} GB"
-        on, why = ("on", "don't fit") if self.offloads else ("off", "fit")
-        return f"{said}; trainer.offload_during_generation is {on}: the {both} {why} together"
+        on = "on" if self.offloads else "off"
+        why = "fit together" if self.fits else "don't fit together"
+        if not (self.fits or self.offloads):
+            why += ", but the trainer can't be offloaded here: sequences wait for room in the cache"
+        return f"{said}; trainer.offload_during_generation is {on}: the {both} {why}"
 
 
 def stages_of(step: Step) -> Sequence[Step | Stage]:
@@ -166,6 +171,7 @@ def sharing(
         kept=left,
         offloads=offloads,
         chosen=asked is None,
+        fits=fits,
         share=share,
     )
 

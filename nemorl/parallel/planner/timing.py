@@ -16,6 +16,8 @@ KERNELS, OF_EXPERT = 100, 13
 of tiny models on a CPU: 13 per expert, and 101 (llama, dtensor), 103 (llama, megatron) and 163
 (qwen3, packed, megatron), some of which are one on a GPU.
 """
+HOST_MEMORY = 2e11
+"""Bytes per second of a machine's main memory; an estimate."""
 HEAD_PASSES = 6
 """Times that a logit is read or written, in float32; an estimate."""
 ADAMW = 3.5
@@ -39,7 +41,7 @@ class Times:
     idle: float = 0.0
     """While a pipeline fills and drains."""
     host: float = 0.0
-    """What is offloaded for generation, there and back."""
+    """What is offloaded for generation, there and back; AdamW in main memory with cpu_offload."""
     overlaps: bool = False
     """Whether data travels while layers compute (FSDP2), so that the longer of them counts."""
 
@@ -78,15 +80,19 @@ class Product:
         return self.count * forward, self.count * backward
 
 
-def products(step: Step) -> Iterator[Product]:
+def products(step: Step, *, block: str = "") -> Iterator[Product]:
     """Yield the products of a layer: megatron-core multiplies q, k and v at once, and gate and up;
     experts come one after the other.
+
+    block: self_attn or mlp, or all of it.
     """
     model, plan, adapted = step.model, step.plan, step.adapted()
     fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up_proj"}
     found = []
     for name, (rows, columns), _, axis in model.linear():
-        own = name.split(".")[1]
+        of, own = name.split(".")
+        if block not in ("", of):
+            continue
         width = max(rows // plan.tp, model.head_dim) if axis == 0 else rows
         inner = columns // plan.tp if axis == 1 else columns
         rank = largest_rank(step, own) if own in adapted else 0
@@ -95,7 +101,7 @@ def products(step: Step) -> Iterator[Product]:
     for _, group in groupby(found, key=lambda pair: pair[0]):
         parts = [product for _, product in group]
         yield replace(parts[0], columns=sum(part.columns for part in parts))
-    if model.num_local_experts:
+    if model.num_local_experts and block != "self_attn":
         stage, hidden = Stage(step, 0), model.hidden_size
         count, inner = local_experts(step), stage.experts_width
         each, split = step.tokens * stage.rows_of_experts / count, step.tokens / step.token_split()
@@ -121,11 +127,22 @@ def layer_seconds(step: Step, hardware: Hardware) -> float:
     first = hardware.kernels(2 * kept, count / 3)  # each is written and read, and twice backward
     again = {
         "none": 0.0,
-        "selective": attention if whole else forward / 2 + first,
+        "selective": modules_seconds(step, hardware) if whole else forward / 2 + first,
         "full": forward + attention + first,
     }
     # Attention multiplies twice forward, five times backward.
     return forward + backward + 3.5 * attention + 3 * first + again[plan.activation_checkpointing]
+
+
+def modules_seconds(step: Step, hardware: Hardware) -> float:
+    """Return the seconds forward of what megatron-core recomputes of a layer with selective."""
+    modules, size, seconds = step.recomputed_modules, step.dtype_size, 0.0
+    if "core_attn" in modules:
+        seconds += hardware.attention(attention_flops(step), size=size)
+    if {"mlp", "moe"} & {*modules}:
+        parts = products(step, block="mlp")
+        seconds += sum(part.seconds(hardware, size, frozen=True)[0] for part in parts)
+    return seconds
 
 
 def attention_flops(step: Step) -> float:
@@ -141,12 +158,15 @@ def attention_flops(step: Step) -> float:
 
 
 def head_seconds(step: Step, hardware: Hardware) -> float:
-    """Return the seconds of the head for a microbatch, forward and backward."""
+    """Return the seconds of the head for a microbatch, forward and backward, which computes each
+    chunk's logits again.
+    """
     columns, size = step.model.vocab_size // step.plan.tp, step.dtype_size
     product = Product(rows=step.tokens, inner=step.model.hidden_size, columns=columns)
     moved = HEAD_PASSES * STATE * step.tokens * columns
     frozen = step.work.lora.rank > 0
-    return sum(product.seconds(hardware, size, frozen=frozen)) + moved / hardware.memory
+    forward, backward = product.seconds(hardware, size, frozen=frozen)
+    return 2 * forward + backward + moved / hardware.memory
 
 
 def step_times(step: Step) -> Times:
@@ -178,8 +198,8 @@ def _times(
     """Return the times of a device: of some layers, and bytes of optimizer state.
 
     A pipeline of p devices, each with v parts of the layers, is idle for (p - 1) / v microbatches,
-    each as slow as on the slowest device. Of offloading for generation, which nothing hides, once a
-    step.
+    each as slow as on the slowest device. Nothing hides what is offloaded for generation, once a
+    step, and AdamW in main memory, which the devices of a machine share.
     """
     plan, work = step.plan, step.work
     waiting = waits(step, hardware, layers, traffic)
@@ -188,6 +208,8 @@ def _times(
     if plan.cpu_offload:  # parameters come twice from main memory, and gradients go there
         moved = 2 * step.kept() + step.trained()
         data = max(data, step.micro_batches * STATE * moved / HOST_BANDWIDTH)
+        devices = min(hardware.gpus, hardware.per_machine)
+        host = ADAMW * 2 * STATE * step.trained() * devices / HOST_MEMORY
     if work.trainer.offload_during_generation:
         states = step.states()  # there and back; weights come once more, for the engine
         host = (2 * states.total + states.parameters) / HOST_BANDWIDTH

@@ -4,7 +4,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nemorl.parallel.backends import limits_of
 from nemorl.parallel.config import MICRO_BATCH_TOKENS
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import Step
@@ -51,8 +50,7 @@ def sharing_of(
     room = card * (1 - step.work.reserve)
     if not devices.torchrun:  # where machines may have other GPUs, and all must cut alike
         step = with_room(step, room, longest=config.data.max_total_sequence_length)
-    limits = limits_of(config.trainer.backend)
-    can_offload &= limits.traits.shards == "parameters" and not devices.plan.cpu_offload
+    can_offload &= step.can_offload
     given = engines.engine.get("gpu_memory_utilization")
     sleeps = engines.sleep_level != 0
     able = {"can_offload": can_offload, "can_empty": can_empty}

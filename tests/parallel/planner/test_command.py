@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -223,6 +223,7 @@ BAD = {
     "--cp 3": "the degrees given do not multiply to a divisor of 8, with tp within 8",
     "--cp 4 --dp-shard 4": "the degrees given do not multiply to a divisor of 8",
     "--gpus 16 --tp 16": "do not multiply to a divisor of 16, with tp within 8 and",
+    "--gpus 24 --tp 6": "do not multiply to a divisor of 24, with tp within 8 and a divisor of it",
     "--tensor-parallel-size 2": "generation.tensor_parallel_size is not for torch, which computes",
     "--generation.backend vllm --tensor-parallel-size 3": "must divide the 8 GPUs, but it is 3",
     "--offload-during-generation": "trainer.offload_during_generation needs engines on these GPUs",
@@ -308,6 +309,11 @@ def test_a_file_for_training_is_a_workload(models: Path, tmp_path: Path):
         parse("plan", flags)
 
 
+def test_a_plan_takes_all_of_a_runs_parallel_settings():
+    names = [{each.name for each in fields(kind)} for kind in (OpenPlan, ParallelPlan)]
+    assert names[0] == names[1]
+
+
 def test_packed_rows_are_as_wide_as_the_trainer_makes_them(models: Path):
     wide, two = (
         config_of(models, gpus=8, **options)
@@ -369,9 +375,45 @@ def test_offloading_leaves_engines_room(models: Path):
     options: dict[str, Any] = {"gpus": 8, **ENGINES}
     said = shown(models, "7b", offload_during_generation=True, **options)
     assert "--trainer.offload-during-generation" in said and "host" in said
-    options |= {"max_batch_size": 512, "offload_during_generation": False}
-    with pytest.raises(ValueError, match=r"try --parallel.cpu.* --trainer.offload-.*, a smaller"):
+    # Without it an engine has no room for a single sequence.
+    options |= {"gpu_memory": 30, "activation_checkpointing": "full"}
+    assert find(models, "7b", offload_during_generation=True, **options).fitting
+    options["offload_during_generation"] = False
+    with pytest.raises(ValueError, match=r"try --parallel.cpu.* --trainer.offload-.*, a larger"):
         shown(models, "7b", **options)
+
+
+def test_sequences_without_room_in_the_cache_wait_as_in_a_run(models: Path):
+    """Plans that a run accepts fit: what its engines need is room for one sequence."""
+    few, many = (
+        find(models, "7b", gpus=8, **MEGATRON, **ENGINES, seq_len=8192, max_batch_size=size)
+        for size in (1, 4096)
+    )
+    assert {each.plan for each in few.fitting} == {each.plan for each in many.fitting}
+    assert many.fitting and all(each.sharing for each in many.fitting)
+    said = shown(models, "7b", width=400, gpus=8, **MEGATRON, **ENGINES, seq_len=131072)
+    assert "don't fit together, but the trainer can't be offloaded here: sequences wait" in said
+
+
+def test_groups_of_tp_stay_on_one_machine(models: Path):
+    found = find(models, gpus=24, gpu_memory=2000)
+    degrees = {each.plan.tp for each in (*found.fitting, *found.too_large)}
+    assert degrees == {1, 2, 4, 8}
+    one = find(models, "7b", gpus=6, gpus_per_node=8, gpu_memory=2000, tp=2).fitting
+    assert one, "a part of a machine"
+
+
+def test_each_module_that_is_recomputed_counts(models: Path):
+    options: dict[str, Any] = {"gpus": 8, "gpu_memory": 2000, **MEGATRON}
+    options |= {"tp": 1, "pp": 1, "cp": 1}
+    for name, feeds in (("7b", "mlp"), ("30b-a3b", "moe")):
+        attention, both, feed = (
+            best(models, name, recompute_modules=modules, ep=1, **options)
+            for modules in (("core_attn",), ("core_attn", feeds), (feeds,))
+        )
+        assert both.fullest.activations < feed.fullest.activations < attention.fullest.activations
+        assert both.times.compute > feed.times.compute and feed.times.compute > 0
+        assert both.times.compute > attention.times.compute
 
 
 def test_adapters_leave_room(models: Path):

@@ -21,7 +21,7 @@ from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.cost import step_traffic
+from nemorl.parallel.planner.cost import context_array, step_traffic
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import ENGINE, Step
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
@@ -262,6 +262,31 @@ STAGES = {
 RARE_STAGES = {
     "PP, full": ("llama", replace(PP, activation_checkpointing="full"), MEGATRON),
     "PP, selective": ("qwen3", replace(PP, activation_checkpointing="selective"), MEGATRON),
+    "PP, mlp": (
+        "qwen3",
+        replace(PP, activation_checkpointing="selective", recompute_modules=("mlp",)),
+        MEGATRON,
+    ),
+    "TP, mlp": (
+        "llama",
+        replace(
+            TP,
+            dp_shard=1,
+            activation_checkpointing="selective",
+            recompute_modules=("core_attn", "mlp"),
+        ),
+        MEGATRON,
+    ),
+    "EP, moe": (
+        "qwen3_moe",
+        replace(
+            SHARDED,
+            ep=2,
+            activation_checkpointing="selective",
+            recompute_modules=("core_attn", "moe"),
+        ),
+        MEGATRON,
+    ),
     "VPP, bfloat16, full": (
         "llama",
         replace(PP, vpp=2, param_dtype="bfloat16", activation_checkpointing="full"),
@@ -424,6 +449,19 @@ def test_a_generator_has_the_device_while_the_model_is_offloaded():
     # There and back, and the parameters once more for the engine.
     more = step_times(alone).total - step_times(beside).total
     assert more == pytest.approx(9 * shard / HOST_BANDWIDTH)
+
+
+def test_ranks_that_share_a_key_value_head_have_all_of_it():
+    shape = replace(model_shape(LLAMA_70B), num_key_value_heads=4)
+    work = on_megatron(workload(gpus=16, seq_len=8192))
+    step = Step(shape, Plan(tp=8, cp=2), work)
+    (q, kv, _), head = step.heads_width, shape.head_dim
+    assert (q, kv) == (8 * head, head)
+    assert step.kept_keys() == q, "repeated for each of cp"
+    assert context_array(step) == step.tokens * 4 * q * 4 * 2
+    gathers = replace(step, plan=replace(step.plan, cp_method="allgather"))
+    assert gathers.kept_keys() == 2 * kv
+    assert context_array(gathers) == step.tokens * 2 * kv * 2 * 4 * 2
 
 
 def test_rows_are_padded_to_what_the_plan_can_split():

@@ -13,8 +13,10 @@ from nemorl.data.example import Example
 from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.hardware import CALL, LINKS, MACHINE
 from nemorl.parallel.planner.memory import Step
-from nemorl.parallel.planner.moves import MESSAGE, Move, step_moves
+from nemorl.parallel.planner.moves import MESSAGE, STORE, Move, step_moves
+from nemorl.parallel.world import DTYPES
 from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.wire import dumps
 from tests.parallel.batches import nll_loss
@@ -30,6 +32,7 @@ from tests.parallel.planner.test_memory import (
 )
 from tests.ranks import run_ranks
 
+BFLOAT16 = replace(SHARDED, param_dtype="bfloat16")
 EXCHANGES = ("parameters and gradients", "activations of", "tokens to experts")
 CASES: dict[str, tuple[str, ParallelPlan, PlanConfig]] = {
     "FSDP2": ("llama", SHARDED, WORK),
@@ -37,6 +40,8 @@ CASES: dict[str, tuple[str, ParallelPlan, PlanConfig]] = {
     "megatron, DP": ("llama", SHARDED, on_megatron(WORK)),
     "megatron, PP": ("llama", Plan(dp_shard=1, pp=2), on_megatron(WORK)),
     "megatron, EP": ("qwen3_moe", replace(SHARDED, ep=2), on_megatron(WORK)),
+    "megatron, TP": ("llama", TP, on_megatron(WORK)),
+    "megatron, DP in bfloat16": ("qwen3_moe", BFLOAT16, on_megatron(WORK)),
 }
 
 
@@ -51,12 +56,14 @@ def moved(folder: Path, plan: ParallelPlan, work: PlanConfig, saved: Path) -> di
     with SentBytes() as sent:
         metrics = backend.train_step(batch, nll_loss)
     backend.save_checkpoint(saved)
-    weights = sum(tensor.nbytes for _, tensor in backend.weights())
+    with SentBytes() as gathered:
+        weights = sum(tensor.nbytes for _, tensor in backend.weights(DTYPES[plan.precision]))
     rank = backend.world.rank
     files = saved.glob(f"*-0000{rank + 1}-of-*.safetensors")
     found = {
         "exchanges": sent.total,
         "weights": weights,
+        "gathered": gathered.total,
         "checkpoint": sum(file.stat().st_size for file in files),
         "metrics": len(dumps(metrics)[0]),
         "answer": len(dumps(Answer(value=metrics, error=None, step=1))[0]),
@@ -92,8 +99,10 @@ def test_what_two_ranks_move(tmp_path: Path):
         written = [each["checkpoint"] for each in found]
         assert of["checkpoint"].of_rank == pytest.approx(max(written), rel=0.05), name
         assert of["checkpoint"].total == pytest.approx(sum(written), rel=0.05), name
+        gathered = [each["gathered"] for each in found]
+        assert of["weights, gathered"].of_rank == pytest.approx(max(gathered), rel=0.02), name
+        assert of["weights, gathered"].total == pytest.approx(sum(gathered), rel=0.02), name
         for each in found:
-            # In float32 here, which engines would get in the model's own type.
             assert of["weights by nccl"].of_rank == each["weights"], name
             assert max(each["metrics"], each["answer"]) <= MESSAGE, name
 
@@ -133,6 +142,52 @@ def test_routes_are_those_of_a_ranks_rows_and_layers():
     assert routes.of_rank == pytest.approx(own, rel=0.02)
     assert routes.total == 8 * routes.of_rank
     assert "routes" not in by_name(step_moves(Step(shape, plan, work)))
+
+
+def test_an_object_goes_once_to_each_machine_of_the_ranks_that_read_it():
+    shape, work = small_shape("qwen3_moe"), on_megatron(workload(gpus=16, seq_len=256))
+    work = replace(work, batch_rows=32)
+    near, far = (
+        by_name(step_moves(Step(shape, plan, work), replays=True))["routes"]
+        for plan in (Plan(dp_shard=8, cp=2), Plan(dp_shard=1, cp=16))
+    )
+    assert far.total == 2 * near.total and far.of_rank == 8 * near.of_rank
+    assert near.total == 8 * near.of_rank
+    assert near.seconds == pytest.approx(near.total / STORE + near.total / 50e9)
+    assert far.seconds == pytest.approx(near.total / STORE + far.total / 50e9)
+
+
+def test_weights_take_turns_through_the_slowest_links():
+    """Stages are on different machines, and ranks of ep on one."""
+    shape, work = small_shape("qwen3_moe"), on_megatron(workload(gpus=64))
+    size = 4 * shape.num_parameters()
+    pipeline = Plan(dp_shard=8, pp=8, ep=8)
+    by_stage, alone, shards = (
+        by_name(step_moves(Step(shape, plan, task)))
+        for plan, task in (
+            (pipeline, work),
+            (replace(pipeline, ep=1), work),
+            (Plan(dp_shard=64), workload(gpus=64)),
+        )
+    )
+    # Without what calls take.
+    of_experts = 4 * 8 * 3
+    tensors = of_experts + 4 * 9 + 2
+    calls = tensors * (CALL + 7 * MACHINE)
+    seconds = alone["weights, gathered"].seconds - calls
+    assert seconds == pytest.approx(size * 7 / 8 / (LINKS * 50e9))
+    experts = 4 * sum(4 * each.size for each in shape.layer() if each.of_experts)
+    more = by_stage["weights, gathered"].seconds - alone["weights, gathered"].seconds
+    assert more == pytest.approx(experts * 7 / 8 / (LINKS * 450e9) + of_experts * CALL)
+    seconds = shards["weights, gathered"].seconds - tensors * (CALL + 7 * MACHINE)
+    assert seconds == pytest.approx(size * 63 / 64 / (LINKS * 8 * 50e9))
+    for name, extra in {
+        "cuda_ipc": 0,
+        "nccl": size / (LINKS * 50e9),
+        "object_store": size / STORE + 8 * size / 50e9,
+    }.items():
+        after = by_stage[f"weights by {name}"].seconds - by_stage["weights, gathered"].seconds
+        assert after == pytest.approx(extra, rel=1e-6, abs=1e-12)
 
 
 def small_shape(kind: str = "llama") -> Any:

@@ -12,7 +12,13 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.hardware import CALL, LAUNCH, LINKS, SUSTAINED, Hardware
 from nemorl.parallel.planner.memory import Step
 from nemorl.parallel.planner.model_shape import model_shape
-from nemorl.parallel.planner.timing import Product, products, step_times
+from nemorl.parallel.planner.timing import (
+    HEAD_PASSES,
+    Product,
+    head_seconds,
+    products,
+    step_times,
+)
 from tests.parallel.planner.test_memory import LLAMA_70B, workload
 
 H100 = workload(gpus=64).hardware
@@ -138,6 +144,23 @@ def test_times_are_finite_and_faster_hardware_takes_less(plan: ParallelPlan):
         )
     )
     assert 0 < fast < slow < math.inf
+
+
+def test_the_head_computes_its_logits_again():
+    step = Step(model_shape(LLAMA_70B), BFLOAT16, workload(seq_len=8192))
+    columns, hidden = step.model.vocab_size, step.model.hidden_size
+    operations = 4 * 2 * 8192 * hidden * columns / (SUSTAINED * 989e12)
+    moved = HEAD_PASSES * 4 * 8192 * columns / 3.35e12
+    assert head_seconds(step, H100) == pytest.approx(operations + moved, rel=0.02)
+
+
+def test_adamw_in_main_memory_takes_the_machines_time():
+    shape = model_shape(LLAMA_70B)
+    for gpus, devices in ((4, 4), (16, 8)):
+        plan = replace(BFLOAT16, dp_shard=gpus, cpu_offload=True)
+        step = Step(shape, plan, workload(gpus=gpus))
+        expected = 28 * shape.num_parameters() / gpus * devices / 2e11
+        assert step_times(step).host == pytest.approx(expected, rel=1e-3)
 
 
 def test_hardware_is_that_of_the_settings():

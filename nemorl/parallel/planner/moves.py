@@ -57,6 +57,7 @@ def step_moves(step: Step, *, replays: bool = False) -> tuple[Move, ...]:
 
 
 def machines(step: Step) -> int:
+    """Return how many machines the ranks of a step are on."""
     return math.ceil(step.plan.num_ranks / step.work.gpus_per_node)
 
 

@@ -18,13 +18,13 @@ def die_at(method: str, number: int, when: str) -> None:
     """Kill this process before or after this call of the trainer's."""
     do, calls = Rank.do, 0
 
-    def dying(self: Rank, name: str, args: Any, kwargs: Any) -> Any:
+    def dying(self: Rank, name: str, *call: Any) -> Any:
         nonlocal calls
         calls += name == method
         here = name == method and calls == number
         if here and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        value = do(self, name, args, kwargs)
+        value = do(self, name, *call)
         if here:
             os.kill(os.getpid(), signal.SIGKILL)
         return value

@@ -59,12 +59,14 @@ def limits_of(name: str) -> TrainingLimits:
     return LIMITS.get(name) or OwnLimits(object)
 
 
-def empties_cache(name: str) -> bool:
-    """Return whether a training backend has `empty_cache`: the built-in ones, and classes that say
-    so.
+def implements(name: str, method: str) -> bool:
+    """Return whether a training backend has a method: the built-in ones have all of them.
+
+    >>> implements("megatron", "offload"), implements("unknown", "offload")
+    (True, False)
     """
     limits = limits_of(name)
-    return not isinstance(limits, OwnLimits) or hasattr(limits.backend, "empty_cache")
+    return not isinstance(limits, OwnLimits) or hasattr(limits.backend, method)
 
 
 def check_training(

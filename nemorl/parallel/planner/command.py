@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
-from nemorl.parallel.backends import check_settings, empties_cache, limits_of
+from nemorl.parallel.backends import check_settings, implements, limits_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -22,6 +22,7 @@ from nemorl.parallel.planner.sharing import (
     GB,
     Sharing,
     cache_of,
+    host_of,
     sharing,
     stages_of,
     states_of,
@@ -192,7 +193,8 @@ def estimate(step: Step) -> Candidate:
         traffic = step_traffic(step)
     moments, shared = [stage.training_memory() for stage in stages], None
     if step.work.engines:
-        can_offload, can_empty = step.can_offload, empties_cache(step.work.trainer.backend)
+        can_offload = step.can_offload
+        can_empty = implements(step.work.trainer.backend, "empty_cache")
         asked, card = step.work.trainer.offload_during_generation, GB * step.work.gpu_memory
         with suppress(ValueError):  # the plan is too large
             shared = sharing(step, card=card, can_offload=can_offload, can_empty=can_empty)
@@ -209,7 +211,7 @@ def estimate(step: Step) -> Candidate:
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),
-        host=min(step.work.gpus, step.work.gpus_per_node) * step.host_memory(),
+        host=min(step.work.gpus, step.work.gpus_per_node) * host_of(step),
         traffic=traffic,
         times=step_times(step),
         sharing=shared,
@@ -293,7 +295,8 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     remedies = ["--parallel.cpu-offload"] * (sharded and not config.parallel.cpu_offload)
     remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
     resident = config.trainer.offload_during_generation is False
-    remedies += ["--trainer.offload-during-generation"] * (sharded and generates and resident)
+    able = generates and implements(config.trainer.backend, "offload")
+    remedies += ["--trainer.offload-during-generation"] * (able and resident)
     fewer = "a larger --generation.tensor-parallel-size", "--generation.no-colocated"
     remedies += [*fewer] * generates
     return (

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nemorl.parallel.planner.cost import Traffic, context_array
-from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step
+from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step, pinned_size
 from nemorl.parallel.planner.model_shape import Matrix
 
 SCORES = 16
@@ -84,6 +84,29 @@ class Stage:
             optimizer=(main + 2 * STATE) * own,
             reference=size * numbers * step.work.keep_reference,
         )
+
+    def host_memory(self, *, pinned: bool = True) -> int:
+        """Return the main memory that a process takes for what is offloaded: buffers of parameters,
+        AdamW's spans, and the frozen copy.
+
+        pinned: as `Step.host_memory`; spans are counted as shares of whole parameters.
+        """
+        step, plan, states = self.step, self.step.plan, self.states()
+        if not step.work.trainer.offload_during_generation:
+            return 0
+        if not pinned:
+            return states.parameters + states.optimizer + states.reference
+        size, copied = step.dtype_size, step.work.keep_reference
+        parts = [numbers for numbers in (self.parameters(), self.of_experts()) if numbers]
+        found = float(sum(plan.vpp * pinned_size(size * n // plan.vpp) for n in parts))
+        experts = max(1, step.model.num_local_experts // plan.ep)
+        layer = [(matrix, self.num_layers) for matrix in step.model.layer()]
+        for matrix, count in [*layer, *((matrix, 1) for matrix in self.ends())]:
+            each = experts if matrix.of_experts else 1
+            numbers, share = self._on_device(matrix) // each, self.shares()[matrix.of_experts]
+            spans = (2 + (size < STATE)) * pinned_size(STATE * numbers) / share
+            found += count * each * (spans + copied * pinned_size(size * numbers))
+        return int(found)
 
     def kept_per_layer(self, *, recomputed: str) -> int:
         """Return what a layer keeps of a microbatch for its backward pass.

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
-from nemorl.parallel.backends import limits_of
+from nemorl.parallel.backends import implements, limits_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.model_shape import LINEAR, Matrix, ModelShape
@@ -104,7 +104,7 @@ class Step:
     @property
     def can_offload(self) -> bool:
         """Whether the trainer can leave the device while engines generate."""
-        return self.traits.shards == "parameters" and not self.plan.cpu_offload
+        return implements(self.work.trainer.backend, "offload") and not self.plan.cpu_offload
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of each matrix of a layer that gets an adapter."""
@@ -154,8 +154,8 @@ class Step:
     def generation_memory(
         self, states: Memory, *, generation: int | None = None, cache: int = 0
     ) -> Memory:
-        """Return the memory while an engine samples beside a trainer's states, and its cache unless
-        the trainer is offloaded.
+        """Return the memory while an engine samples beside a trainer's states without gradients,
+        and its cache unless the trainer is offloaded.
 
         generation: what the engine takes. Default: weights, and a cache for the whole batch.
         """
@@ -163,7 +163,7 @@ class Step:
         if generation is None:
             generation = engine_memory(self, work.generation.max_batch_size)
         if not work.trainer.offload_during_generation:
-            return replace(states, generation=generation, cache=cache)
+            return replace(states, gradients=0, generation=generation, cache=cache)
         # Weights are handed over one by one.
         largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
         return Memory(gathered=STATE * largest, generation=generation)
@@ -180,7 +180,7 @@ class Step:
 
         def held(matrices: Iterable[Matrix]) -> int:
             sizes = [STATE * matrix.shard(self.plan) for matrix in matrices]
-            return sum(1 << (size - 1).bit_length() if pinned else size for size in sizes)
+            return sum(pinned_size(size) if pinned else size for size in sizes)
 
         trained = 2 if self.plan.cpu_offload else 3
         copies = 1 if self.work.lora.rank else trained + self.work.keep_reference
@@ -324,6 +324,15 @@ class Step:
         if plan.cp_method == "allgather":
             return kv * plan.cp
         return q if self.kv_heads % plan.cp else kv
+
+
+def pinned_size(size: int) -> int:
+    """Return the bytes that torch takes for so many in pinned memory: a power of two.
+
+    >>> pinned_size(48), pinned_size(64)
+    (64, 64)
+    """
+    return 1 << (size - 1).bit_length()
 
 
 def engine_memory(step: Step, sequences: int) -> int:

@@ -103,8 +103,16 @@ def training_of(step: Step) -> int:
 
 
 def cache_of(step: Step, *, can_empty: bool) -> int:
-    """Return the bytes that the trainer's allocator keeps beside its states after a step."""
-    return 0 if can_empty else max(0, training_of(step) - states_of(step).total)
+    """Return the bytes that the trainer's allocator keeps beside its states after a step, and
+    gradients, which are freed with them.
+    """
+    states = states_of(step)
+    return 0 if can_empty else max(0, training_of(step) - states.total + states.gradients)
+
+
+def host_of(step: Step) -> int:
+    """Return the main memory that a process takes at most for what is offloaded."""
+    return max(stage.host_memory() for stage in stages_of(step))
 
 
 def sharing(

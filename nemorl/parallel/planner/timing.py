@@ -7,7 +7,7 @@ from itertools import groupby
 from nemorl.parallel.planner.cost import Traffic, step_traffic
 from nemorl.parallel.planner.hardware import Hardware
 from nemorl.parallel.planner.megatron import Stage, telling_stages
-from nemorl.parallel.planner.memory import STATE, Step, largest_rank
+from nemorl.parallel.planner.memory import STATE, Memory, Step, largest_rank
 
 HOST_BANDWIDTH = 25e9
 """Bytes per second from a GPU to main memory; an estimate (half of PCIe 5.0's)."""
@@ -176,13 +176,11 @@ def step_times(step: Step) -> Times:
     if not step.shards_optimizer:
         count = step.model.num_hidden_layers
         compute = step.micro_batches * (count * layer + head)
-        optimizer = step.states().optimizer
-        return _times(step, hardware, compute, optimizer, count, step_traffic(step))
+        return _times(step, hardware, compute, step.states(), count, step_traffic(step))
     found = []
     for stage in telling_stages(step):
         compute = step.micro_batches * (stage.num_layers * layer + head * stage.is_last)
-        optimizer = stage.states().optimizer
-        parts = (compute, optimizer, stage.num_layers, stage.traffic())
+        parts = (compute, stage.states(), stage.num_layers, stage.traffic())
         found.append(_times(step, hardware, *parts))
     return max(found, key=lambda times: times.total)
 
@@ -191,11 +189,11 @@ def _times(
     step: Step,
     hardware: Hardware,
     compute: float,
-    optimizer: int,
+    states: Memory,
     layers: int,
     traffic: Traffic,
 ) -> Times:
-    """Return the times of a device: of some layers, and bytes of optimizer state.
+    """Return the times of a device: of some layers, and what it keeps from step to step.
 
     A pipeline of p devices, each with v parts of the layers, is idle for (p - 1) / v microbatches,
     each as slow as on the slowest device. Nothing hides what is offloaded for generation, once a
@@ -211,10 +209,10 @@ def _times(
         devices = min(hardware.gpus, hardware.per_machine)
         host = ADAMW * 2 * STATE * step.trained() * devices / HOST_MEMORY
     if work.trainer.offload_during_generation:
-        states = step.states()  # there and back; weights come once more, for the engine
-        host = (2 * states.total + states.parameters) / HOST_BANDWIDTH
+        moved = states.total - states.gradients  # there and back; for the engine weights once more
+        host = (2 * moved + states.parameters) / HOST_BANDWIDTH
     return Times(
-        compute=compute + ADAMW * optimizer / hardware.memory,
+        compute=compute + ADAMW * states.optimizer / hardware.memory,
         data=data,
         **waiting,
         idle=(plan.pp - 1) / plan.vpp * one,

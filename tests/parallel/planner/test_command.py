@@ -383,7 +383,9 @@ def test_offloading_leaves_engines_room(models: Path):
         shown(models, "7b", **options)
 
 
-def test_sequences_without_room_in_the_cache_wait_as_in_a_run(models: Path):
+def test_sequences_without_room_in_the_cache_wait_as_in_a_run(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Plans that a run accepts fit: what its engines need is room for one sequence."""
     few, many = (
         find(models, "7b", gpus=8, **MEGATRON, **ENGINES, seq_len=8192, max_batch_size=size)
@@ -391,7 +393,15 @@ def test_sequences_without_room_in_the_cache_wait_as_in_a_run(models: Path):
     )
     assert {each.plan for each in few.fitting} == {each.plan for each in many.fitting}
     assert many.fitting and all(each.sharing for each in many.fitting)
-    said = shown(models, "7b", width=400, gpus=8, **MEGATRON, **ENGINES, seq_len=131072)
+
+    class Stays:  # without the method offload
+        traits = LIMITS["megatron"].traits
+
+        def empty_cache(self) -> None: ...
+
+    monkeypatch.setitem(LIMITS, "stays", OwnLimits(Stays))
+    options: dict[str, Any] = {"trainer__backend": "stays", **ENGINES, "seq_len": 131072}
+    said = shown(models, "7b", width=400, gpus=8, **options)
     assert "don't fit together, but the trainer can't be offloaded here: sequences wait" in said
 
 

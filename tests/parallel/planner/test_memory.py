@@ -14,16 +14,18 @@ from nemorl.models.adapters import live_tensors
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
+    ModelConfig,
     OptimizerConfig,
     TrainerConfig,
 )
 from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import context_array, step_traffic
 from nemorl.parallel.planner.megatron import Stage
-from nemorl.parallel.planner.memory import ENGINE, Step
+from nemorl.parallel.planner.memory import ENGINE, Step, pinned_size
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 from nemorl.parallel.planner.timing import HOST_BANDWIDTH, step_times
@@ -378,6 +380,48 @@ def test_what_offloading_takes_of_main_memory():
     assert 4 * shard < pinned < 6 * shard
     feed_forward = 3 * 80 * 4 * 3584 * 8192
     assert pinned - 4 * shard == pytest.approx(2 * feed_forward * (4096 / 3584 - 1), rel=0.2)
+
+
+def moved(cases: list[tuple[Path, ParallelPlan]]) -> list[tuple[int, int]]:
+    """Bytes that a rank of megatron offloads, and of pinned memory for them."""
+    found = []
+    for folder, plan in cases:
+        backend = MegatronBackend()
+        backend.setup(
+            BackendConfig(
+                model=ModelConfig(path=str(folder), from_scratch=True),
+                trainer=TrainerConfig(device="cpu"),
+                parallel=plan,
+                keep_reference=True,
+            )
+        )
+        backend.train_step(random_batch([9, 5, 7, 8]), nll_loss)
+        backend.offload()
+        sizes = [len(copy) for _, copy in backend._away._away.values()]
+        found.append((sum(sizes), sum(map(pinned_size, sizes))))
+        backend.shutdown()
+    return found
+
+
+def test_what_offloading_takes_of_main_memory_with_megatron(tmp_path: Path):
+    work = on_megatron(workload(generation__backend="vllm", offload_during_generation=True))
+    work = replace(work, keep_reference=True)
+    half = {"param_dtype": "bfloat16"}
+    plans = {
+        "PP": ("llama", PP),
+        "DP, bfloat16": ("llama", replace(SHARDED, **half)),
+        "VPP, bfloat16": ("qwen2", replace(PP, vpp=2, **half)),
+        "EP, bfloat16": ("qwen3_moe", replace(SHARDED, ep=2, **half)),
+    }
+    folders = {name: small_folder(tmp_path, kind) for name, (kind, _) in plans.items()}
+    cases = [(folders[name][0], plan) for name, (_, plan) in plans.items()]
+    for rank, found in enumerate(run_ranks(2, moved, cases)):
+        for (name, (_, plan)), (size, pinned) in zip(plans.items(), found, strict=True):
+            stage = Stage(Step(folders[name][1], plan, work), rank if plan.pp > 1 else 0)
+            assert stage.host_memory(pinned=False) == pytest.approx(size, rel=0.02), name
+            assert stage.host_memory() == pytest.approx(pinned, rel=0.15), name
+            kept = replace(stage.step, work=replace(work, trainer=MEGATRON.trainer))
+            assert replace(stage, step=kept).host_memory() == 0
 
 
 @pytest.mark.parametrize("kind, targets", [("llama", ()), ("qwen3", ("q_proj", "down_proj"))])

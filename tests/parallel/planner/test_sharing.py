@@ -13,7 +13,14 @@ from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
 from nemorl.parallel.planner.model_shape import model_shape
-from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing, states_of
+from nemorl.parallel.planner.sharing import (
+    Sharing,
+    engine_share,
+    sharing,
+    states_of,
+    with_offloading,
+)
+from nemorl.parallel.planner.timing import HOST_BANDWIDTH, step_times
 from nemorl.parallel.traits import TrainingTraits
 from tests.parallel.planner.test_command import config_of, find, shown
 
@@ -199,6 +206,46 @@ def test_the_plan_of_a_backend_of_yours_counts_the_cache_that_it_keeps(
     for plan, fullest in totals["keeps"].items():
         assert fullest.cache > 0 == totals["empties"][plan].cache
         assert fullest.total > totals["empties"][plan].total
+
+
+def test_gradients_of_megatron_are_freed_and_its_states_offloaded(models: Path):
+    """Of which dp_shard divides the optimizer's alone."""
+    plan = ParallelPlan(dp_shard=1, tp=4, param_dtype="bfloat16")
+    steps = [
+        replace(step_of(models, "7b", gpus=4, trainer__backend="megatron", **options), plan=plan)
+        for options in ({}, {"seq_len": 16384}, {"offload_during_generation": True})
+    ]
+    states = states_of(steps[0])
+    own = states.total - states.gradients
+    assert states.gradients == 2 * states.parameters  # in float32
+    roomy, tight, asked = map(shared, steps)
+    assert not roomy.offloads and roomy.kept == tight.resident == own
+    assert tight.offloads and asked.offloads and asked.kept == tight.kept < own / 10
+    full = shared(steps[0], can_empty=False)
+    assert full.kept == full.training
+    beside, away = (step_times(with_offloading(steps[0], on)).host for on in (False, True))
+    assert beside == 0
+    assert away == pytest.approx((2 * own + states.parameters) / HOST_BANDWIDTH)
+
+
+def test_a_backend_of_yours_is_offloaded_where_it_has_the_method(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Stays:
+        traits = TrainingTraits(shards="optimizer")
+
+        def empty_cache(self) -> None: ...
+
+    class Leaves(Stays):
+        def offload(self, *, keep_weights: bool = False) -> None: ...
+
+    found = {}
+    for name, backend in (("stays", Stays), ("leaves", Leaves)):
+        monkeypatch.setitem(LIMITS, name, OwnLimits(backend))
+        options = {"trainer__backend": name, "tp": 4, "seq_len": 16384}
+        said = shown(models, "7b", gpus=4, generation__backend="vllm", width=300, **options)
+        found[name] = "trainer.offload_during_generation is on" in said, "host" in said
+    assert found == {"stays": (False, False), "leaves": (True, True)}
 
 
 def test_the_command_says_the_share(models: Path):

@@ -83,8 +83,8 @@ def test_what_does_not_fit_is_offloaded_where_the_backend_can():
     megatron = nemorl.TrainerConfig(backend="megatron")
     with pytest.raises(ValueError, match=r"parallel must spread .* each would keep 137\.1 GB"):
         found(gpus=1, trainer=megatron, data=long)
-    split = found(gpus=4, plan={"tp": 4}, trainer=megatron, data=long)
-    assert split is not None and not split.offloads
+    split = {"gpus": 4, "plan": {"tp": 4}, "trainer": megatron}
+    assert found(data=long, **split).offloads and not found(**split).offloads
     mine = nemorl.TrainerConfig(offload_during_generation=False)
     assert not found(gpus=2, plan={"dp_shard": 2}, data=long, trainer=mine).offloads
 

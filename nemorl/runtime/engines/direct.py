@@ -79,7 +79,7 @@ def _connected(transport: str, sender: Any, client: Any) -> tuple[Any, Any]:
 
     It is put back after a transfer that succeeded.
     """
-    key = (transport, *map(str, sender.actors.values()))
+    key = (transport, *sender.places.values())
     transfer = _CONNECTED.pop(key, None)
     if transfer is None:
         while _CONNECTED:

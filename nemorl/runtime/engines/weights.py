@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -131,6 +133,10 @@ class WeightSender:
 
     actors: Mapping[int, Any]
     """Actors by the engines' ranks."""
+    sealed: bytes = b""
+    """The actors after it was pickled: only a process that has a part in Ray can read them, as rank
+    0 has, which alone calls them.
+    """
     places: Mapping[int, Place]
     expected: Mapping[str, tuple[int, ...]]
     """Names and shapes that files of the engines' model have."""
@@ -163,6 +169,8 @@ class WeightSender:
         alone = several and not self.joint
         transport = choose_transport(self.transport, ranks, places, alone=alone)
         sends = not several or alone or torch.distributed.get_rank() == 0
+        if sends and self.sealed:
+            self = replace(self, actors=pickle.loads(self.sealed), sealed=b"")
         if not sends and transport.name != "cuda_ipc":
             return Receipt(version=version, failed={}, transport=transport)
         sent: dict[str, Tensor] = {}
@@ -183,6 +191,10 @@ class WeightSender:
         except EnginesFailed as error:
             return Receipt(version=version, failed=error.args[0], transport=transport)
         return replace(self._receipt(sent), transport=transport)
+
+    def __getstate__(self) -> dict[str, Any]:
+        sealed = self.sealed or cloudpickle.dumps(self.actors)
+        return {**vars(self), "actors": {}, "sealed": sealed}
 
     def _send_together(
         self, checked: Iterator[tuple[str, Tensor]], weights: Iterable[tuple[str, Tensor]]

@@ -1,7 +1,9 @@
 """Ranks that torchrun has started: what users see of a job."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 
 from nemorl.runtime.ranks.torchrun import signals_held
 from tests.runtime.cluster.processes import soon_gone
+from tests.test_documentation import write_example_files
+from tests.tiny_models import tiny_model
 
 
 def torchrun(forked: Path, *program: str) -> tuple[int, str]:
@@ -33,6 +37,40 @@ def test_the_others_obey_rank_zero(forked: Path, model_folder: Path):
     assert text.count("did everything") == 2
     assert "result of run 0" in text and "result of run 1" in text
     assert "Traceback" not in text
+
+
+def test_weights_go_to_engines_of_a_ray_that_rank_zero_alone_has_a_part_in(
+    forked: Path, model_folder: Path
+):
+    """The others could not read an actor of it."""
+    code, text = job(forked, "engines", model_folder)
+    assert code == 0, text
+    assert text.count("weights are sent") == 1
+    assert "result of run 0" in text and "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_grpo_with_an_engine_on_the_machine_of_rank_zero(forked: Path, tmp_path: Path):
+    """As examples/cluster/torchrun.sh starts it, with a Ray of this run."""
+    write_example_files(tmp_path)
+    tiny_model(hidden_size=128, head_dim=32).save_pretrained(tmp_path / "model")
+    (tmp_path / "digits.py").write_text(
+        "def digits(prompt, response):\n    return sum(c.isdigit() for c in response) / 4\n"
+    )
+    code, text = torchrun(forked, "-m", "nemorl", "grpo", *shlex.split(
+        f"--model.path {tmp_path}/model --data.train {tmp_path}/questions.jsonl"
+        f" --reward {tmp_path}/digits.py:digits --run.dir {tmp_path}/run --run.resume=auto"
+        " --max-num-steps 2 --num-prompts-per-step 2 --num-generations-per-prompt 2"
+        " --trainer.device cpu --run.display none --run.no-plots --generation.max-new-tokens 4"
+        " --generation.backend vllm --generation.num-replicas 1"
+    ), "--generation.engine", '{"kv_cache_memory_bytes": 67108864}')  # fmt: skip
+    assert code == 0, text
+    assert "through rank 0's main memory and Ray's object store (object_store: " in text
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if line["phase"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in steps)
+    assert len({line["entropy"] for line in steps}) == 2
 
 
 KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"

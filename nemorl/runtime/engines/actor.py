@@ -51,6 +51,7 @@ class EngineActor:
             host=socket.gethostname(),
             pid=os.getpid(),
             gpus=tuple(gpus.split(",")) if gpus else (),
+            uuids=self._engine.uuids,
         )
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:

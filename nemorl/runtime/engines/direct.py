@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nemorl.runtime.engines.transport import num_ranks
-from nemorl.runtime.store.errors import FailedAlone
 
 DEVICE = "cuda"
 ROUND_BYTES = 2**28
@@ -23,28 +23,42 @@ class EnginesFailed(Exception):
     """Engines that died, hung or raised. Its argument says why, by their rank."""
 
 
-def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]], *, opened: bool = True) -> None:
     """Hand out weights in this rank's GPU to engines on the same; a collective call of all ranks.
 
-    sender: a WeightSender, whose methods rank 0 calls.
+    sender: a WeightSender, whose methods rank 0 calls. opened: whether an engine is on this GPU.
 
-    Raises: EnginesFailed, once all ranks are through; what the weights raise, on all ranks alike;
-    FailedAlone.
+    Raises: EnginesFailed, once all ranks are through; what the weights raise, on all ranks alike.
     """
     client = _Client(sender)
-    try:
-        transfer, key = _connected("cuda_ipc", sender, client)
-        transfer.client, transfer.source = client, _Source(sender.dtype, weights)
+    transfer, key = _connected("cuda_ipc", sender, client)
+    transfer.client, transfer.source = client, _Source(sender.dtype, weights)
+    with nullcontext() if opened else _given_back(transfer):
         transfer.send_weights()
-    except ValueError:
-        raise
-    except Exception as error:
-        if num_ranks() == 1:
-            raise
-        raise FailedAlone(f"{type(error).__name__}: {error}") from error
     if client.error is not None:
         raise client.error
     _CONNECTED[key] = transfer
+
+
+@contextmanager
+def _given_back(transfer: Any) -> Iterator[None]:
+    """Give the buffer of a transfer inside the block back, as an engine does that has opened it:
+    torch counts from one, and keeps the memory until then.
+    """
+    gather, found = transfer._all_gather_and_merge_handles, list[Any]()
+
+    def gathered(handles: list[dict[str, Any]]) -> Any:
+        if not found:  # all rounds of a transfer share it
+            found.extend(handles[0].values())
+            for *_, counter, offset, _, _ in found:
+                torch.UntypedStorage._release_ipc_counter(counter, offset, device=DEVICE)
+        return gather(handles)
+
+    transfer._all_gather_and_merge_handles = gathered
+    try:
+        yield
+    finally:
+        del transfer._all_gather_and_merge_handles
 
 
 def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

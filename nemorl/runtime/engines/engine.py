@@ -123,6 +123,7 @@ class Engine:
             if _is_split(spec):
                 self._llm.collective_rpc(_unlink_memory)
                 _unlink_memory()
+            self.uuids = tuple(filter(None, self._llm.collective_rpc("nemorl_uuid")))
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
             if found != spec.vocabulary:
                 raise EngineStartError(

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from nemorl.runtime.engines.readback import Reading, readings
 from nemorl.runtime.engines.recording import Recorder, expert_layers
+from nemorl.runtime.engines.transport import uuid_of
 from nemorl.runtime.engines.weights import Bucket, unpacked
 
 
@@ -137,6 +138,11 @@ class WorkerExtension:
         """Return sampled numbers of the weights that this worker computes with."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return list(readings(model, shapes, version))
+
+    def nemorl_uuid(self) -> str:
+        """Return the UUID of this worker's GPU; nothing on a CPU."""
+        device = self.device  # type: ignore[attr-defined]
+        return uuid_of(device) if device.type == "cuda" else ""
 
     def nemorl_take_stage(self) -> None:
         """Make room for what a stage gets from the one before it, as vLLM does in a profiling run

@@ -112,12 +112,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Place:
-    """A process: its node in Ray, host and id, and the GPUs of the node that it uses."""
+    """A process: its node in Ray, host and id, and the GPUs that it uses."""
 
     node: str
     host: str
     pid: int
     gpus: tuple[str, ...]
+    """By their names on the node, which a process may see other ones of than the next does."""
+    uuids: tuple[str, ...] = ()
+    """Of the GPUs, with those of an engine's other stages, where torch knows them."""
+
+    @property
+    def cards(self) -> frozenset[tuple[str, str]]:
+        """Return what tells each of the GPUs from the cluster's others.
+
+        >>> Place("node", "host", 1, ("0",)).cards == Place("node", "host", 2, ("0",)).cards
+        True
+        """
+        named = {("uuid", each) for each in self.uuids}
+        return frozenset(named or {(self.node, gpu) for gpu in self.gpus})
 
 
 def vocabulary_hash(tokenizer: Any) -> str:

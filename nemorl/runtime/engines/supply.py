@@ -107,7 +107,6 @@ class Supply:
                 )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
-        # Of a pipeline, `places` have the first stage's GPUs alone.
         alone = self.spec.adapter_rank or self.spec.pipeline_parallel_size > 1
         sender = WeightSender(
             actors={rank: one.actor for rank, one in processes.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,13 @@ class Transport:
     name: str
     reason: str = ""
 
+    @property
+    def remedy(self) -> str:
+        """Return what to do where it can't work, to be added to an error."""
+        if self.name == "object_store":
+            return ""
+        return f" (if {self.name} fails again: set generation.weight_transport object_store)"
+
     def __str__(self) -> str:
         return f"new weights go {WAYS[self.name]} ({self.name}{self.reason and ': '}{self.reason})"
 
@@ -50,13 +57,11 @@ def choose_transport(
     >>> choose_transport("auto", [here], [beside]).name
     'nccl'
     """
-    gpus = {(rank.node, gpu) for rank in ranks for gpu in rank.gpus}
-    theirs = {(engine.node, gpu) for engine in engines for gpu in engine.gpus}
-    first = {(ranks[0].node, gpu) for gpu in ranks[0].gpus}
+    cards, theirs = cards_of(ranks), cards_of(engines)
     on_gpus = all(each.gpus for each in (*ranks, *engines))
     works = {
-        "cuda_ipc": on_gpus and theirs <= gpus and not alone,
-        "nccl": on_gpus and not theirs & first,
+        "cuda_ipc": on_gpus and theirs <= cards and not alone,
+        "nccl": on_gpus and not theirs & ranks[0].cards,
         "object_store": True,
     }
     if setting != "auto":
@@ -67,6 +72,11 @@ def choose_transport(
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
+
+
+def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
+    """Return the GPUs of all places."""
+    return frozenset().union(*(place.cards for place in places))
 
 
 def places_of_ranks() -> list[Place]:
@@ -91,10 +101,16 @@ def own_place() -> Place:
     """Return where this process is, with the one GPU that it computes on."""
     import ray
 
-    gpus: tuple[str, ...] = ()
+    gpus = uuids = tuple[str, ...]()
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         index = torch.cuda.current_device()
         gpus = (visible.split(",")[index] if visible else str(index),)
+        uuids = (uuid_of(index),)
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-    return Place(node, socket.gethostname(), os.getpid(), gpus)
+    return Place(node, socket.gethostname(), os.getpid(), gpus, uuids)
+
+
+def uuid_of(device: torch.device | int) -> str:
+    """Return the UUID of a GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pickle
 import threading
 import time
@@ -24,12 +25,13 @@ from nemorl.runtime.engines.direct import DEVICE, EnginesFailed, send_by_ipc, se
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.engines.transport import (
     Transport,
+    cards_of,
     choose_transport,
     num_ranks,
     own_place,
     places_of_ranks,
 )
-from nemorl.runtime.store.errors import reason_of
+from nemorl.runtime.store.errors import FailedAlone, reason_of
 
 BUCKET_BYTES = 2**26
 """While engines load a bucket of about so much, the next one is gathered."""
@@ -148,6 +150,8 @@ class WeightSender:
     processes: int = 1
     """Processes of each engine."""
     timeout_s: float = 300.0
+    deadline: float = math.inf
+    """Time, by time.monotonic, at which engines must have all of an update."""
     version: int = 0
     """Version of the policy; the engines' tokens carry it."""
     joint: bool = False
@@ -182,26 +186,53 @@ class WeightSender:
         checked = self._noted(checked, sent) if sends else checked
         try:
             if transport.name == "cuda_ipc" and several:
-                self._send_together(checked, weights)
+                self = replace(self, deadline=time.monotonic() + self.timeout_s)
+                own = ranks[torch.distributed.get_rank()]
+                opened = bool(own.cards & cards_of(places))
+                self._send_together(checked, weights, transport, opened=opened)
             elif transport.name in WAYS_OF_GPUS:
-                send = partial(WAYS_OF_GPUS[transport.name], self, checked)
-                _in_time(send, self.timeout_s, self.failed)
+                self._send_in_time(checked, transport)
             else:
                 self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
-            return Receipt(version=version, failed=error.args[0], transport=transport)
+            failed = {rank: f"{why}{transport.remedy}" for rank, why in error.args[0].items()}
+            return Receipt(version=version, failed=failed, transport=transport)
         return replace(self._receipt(sent), transport=transport)
 
     def __getstate__(self) -> dict[str, Any]:
         sealed = self.sealed or cloudpickle.dumps(self.actors)
         return {**vars(self), "actors": {}, "sealed": sealed}
 
-    def _send_together(
-        self, checked: Iterator[tuple[str, Tensor]], weights: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        """Send with the other ranks, which stop reading at the same weight, or fail."""
+    def _send_in_time(self, checked: Iterator[tuple[str, Tensor]], transport: Transport) -> None:
+        """Send from this rank alone."""
+        send = partial(WAYS_OF_GPUS[transport.name], self, checked)
         try:
-            send_by_ipc(self, checked)
+            _in_time(send, self.timeout_s, self.failed)
+        except (EnginesFailed, ValueError, TimeoutError):
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}{transport.remedy}"
+            raise RuntimeError(said) from error
+
+    def _send_together(
+        self,
+        checked: Iterator[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]],
+        transport: Transport,
+        *,
+        opened: bool,
+    ) -> None:
+        """Send with the other ranks, which stop reading at the same weight, or fail.
+
+        opened: whether an engine is on this rank's GPU. Raises FailedAlone.
+        """
+        try:
+            send_by_ipc(self, checked, opened=opened)
+        except (EnginesFailed, ValueError):
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}{transport.remedy}"
+            raise FailedAlone(said) from error
         finally:
             if isinstance(weights, Generator):
                 weights.close()
@@ -248,14 +279,19 @@ class WeightSender:
         """Return the calls' results by rank. Raises EnginesFailed."""
         import ray
 
-        deadline, reasons = time.monotonic() + self.timeout_s, {}
+        deadline, reasons = min(self.deadline, time.monotonic() + self.timeout_s), {}
         results = {}
         for rank, call in calls.items():
             try:
                 results[rank] = ray.get(call, timeout=max(1.0, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
-                late = f"it took no new weights for {self.timeout_s:g} s (generation.timeout_s)"
-                reasons[rank] = late
+                late = f"{self.timeout_s:g} s (generation.timeout_s)"
+                alone = math.isinf(self.deadline)
+                reasons[rank] = (
+                    f"it took no new weights for {late}"
+                    if alone
+                    else (f"it had not taken all new weights after {late}")
+                )
             except ray.exceptions.RayTaskError as error:
                 reasons[rank] = f"{type(error.cause).__name__}: {error.cause}"
             except ray.exceptions.RayError as error:

@@ -2,7 +2,10 @@
 gloo and files in shared memory in the place of CUDA.
 """
 
+import math
+import multiprocessing as mp
 import os
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from nemorl.runtime.engines.weights import WeightSender
 from nemorl.runtime.ranks.rank import Rank
 from tests.ranks import run_ranks
 
+REMEDY = " (if cuda_ipc fails again: set generation.weight_transport object_store)"
 SHAPES = {f"layers.{i}.{name}": (4 + i, 40) for i in range(6) for name in "ab"}
 
 
@@ -49,8 +53,8 @@ class Backend:
 class Engine:
     """vLLM's worker end, which computes on a GPU."""
 
-    def __init__(self, gpu: int) -> None:
-        self.gpu, self.calls, self.fails = gpu, list[str](), ""
+    def __init__(self, gpu: int, device: str = "cpu") -> None:
+        self.place, self.calls, self.fails = torch.device(device, gpu), list[str](), ""
         self.received: dict[str, Tensor] = {}
         self.call = SimpleNamespace(remote=self.done)
 
@@ -68,8 +72,7 @@ class Engine:
 
         model = SimpleNamespace(load_weights=self.received.update)
         settings = SimpleNamespace(parallel_config=None, model_config=None)
-        place = torch.device("cpu", self.gpu)
-        self.inner = IPCWeightTransferEngine(SimpleNamespace(), settings, place, model)
+        self.inner = IPCWeightTransferEngine(SimpleNamespace(), settings, self.place, model)
         self.inner.init_transfer_engine(self.inner.parse_init_info(message["info"]))
 
     def load_weights(self, info: dict[str, Any]) -> None:
@@ -81,6 +84,7 @@ class Engine:
 
 
 def waited(sender: WeightSender, calls: dict[int, Any]) -> dict[int, Any]:
+    assert sender.deadline < math.inf
     failed = {rank: str(call) for rank, call in calls.items() if isinstance(call, Exception)}
     if failed:
         raise EnginesFailed(failed)
@@ -101,11 +105,21 @@ class Shared:
         return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8)
 
     def handle(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
-        return None, (self.file, len(tensor), *[0] * 6)
+        """Share it, with one user more; torch keeps it until there is none."""
+        count(self.file, 1)
+        return None, (self.file, len(tensor), *[0] * 9, self.file.encode(), -1, None, None)
 
 
 def opened(file: str, size: int, *_: Any) -> Tensor:
-    return torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
+    found = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
+    weakref.finalize(found, count, file, -1)
+    return found
+
+
+def count(file: str | bytes, number: int, **_: Any) -> None:
+    """Note one user more, or one less, of a rank's memory."""
+    with Path(f"{os.fsdecode(file)}-users").open("a") as users:
+        print(number, file=users)
 
 
 def without_gpus(folder: Path) -> Any:
@@ -125,6 +139,7 @@ def without_gpus(folder: Path) -> Any:
         (torch.cuda, "ipc_collect", lambda: None),
         (packed_tensor, "torch", shared),
         (packed_tensor, "reduce_tensor", shared.handle),
+        (torch.UntypedStorage, "_release_ipc_counter", count),
         (reductions, "rebuild_cuda_tensor", opened),
         (direct, "DEVICE", "cpu"),
         (direct, "ROUND_BYTES", 4096),
@@ -169,6 +184,91 @@ def updates(folder: Path) -> list[Any]:
     return found
 
 
+def lonely(folder: Path) -> list[list[list[int]]]:
+    """Return who had used each rank's memory after each of three updates, of two ranks and an
+    engine on the GPU of one.
+    """
+    found = []
+    for rank in range(2):
+        engine = Engine(rank)
+        sender = WeightSender(
+            actors={0: engine},
+            places={0: Place("node", "host", 1, (str(rank),))},
+            expected=SHAPES,
+            dtype=torch.float32,
+        ).together()
+        backend, own = Backend(), folder / str(rank)
+        with without_gpus(own):
+            for version in range(3):
+                backend.version = version
+                sender(version, backend.weights())
+                assert engine.calls.count("finish_weights") == (version + 1) * (1 - dist.get_rank())
+        dist.barrier()
+        files = sorted(own.glob("*-users"))
+        found.append([[int(line) for line in file.read_text().split()] for file in files])
+    return found
+
+
+def test_no_rank_keeps_what_it_has_shared(tmp_path: Path):
+    """Also where no engine is on its GPU, and so none gives it back: each sync took a buffer."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    for found in run_ranks(2, lonely, tmp_path):
+        assert found == [[[1, -1] * 3] * 2] * 2
+
+
+def apart(pipe: Any) -> None:
+    """An engine on the first GPU, in a process of its own: CUDA opens no handle of the same one."""
+    engine = Engine(0, "cuda")
+    while True:
+        method, *args = pipe.recv()
+        answer = engine.done(method, *args)
+        pipe.send(str(answer) if isinstance(answer, Exception) else {})
+
+
+def on_gpus() -> list[int]:
+    """Return the bytes that a rank has allocated on its GPU after each of three updates, of two
+    ranks and an engine on the GPU of rank 0.
+    """
+    rank, kept = dist.get_rank(), list[int]()
+    torch.cuda.set_device(rank)
+    places = [None, None]
+    dist.all_gather_object(places, transport.own_place())
+    ours, theirs = mp.get_context("spawn").Pipe()
+    engine = mp.get_context("spawn").Process(target=apart, args=(theirs,), daemon=True)
+    if rank == 0:
+        engine.start()
+
+    def call(*what: Any) -> Any:
+        ours.send(what)
+        answer = ours.recv()
+        return RuntimeError(answer) if isinstance(answer, str) else answer
+
+    with patch.object(WeightSender, "wait", waited), patch.object(direct, "_CONNECTED", {}):
+        for version in range(3):
+            sender = WeightSender(
+                actors={0: SimpleNamespace(call=SimpleNamespace(remote=call))},
+                places={0: places[0]},
+                expected=SHAPES,
+                dtype=torch.float32,
+            ).together()
+            receipt = sender(version, Backend().weights())
+            assert receipt.failed == {} and receipt.transport.name == "cuda_ipc"
+            torch.cuda.ipc_collect()
+            kept.append(torch.cuda.memory_allocated())
+    if rank == 0:
+        engine.kill()
+    return kept
+
+
+@pytest.mark.gpu
+def test_no_rank_on_gpus_keeps_a_buffer():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for kept in run_ranks(2, on_gpus, fresh=True):
+        assert kept == [kept[0]] * 3 and kept[0] < direct.ROUND_BYTES
+
+
 def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
     ranks = run_ranks(2, updates, tmp_path)
     good, *failing, misfit, last = ranks[0]
@@ -186,7 +286,7 @@ def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
         failing, ("connect", "begin_weights", "load_weights", "finish_weights"), strict=True
     ):
         receipt, error = answer
-        assert error is None and receipt.failed == {1: f"{method} failed"}
+        assert error is None and receipt.failed == {1: f"{method} failed{REMEDY}"}
         assert calls[1][-1] == method, "nothing after it is asked of engines"
         assert yielded == len(SHAPES), "the ranks go on to the end"
     assert "'layers.0.a' does not fit" in misfit[0][1]["message"]
@@ -213,7 +313,7 @@ def test_an_error_of_one_rank_alone_is_its_answer(rank: int, monkeypatch: pytest
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     for one in (direct, module):
         monkeypatch.setattr(one, "num_ranks", lambda: 2)
-    monkeypatch.setattr(module, "places_of_ranks", lambda: [here])
+    monkeypatch.setattr(module, "places_of_ranks", lambda: [here, here])
     sender = WeightSender(
         actors={0: Engine(0)}, places={0: here}, expected=SHAPES, dtype=torch.float32
     ).together()
@@ -221,7 +321,7 @@ def test_an_error_of_one_rank_alone_is_its_answer(rank: int, monkeypatch: pytest
     host.do("setup", (BackendConfig(),), {})
     answer = host.perform("send_weights", (lambda w: sender(0, w),), {"together": True})
     assert answer.error["kind"] == "FailedAlone"
-    assert answer.error["message"] == f"RuntimeError: CUDA error of rank {rank}"
+    assert answer.error["message"] == f"RuntimeError: CUDA error of rank {rank}{REMEDY}"
 
 
 def test_a_rank_gets_its_buffer_back_after_each_update():
@@ -236,6 +336,19 @@ def test_a_rank_gets_its_buffer_back_after_each_update():
         receiver.backend = backend
         receiver.finish_weight_update()
         assert len(shut) == closed
+
+
+def test_a_worker_names_its_gpu(monkeypatch: pytest.MonkeyPatch):
+    from nemorl.runtime.engines.receiver import WorkerExtension
+
+    def properties(device: torch.device) -> Any:
+        return SimpleNamespace(uuid=f"uuid-{device.index}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    worker: Any = WorkerExtension()
+    for device, uuid in (("cuda:1", "uuid-1"), ("cpu", "")):
+        worker.device = torch.device(device)
+        assert worker.nemorl_uuid() == uuid
 
 
 def test_ranks_without_ray_are_on_the_node_of_their_host(monkeypatch: pytest.MonkeyPatch):

@@ -3,8 +3,10 @@ trainer's model afterwards.
 """
 
 import json
+import re
 import threading
 import time
+from dataclasses import replace
 from typing import ClassVar
 
 import cloudpickle
@@ -128,6 +130,8 @@ HERE, BESIDE, BOTH, FAR, CPU, FAR_CPU = (
         ("b", ()),
     ]
 )
+SRUN = [replace(HERE, uuids=(uuid,)) for uuid in ("one", "two")]
+"""Each sees its own GPU as the first, as srun --gpus-per-task=1 shows them."""
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,10 @@ HERE, BESIDE, BOTH, FAR, CPU, FAR_CPU = (
         ("auto", [HERE, CPU], [HERE], "object_store"),
         ("object_store", [HERE], [HERE], "object_store"),
         ("nccl", [HERE, BESIDE], [BESIDE], "nccl"),
+        ("auto", [SRUN[0], SRUN[1]], [replace(SRUN[1], gpus=("3",))], "cuda_ipc"),
+        ("auto", [SRUN[0], replace(SRUN[1], node="")], [SRUN[1]], "cuda_ipc"),
+        ("auto", [SRUN[0]], [SRUN[1]], "nccl"),
+        ("auto", [SRUN[0]], [replace(SRUN[1], uuids=("one", "two"))], "object_store"),
         ("cuda_ipc", [CPU], [CPU], "every GPU of an engine to be a rank's"),
         ("cuda_ipc", [HERE, BESIDE], [FAR], "every GPU of an engine to be a rank's"),
         ("nccl", [HERE], [HERE], "engines on other GPUs than rank 0"),
@@ -374,6 +382,18 @@ def test_engines_that_die_or_hang_are_named(stores):
     ray.kill(hanging)
 
 
+def test_an_update_by_all_ranks_has_one_deadline(stores):
+    """Not one for each call: the other ranks wait in a collective meanwhile."""
+    hanging = Store.options(num_cpus=0).remote(30.0)
+    sender = store_sender(stores[0], hanging, timeout_s=600.0, deadline=time.monotonic())
+    late = "it had not taken all new weights after 600 s (generation.timeout_s)"
+    with pytest.raises(direct.EnginesFailed) as error:
+        for _ in range(2):
+            sender.wait(sender.start("load_weights", ray.put({"bucket": []})))
+    assert error.value.args[0][1] == late
+    ray.kill(hanging)
+
+
 class FakeEngine:
     """In the place of vLLM's own trainer's end, which needs a GPU: what it asks of its client and
     its source, and nothing else.
@@ -469,6 +489,23 @@ def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
     actor = Recorder.options(num_cpus=0).remote()
     with pytest.raises(TimeoutError, match=r"not through within 0.5 s \(generation.timeout_s\)"):
         gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(0, random_weights(0))
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_what_gpus_fail_with_names_the_way_that_needs_none(fakes, transport, monkeypatch):
+    remedy = rf" \(if {transport} fails again: set generation.weight_transport object_store\)$"
+    actor = Recorder.options(num_cpus=0).remote()
+    ray.kill(actor)
+    failed = gpu_sender(monkeypatch, transport, actor)(0, random_weights(0)).failed
+    assert re.search(remedy, failed[0])
+
+    def fail(self):
+        raise ConnectionError("no peer access")
+
+    monkeypatch.setattr(FakeEngine, "send_weights", fail)
+    actor = Recorder.options(num_cpus=0).remote()
+    with pytest.raises(RuntimeError, match=f"^ConnectionError: no peer access{remedy}"):
+        gpu_sender(monkeypatch, transport, actor)(0, random_weights(0))
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])

@@ -39,6 +39,7 @@ def answer(
 
 class ToyEngine:
     partial, peak, version = 0, 0, 0
+    uuids = ()
 
     def __init__(self, spec: EngineSpec) -> None:
         self.step_s, self.faults = spec.engine["step_s"][RANK], Path(spec.engine["faults"])

@@ -1,35 +1,40 @@
 """What nodes of a cluster say of their GPUs, which this process may have none of."""
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemorl.runtime.cluster.connection import connect, release
+from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 
 
-def smallest_gpu(timeout_s: float = 60) -> int | None:
-    """Return the memory in bytes of the smallest GPU, of one on each node that has a free one; None
-    where torch sees none of them.
+def smallest_gpu(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
+    """Return the memory in bytes of the smallest GPU, of one on each node that bundles with GPUs
+    take; None where there is no room for them, or the memory of one is not known.
     """
-    connect()
-    try:
+    with (
+        suppress(ResourcesError, RayError),  # such as a node without nemorl
+        RayVirtualCluster({"asked": bundles}, timeout_s=timeout_s) as cluster,
+    ):
+        placement = cluster.placement("asked")
+        first = dict(zip(reversed(placement.nodes), reversed(placement.indices), strict=True))
         asked = [
             ray.remote(_memory)
             .options(
                 num_cpus=0,
                 num_gpus=1,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement.group, placement_group_bundle_index=index
+                ),
             )
             .remote()
-            for node in ray.nodes()
-            if node["Alive"] and node["Resources"].get("GPU", 0) >= 1
+            for index in first.values()
         ]
-        done, late = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
-        for one in late:  # others have all GPUs of the node
-            ray.cancel(one)
-        return min(filter(None, ray.get(done)), default=None)
-    finally:
-        release()
+        return min(ray.get(asked, timeout=timeout_s)) or None
+    return None
 
 
 def _memory() -> int:

@@ -26,7 +26,7 @@ from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, ProcessId, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
 from nemorl.runtime.engines.stage import StageActor
-from nemorl.runtime.engines.transport import own_place
+from nemorl.runtime.engines.transport import cards_of, own_place
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death, with_log
 from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn
@@ -286,7 +286,11 @@ def engine_bundles(
     cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
     stages = config.num_replicas * config.pipeline_parallel_size
     bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * stages}
-    if not cuda or config.colocated:
+    if not cuda:
+        return bundles
+    if config.colocated:
+        if config.trainer_gpus:  # here: the first engine is on one of them
+            bundles["generation"][0] = replace(bundles["generation"][0], node=DRIVER)
         return bundles
     # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
     taken = 1 if config.trainer_gpus is None else config.trainer_gpus
@@ -312,16 +316,27 @@ def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int
     return shares[: config.num_replicas * stages]
 
 
-def check_apart(config: GenerationConfig, engines: Sequence[Place]) -> None:
-    """Raise a ValueError where engines that never sleep are on the GPU of this process, unless no
-    GPU of this machine trains (`trainer_gpus` is 0).
+def check_places(config: GenerationConfig, engines: Sequence[Place]) -> None:
+    """Raise a ValueError where engines that never sleep are on the GPU of this process, or none of
+    those is that take turns with it, unless no GPU of this machine trains (`trainer_gpus` is 0).
     """
-    if config.colocated or config.trainer_gpus == 0:
+    if config.trainer_gpus == 0:
         return
     own = own_place()
-    ours = any(one.node == own.node and set(one.gpus) & set(own.gpus) for one in engines)
+    shared = bool(own.cards & cards_of(engines))
+    if config.colocated:  # under torchrun, beside any of its ranks
+        alone = config.trainer_gpus == 1 and any(one.gpus for one in engines)
+        require(
+            shared or not alone,
+            "generation.colocated",
+            "must be false where no replica is on the trainer's GPU",
+            True,
+            "add --generation.no-colocated, or let trainer.device be the first GPU that Ray has"
+            " here",
+        )
+        return
     require(
-        not ours,
+        not shared,
         "generation.colocated",
         "must be true where a replica is on the trainer's GPU",
         False,

@@ -18,7 +18,7 @@ from nemorl.rollout.generation import InFlight, SamplingParams, WeightSource
 from nemorl.runtime.engines.processes import (
     EngineProcess,
     EngineProcesses,
-    check_apart,
+    check_places,
     warn_softly,
 )
 from nemorl.runtime.engines.router import TICK_S, Router
@@ -81,7 +81,7 @@ class Replicas:
         try:
             self._router.do(self._processes.start_all(self._router))
             # On the trainer's thread: each thread has a current device of its own.
-            check_apart(config, [one.place for one in self.running() if one.place])
+            check_places(config, [one.place for one in self.running() if one.place])
             self._router.do(self._begin())
         except BaseException:
             self.shutdown()

@@ -18,6 +18,7 @@ import torch
 
 from nemorl.checks import require
 from nemorl.openmp import spinning_variables
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import (
     Bundle,
@@ -75,8 +76,14 @@ class RayRanks:
     """
 
     def __init__(
-        self, make: Callable[[], Any], size: int, config: BaseConfig, log_dir: Path
+        self,
+        make: Callable[[], Any],
+        size: int,
+        config: BaseConfig,
+        log_dir: Path,
+        engines: GenerationConfig | None = None,
     ) -> None:
+        """engines: those that may share the ranks' GPUs."""
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
         cpus = config.runtime.cpus_per_rank
         connect(
@@ -85,7 +92,7 @@ class RayRanks:
         )
         try:
             try:
-                self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size)})
+                self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
             except ResourcesError as error:
                 raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
         finally:
@@ -181,9 +188,13 @@ class RayRanks:
         self._cluster.shutdown()
 
 
-def rank_bundles(config: BaseConfig, size: int) -> list[Bundle]:
+def rank_bundles(
+    config: BaseConfig, size: int, engines: GenerationConfig | None = None
+) -> list[Bundle]:
     """Return what ranks take of the cluster that this process is connected to: a bundle, and so a
     node, for each group of parallel.tp.
+
+    engines: those that may share the ranks' GPUs.
     """
     found, device = ray.cluster_resources().get("GPU"), config.trainer.device
     require(device != "cuda" or bool(found), "trainer.device",
@@ -197,8 +208,9 @@ def rank_bundles(config: BaseConfig, size: int) -> list[Bundle]:
         require(together <= room or together == 1, "parallel.tp",
                 f"must leave a group on one node, and the largest has {name} for {int(room)}",
                 together, "lower it, or allow more nodes (--runtime.tp-across-nodes)")  # fmt: skip
-    engines = config.generation
-    if gpus and engines.traits.engines and engines.colocated:  # the GPUs of each on one node, too
+    if (
+        gpus and engines is not None and engines.traits.engines and engines.colocated
+    ):  # the GPUs of each on one node, too
         both = math.lcm(together, engines.tensor_parallel_size)
         if size % both == 0 and both <= min(most.values()):
             together = both

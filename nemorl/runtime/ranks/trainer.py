@@ -21,6 +21,7 @@ from nemorl.models.hub import CONFIG, read_config
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines import spec
@@ -45,13 +46,17 @@ class Ranks(Protocol):
 
 
 def make_trainer(
-    config: BaseConfig, make: Callable[[], Any], plan: ParallelPlan, log_dir: Path
+    config: BaseConfig,
+    make: Callable[[], Any],
+    plan: ParallelPlan,
+    log_dir: Path,
+    engines: GenerationConfig | None = None,
 ) -> RankedTrainer:
     """Return the backend that `make` makes on as many ranks as `plan` has, as one backend.
 
     Nothing is started before its `setup`. Ranks are Ray actors, which write to
     `log_dir`/rank-N.log; where torchrun has started this process, as rank 0, they are its
-    processes, of which the others call `follow`.
+    processes, of which the others call `follow`. engines: those that may share the ranks' GPUs.
     """
 
     def start() -> Ranks:
@@ -66,7 +71,7 @@ def make_trainer(
                 "parallel with ranks needs Ray, but it is not installed: pip install"
                 " 'nemorl[titan]', or start the run with torchrun"
             ) from error
-        return RayRanks(make, plan.num_ranks, config, log_dir)
+        return RayRanks(make, plan.num_ranks, config, log_dir, engines)
 
     return RankedTrainer(start)
 

@@ -267,7 +267,8 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
         return None
     make = training_backend_class(launch.config.trainer.backend)
     logs = launch.directory.path / "logs" / name
-    return make_trainer(launch.config, make, launch.devices.plan, logs)
+    engines = None if name else launch.config.generation  # which get the policy's weights alone
+    return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
 
 
 def has_method(launch: Launch, trainer: Any, name: str) -> bool:

@@ -94,6 +94,7 @@ class Devices:
             None,
             "add --run.dir",
         )
+        check_time(config, ranked=ranked)
         if ranked and not on_cluster and (on_gpus or not torchrun):
             here = int(environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else num_ranks
             check_size(here, config.runtime, gpus=gpus if on_gpus else 0)
@@ -167,7 +168,7 @@ class Devices:
 
         connect()
         try:
-            ranks = rank_bundles(config, self.plan.num_ranks) if self.placed else []
+            ranks = rank_bundles(config, self.plan.num_ranks, engines) if self.placed else []
             if self.placed and self.shares_gpus(engines):
                 with RayVirtualCluster({"rank": ranks}) as cluster:
                     placement, nodes = cluster.placement("rank"), list[str]()
@@ -225,6 +226,18 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
     if not ranked:
         requirement, remedy = "is for several ranks", "add a degree of parallel, or remove it"
         refuse_unused("runtime", runtime, requirement, remedy)
+
+
+def check_time(config: BaseConfig, *, ranked: bool) -> None:
+    """Raise ValueError where ranks would count as hung before an engine that takes no weights."""
+    engines, limit = config.generation, config.runtime.timeout_s
+    require(
+        not (ranked and engines.traits.engines) or engines.timeout_s < limit,
+        "generation.timeout_s",
+        f"must be below runtime.timeout_s ({limit:g}) where ranks send the weights",
+        engines.timeout_s,
+        "lower it, or raise that one",
+    )
 
 
 def check_groups(tp: int, environ: Mapping[str, str]) -> None:

@@ -132,7 +132,7 @@ class Live:
                     launch.devices,
                     engines,
                     given_model_config(launch),
-                    card=smallest_gpu(placed=launch.devices.placed),
+                    card=smallest_gpu(launch),
                     can_offload=has_method(launch, None, "offload"),
                     can_empty=has_method(launch, None, "empty_cache"),
                 )
@@ -205,14 +205,21 @@ def given_model_config(launch: Launch) -> Any:
     return model_config_of(launch.folder if launch.model is None else launch.model, **trust)
 
 
-def smallest_gpu(*, placed: bool) -> int | None:
-    """Return the memory in bytes of the smallest GPU that this process sees; where Ray has placed
-    ranks on the cluster at RAY_ADDRESS, of its GPUs, if it knows.
+def smallest_gpu(launch: Launch) -> int | None:
+    """Return the memory in bytes of the smallest GPU that this process sees; where Ray places ranks
+    on the cluster at RAY_ADDRESS, of those that it has for them, if it knows.
     """
-    if placed and os.environ.get("RAY_ADDRESS"):
-        from nemorl.runtime.cluster import gpus
+    devices, config = launch.devices, launch.config
+    if devices.placed and os.environ.get("RAY_ADDRESS"):
+        from nemorl.runtime.cluster import connection, gpus
+        from nemorl.runtime.ranks.actors import rank_bundles
 
-        return gpus.smallest_gpu()
+        connection.connect()
+        try:
+            bundles = rank_bundles(config, devices.plan.num_ranks, config.generation)
+            return gpus.smallest_gpu(bundles)
+        finally:
+            connection.release()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return min(each.total_memory for each in found)
 

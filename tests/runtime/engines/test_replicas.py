@@ -14,7 +14,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines import processes
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.processes import check_apart
+from nemorl.runtime.engines.processes import check_places
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.run.callbacks import Callback
 from tests.ray_session import ray_cpus
@@ -167,4 +167,31 @@ def test_an_engine_that_stays_awake_is_refused_on_a_gpu_that_trains(
             match=r"generation\.colocated must be true where a replica is on the trainer's GPU",
         )
     ):
-        check_apart(config, [Place("node", "host", 1, ("0" if on_ours else "1",))])
+        check_places(config, [Place("node", "host", 1, ("0" if on_ours else "1",))])
+
+
+@pytest.mark.parametrize(
+    ("trainer_gpus", "engines", "right"),
+    [
+        (1, [Place("node", "host", 1, ("1",)), Place("node", "host", 1, ("0",))], True),
+        (1, [Place("other", "host", 1, ("0",))], False),
+        (2, [Place("node", "host", 1, ("1",))], True),  # another of torchrun's ranks is there
+        (0, [Place("other", "host", 1, ("0",))], True),
+        (None, [Place("other", "host", 1, ("0",))], True),
+        (1, [Place("other", "host", 1, ())], True),
+    ],
+)
+def test_a_trainer_for_whose_gpu_no_engine_sleeps_is_refused(
+    trainer_gpus, engines, right, monkeypatch
+):
+    config = replace(VLLM, colocated=True, trainer_gpus=trainer_gpus)
+    monkeypatch.setattr(processes, "own_place", lambda: Place("node", "host", 1, ("0",)))
+    with (
+        nullcontext()
+        if right
+        else pytest.raises(
+            ValueError,
+            match=r"generation\.colocated must be false where no replica is on the trainer's GPU",
+        )
+    ):
+        check_places(config, engines)

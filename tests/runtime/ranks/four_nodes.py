@@ -54,7 +54,9 @@ def placements(nodes: Sequence[str]) -> dict[str, Any]:
     taken = {"taken": [Bundle(cpus=0, gpus=gpus, node=nodes[i]) for i, gpus in ((0, 3), (1, 2))]}
     with RayVirtualCluster(taken):
         found["partly"] = placed(nodes, rank_bundles(settings(4), 24))
-        found["shared"] = placed(nodes, rank_bundles(settings(2, engines_of=4), 24))
+        shared = settings(2, engines_of=4)
+        found["shared"] = placed(nodes, rank_bundles(shared, 24, shared.generation))
+        found["own"] = rank_bundles(shared, 24)[0].workers
     try:
         rank_bundles(settings(16), 16)
     except ValueError as error:

@@ -32,6 +32,7 @@ def test_a_group_is_on_one_node_where_others_have_taken_some_of_its_gpus(found):
     for order in (found["partly"], found["shared"]):
         assert len(order) == 24
         assert all(len(set(order[first : first + 4])) == 1 for first in range(0, 24, 4)), order
+    assert found["own"] == 2, "ranks that no engine meets"
 
 
 def test_a_group_that_no_node_has_room_for_is_refused(found):

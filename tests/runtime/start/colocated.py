@@ -11,9 +11,13 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import ray
 
 import nemorl
 from nemorl.runtime.cluster import gpus
+from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
 from nemorl.runtime.run.callbacks import Callback
 from tests.runtime.cluster.nodes import cluster_of
 from tests.runtime.runs import addition_rows, digits, grpo_config
@@ -43,9 +47,29 @@ def config_of(folder: Path, **generation: Any) -> nemorl.GRPOConfig:
     )
 
 
+def smallest(nodes: list[str]) -> list[int | None]:
+    """Ask GPUs where torch sees none; GPUs of 7 and 5 bytes, of both nodes and of one whose other
+    GPU is taken; and a node that can't say.
+    """
+    both = [Bundle(cpus=0, gpus=1, node=node) for node in nodes[1:]]
+    found = [gpus.smallest_gpu(both)]
+
+    def memory() -> int:
+        return {nodes[1]: 5, nodes[2]: 7}[ray.get_runtime_context().get_node_id()]
+
+    def failing() -> int:
+        raise ModuleNotFoundError("no nemorl here")
+
+    with RayVirtualCluster({"taken": both}):
+        for asked, answer in ((both, memory), (both[1:], memory), (both, failing)):
+            with mock.patch.object(gpus, "_memory", answer):
+                found.append(gpus.smallest_gpu(asked))
+    return found
+
+
 def main(folder: Path) -> None:
     size = {"num_cpus": 4, "num_gpus": 2}
-    cluster, _ = cluster_of({"num_cpus": 1, "num_gpus": 0}, size, size)
+    cluster, nodes = cluster_of({"num_cpus": 1, "num_gpus": 0}, size, size)
     os.environ["RAY_ADDRESS"] = cluster.address
     tiny_model(hidden_size=128, head_dim=32).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
@@ -58,7 +82,7 @@ def main(folder: Path) -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         result = nemorl.run(config_of(folder), callbacks=[look], **data)
-    facts = {"history": result.history, "refused": refused, "smallest": gpus.smallest_gpu()}
+    facts = {"history": result.history, "refused": refused, "smallest": smallest(nodes)}
     print(json.dumps({**look.seen, **facts, "warned": [str(each.message) for each in warned]}))
     cluster.shutdown()
 

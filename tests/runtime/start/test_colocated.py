@@ -5,12 +5,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import nemorl
 from nemorl import GenerationConfig
-from nemorl.runtime.cluster.placement import Bundle
+from nemorl.runtime.cluster.placement import DRIVER, Bundle
 from nemorl.runtime.engines.processes import engine_bundles, rank_shares
+from nemorl.runtime.start import backends
+from nemorl.runtime.start.launch import Launch
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -33,11 +38,23 @@ def test_engines_share_the_gpus_of_ranks_that_ray_places(tmp_path: Path):
     assert seen["refused"].startswith(
         "generation.num_replicas must be at most 2 where replicas of 1 GPUs share those of 2 ranks"
     )
-    assert seen["smallest"] is None
+    assert seen["smallest"] == [None, 5, 7, None]
     assert any("sizes of the GPUs are not known" in each for each in seen["warned"])
 
 
 TWO = GenerationConfig(backend="vllm", num_replicas=2, tensor_parallel_size=2, cpus_per_replica=3)
+
+
+@pytest.mark.parametrize("name", ["", "critic"])
+def test_engines_meet_the_ranks_of_the_policy_alone(name: str, monkeypatch, tmp_path: Path):
+    seen: list[Any] = []
+    monkeypatch.setattr(backends, "make_trainer", lambda *given: seen.extend(given))
+    config, plan = nemorl.GRPOConfig(generation=TWO), nemorl.ParallelPlan(tp=2)
+    devices, directory = SimpleNamespace(ranked=True, plan=plan), SimpleNamespace(path=tmp_path)
+    launch = object.__new__(Launch)
+    vars(launch).update(config=config, devices=devices, directory=directory)
+    backends.ranks_of(launch, name)
+    assert seen[-1] == (None if name else TWO)
 
 
 def test_each_replica_has_gpus_of_one_node():
@@ -45,6 +62,10 @@ def test_each_replica_has_gpus_of_one_node():
     assert rank_shares("aaaab", TWO) == [[0, 1], [2, 3]]
     bundles = engine_bundles(TWO, cuda=True, nodes=[*"aaabb"])
     assert bundles == {"generation": [Bundle(cpus=3, node="a"), Bundle(cpus=3, node="b")]}
+    alone = engine_bundles(replace(TWO, trainer_gpus=1), cuda=True)["generation"]
+    assert alone == [Bundle(cpus=3, gpus=2, node=DRIVER), Bundle(cpus=3, gpus=2)]
+    elsewhere = engine_bundles(replace(TWO, trainer_gpus=0), cuda=True)["generation"]
+    assert elsewhere == [Bundle(cpus=3, gpus=2)] * 2
     staged = replace(TWO, tensor_parallel_size=1, pipeline_parallel_size=2)
     assert rank_shares("abbb", staged) == [[0], [1], [2], [3]]
     message = (

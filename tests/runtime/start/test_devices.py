@@ -92,6 +92,16 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             0,
             r"runtime.max_restarts is not for runs under torchrun.*--max-restarts",
         ),
+        (
+            {
+                "runtime": {"timeout_s": 300},
+                "generation": nemorl.GenerationConfig(backend="vllm"),
+            },
+            TORCHRUN,
+            0,
+            r"generation.timeout_s must be below runtime.timeout_s \(300\) where ranks send the"
+            r" weights, but it is 300.0: lower it, or raise that one",
+        ),
         ({"runtime": {"timeout_s": 9}}, {}, 0, r"runtime.timeout_s is for several ranks"),
         ({"runtime": {"cpus_per_rank": 2}}, {}, 0, r"runtime.cpus_per_rank is for several ranks"),
         (

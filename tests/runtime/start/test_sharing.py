@@ -205,7 +205,7 @@ def without(events: list[Any], *names: str) -> list[Any]:
 def test_memory_is_made_free_before_engines_start_and_wake(
     seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(live, "smallest_gpu", lambda placed: 10**10)
+    monkeypatch.setattr(live, "smallest_gpu", lambda launch: 10**10)
     roomy = go(tmp_path / "roomy")
     assert seen[:2] == ["empty_cache", ("start", {"gpu_memory_utilization": 0.899})]
     assert without(seen[2:], "generate", "update") == in_turns("empty_cache")
@@ -218,13 +218,13 @@ def test_what_does_not_fit_is_offloaded(
 ):
     shown: list[Sharing] = []
     monkeypatch.setattr(live, "show", lambda sharing, quiet: shown.append(sharing))
-    monkeypatch.setattr(live, "smallest_gpu", lambda placed: 10**10)
+    monkeypatch.setattr(live, "smallest_gpu", lambda launch: 10**10)
     roomy = go(tmp_path / "roomy")
     seen.clear()
     setups: list[Any] = []
     setup = DTensorBackend.setup
     monkeypatch.setattr(DTensorBackend, "setup", lambda *x: (setups.append(x[1]), setup(*x))[1])
-    monkeypatch.setattr(live, "smallest_gpu", lambda placed: int(shown[0].wanted / 0.9))
+    monkeypatch.setattr(live, "smallest_gpu", lambda launch: int(shown[0].wanted / 0.9))
     tight = go(tmp_path / "tight")
     assert [each.offloads for each in shown] == [False, True]
     assert "empty_cache" not in seen and seen[0] == "offload"
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_offloaded(
 def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
     seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(live, "smallest_gpu", lambda placed: 10**9)
+    monkeypatch.setattr(live, "smallest_gpu", lambda launch: 10**9)
     with pytest.raises(ValueError, match=r"generation\.colocated must be false where an engine"):
         go(tmp_path / "run")
     assert not seen

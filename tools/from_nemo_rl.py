@@ -282,9 +282,10 @@ RULES: dict[str, Rule] = {
     "policy.dtensor_cfg.activation_checkpointing": when(
         "parallel.activation_checkpointing", "full"
     ),
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": when(
-        "parallel.overlap_grad_reduce"
-    ),
+    **{
+        f"policy.megatron_cfg.distributed_data_parallel_config.{name}": when(f"parallel.{name}")
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+    },
     "policy.megatron_cfg.activation_checkpointing": when(
         "parallel.activation_checkpointing", "full"
     ),

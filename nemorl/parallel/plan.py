@@ -68,6 +68,10 @@ class ParallelPlan:
     """Sum gradients over devices while the backward pass of a step's last microbatch goes on, with
     trainer.backend megatron.
     """
+    overlap_param_gather: bool = False
+    """Gather parameters after a step while what follows goes on, until a layer needs them. Needs
+    overlap_grad_reduce.
+    """
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in the backward pass: nothing, all but every second matrix product (with
     trainer.backend megatron, recompute_modules), or whole layers (less memory, about a third more
@@ -92,9 +96,11 @@ class ParallelPlan:
         }
         at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
         self.stages.check()
+        gathers, fits = self.overlap_param_gather, self.overlap_grad_reduce
+        requirement, remedy = "needs parallel.overlap_grad_reduce", "add that, or remove it"
+        require(fits or not gathers, "parallel.overlap_param_gather", requirement, gathers, remedy)
         modules, fits = self.recompute_modules, self.activation_checkpointing == "selective"
         requirement = "needs parallel.activation_checkpointing selective"
-        remedy = "add that, or remove it"
         require(fits or not modules, "parallel.recompute_modules", requirement, modules, remedy)
 
     @property

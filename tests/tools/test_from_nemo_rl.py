@@ -204,11 +204,13 @@ MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "policy.megatron_cfg.freeze_moe_router": True,  # of a model that has none
             "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32": False,
             "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": True,
+            "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": True,
         },
         {
             "parallel.dp_shard": 8,
             "parallel.reduce_dtype": "bfloat16",
             "parallel.overlap_grad_reduce": True,
+            "parallel.overlap_param_gather": True,
             "optimizer.lr": 5e-6,
             "optimizer.beta2": 0.999,
             "optimizer.warmup_steps": 50,

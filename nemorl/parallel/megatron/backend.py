@@ -223,7 +223,7 @@ class MegatronBackend(Accumulating):
 
         dtype: cast to it before they are gathered.
         """
-        parameters = dict(self._stages.named_parameters())
+        parameters = dict(_parameters(self, self._stages))
         yield from self.conversion.whole(
             lambda name: _in_float32(self, parameters[name]), dtype or torch.float32
         )
@@ -320,7 +320,7 @@ def _runtime(device: torch.device) -> AbstractContextManager[None]:
 def _fill(backend: MegatronBackend, models: list[nn.ModuleList], read: Any) -> None:
     """Copy this rank's part of whole tensors into models, of which the first one is trained."""
     conversion, optimizer = backend.conversion, backend.optimizer
-    for parameters in zip(*(model.named_parameters() for model in models), strict=True):
+    for parameters in zip(*(_parameters(backend, each) for each in models), strict=True):
         value = conversion.own(conversion.here[parameters[0][0]], read)
         for _, parameter in parameters:
             parameter.copy_(value)
@@ -331,7 +331,7 @@ def _fill(backend: MegatronBackend, models: list[nn.ModuleList], read: Any) -> N
 
 def _held(backend: MegatronBackend, keep_weights: bool) -> Iterator[Tensor]:
     """Yield what a backend keeps from call to call, with or without its parameters."""
-    parameters = list(backend._stages.parameters())
+    parameters = [each for _, each in _parameters(backend, backend._stages)]
     weights = {storage_of(each) for each in parameters}  # in float32 AdamW updates these
     if backend._reference is not None:
         yield from backend._reference.parameters()
@@ -353,9 +353,16 @@ def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
     return optimizer.gathered(parameter, main)
 
 
+def _parameters(backend: MegatronBackend, stages: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return stages' parameters by name, once they are gathered."""
+    if backend.optimizer is not None:
+        backend.optimizer.wait()
+    return stages.named_parameters()
+
+
 def _sampled(backend: MegatronBackend, version: int) -> dict[str, Tensor]:
     """Return `sampled` numbers of the parameters that the ranks compute with, by their names."""
-    parameters = dict(backend._stages.named_parameters())
+    parameters = dict(_parameters(backend, backend._stages))
     dtype = DTYPES[backend.world.plan.precision]
     whole = backend.conversion.whole(lambda name: parameters[name], dtype)
     return {name: sampled(tensor, version).cpu() for name, tensor in whole}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.megatron import core
+from nemorl.parallel.megatron.gathering import Gathering
 from nemorl.parallel.megatron.reduction import Reduction
 from nemorl.parallel.optimizer import make_adamw
 from nemorl.parallel.world import DTYPES, World
@@ -30,11 +31,14 @@ class ShardedAdamW:
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=in_fp32,
             overlap_grad_reduce=world.plan.overlap_grad_reduce,
+            overlap_param_gather=world.plan.overlap_param_gather,
+            align_param_gather=True,  # it is `step` that starts it
         )
         self.models = [
             core.DistributedDataParallel(stage.config, settings, stage) for stage in stages
         ]
         self._reduction = Reduction(self.models) if world.plan.overlap_grad_reduce else None
+        self._gathering = Gathering(self.models) if world.plan.overlap_param_gather else None
         dtype = DTYPES[world.plan.precision]
         self._settings = core.OptimizerConfig(
             bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True
@@ -107,6 +111,8 @@ class ShardedAdamW:
         if self._reduction is not None:
             self._reduction.start()
         core.finalize_model_grads(self.models, None)
+        if self._gathering is not None:
+            self._gathering.skip()
         squares = torch.zeros((), device=self.device)
         for part in self.parts:
             part.prepare_grads()
@@ -118,6 +124,7 @@ class ShardedAdamW:
 
     def step(self, norm: Float[Tensor, ""], lr: float) -> None:
         """Clip the gradient, whose norm is given, and take a step; a collective call."""
+        self.wait()
         for part in self.parts:
             if (limit := self.config.max_grad_norm) is not None:
                 nn.utils.clip_grads_with_norm_(part.get_parameters(), limit, norm, foreach=True)
@@ -126,8 +133,16 @@ class ShardedAdamW:
         for part in self.parts:
             # DistributedOptimizer's own would gather the parameters of all parts, for each part.
             core.MixedPrecisionOptimizer.step_with_ready_grads(part)
+        if self._gathering is not None:
+            self._gathering.start()
+            return
         for model in self.models:
             model.start_param_sync()
+
+    def wait(self) -> None:
+        """Wait for the parameters of the last step, before they are used but by their modules."""
+        if self._gathering is not None:
+            self._gathering.wait()
 
     def span(self, parameter: nn.Parameter) -> slice | None:
         """Return what this rank has of a flattened parameter, if anything."""

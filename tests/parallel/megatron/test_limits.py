@@ -136,6 +136,9 @@ def test_fsdp2_overlaps_by_itself():
     devices({"overlap_grad_reduce": True})
     with pytest.raises(ValueError, match=r"overlap_grad_reduce must be off .*: FSDP2 overlaps by"):
         devices({"overlap_grad_reduce": True}, backend="dtensor")
+    devices({"overlap_grad_reduce": True, "overlap_param_gather": True})
+    with pytest.raises(ValueError, match="gather needs parallel"):
+        ParallelPlan(overlap_param_gather=True)
 
 
 @pytest.mark.filterwarnings("ignore:parallel asks for")

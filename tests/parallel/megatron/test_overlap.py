@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -18,8 +18,10 @@ from nemorl.parallel.config import OptimizerConfig, TrainerConfig
 from nemorl.parallel.megatron import core
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.generation import SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.megatron.test_backend import start, weights
+from tests.parallel.megatron.test_engine import answers
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -27,6 +29,7 @@ LENGTHS = ([9, 2, 30, 17, 1, 12], [5, 3, 8], [7, 7, 21, 4, 9, 2, 11, 6, 3], [12]
 """Of the sequences of each step, so that each has another number of microbatches."""
 ADAMW = OptimizerConfig(lr=1e-3, weight_decay=0.1, eps=1e-4, max_grad_norm=None)
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True}
+GATHER: dict[str, Any] = {**OVERLAP, "overlap_param_gather": True}
 
 
 @dataclass
@@ -50,21 +53,64 @@ class Calls:
                 hook.remove()
 
 
+class Late:
+    """What other ranks have of a bucket group's parameters, which comes when it is waited for; not
+    a number until then.
+    """
+
+    waited: ClassVar[list[int]] = []
+    """Numbers of those that were waited for, counted from the first that began."""
+
+    def __init__(self, group: Any, number: int) -> None:
+        self.number = number
+        group.param_gather_handle.wait()
+        group.param_gather_handle = self
+        rank, size = (
+            group.intra_distributed_optimizer_instance_group.rank(),
+            group.intra_distributed_optimizer_instance_size,
+        )
+        self.others = [
+            part
+            for bucket in group.buckets
+            for other, part in enumerate(bucket.param_data.chunk(size))
+            if other != rank
+        ]
+        self.values = [part.clone() for part in self.others]
+        for part in self.others:
+            part.fill_(torch.nan)
+
+    def wait(self) -> None:
+        Late.waited.append(self.number)
+        for part, values in zip(self.others, self.values, strict=True):
+            part.copy_(values)
+
+
 @contextmanager
 def small_buckets(size: int = 1500) -> Iterator[Calls]:
-    """Let setups in the block divide gradients into buckets of so many numbers."""
+    """Let setups in the block divide parameters into buckets of so many numbers, and those that
+    are gathered come late.
+    """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    calls, begin = Calls(), Group.start_grad_sync
+    calls, begin, gather = Calls(), Group.start_grad_sync, Group.start_param_sync
 
     def recording(group: Any, *args: Any, **options: Any) -> None:
         calls.made.append("reduce")
         begin(group, *args, **options)
 
+    begun = list[Any]()
+
+    def late(group: Any, *args: Any, **options: Any) -> None:
+        gather(group, *args, **options)
+        if group.param_gather_handle is not None:
+            Late(group, len(begun))
+            begun.append(group)
+
     small = partial(core.DistributedDataParallelConfig, bucket_size=size)
     with (
         patch.object(core, "DistributedDataParallelConfig", small),
         patch.object(Group, "start_grad_sync", recording),
+        patch.object(Group, "start_param_sync", late),
     ):
         yield calls
 
@@ -79,25 +125,25 @@ def set_up(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
 
 def trained(folder: Path, plan: ParallelPlan) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of steps of one batch and of several, and the weights after them."""
+    losses = []
     with small_buckets():
         backend = set_up(folder, plan)
-    losses = []
-    for step, lengths in enumerate(LENGTHS):
-        batch = random_batch(lengths, seed=step)
-        if step == 2:
-            backend.forward_backward(batch, nll_loss)
-            backend.forward_backward(random_batch(lengths[:5], seed=9), nll_loss)
-            metrics = backend.optim_step()
-        else:
-            metrics = backend.train_step(batch, nll_loss)
-        losses.append(finalize(metrics)["loss"])
-    found = losses, weights(backend)
+        for step, lengths in enumerate(LENGTHS):
+            batch = random_batch(lengths, seed=step)
+            if step == 2:
+                backend.forward_backward(batch, nll_loss)
+                backend.forward_backward(random_batch(lengths[:5], seed=9), nll_loss)
+                metrics = backend.optim_step()
+            else:
+                metrics = backend.train_step(batch, nll_loss)
+            losses.append(finalize(metrics)["loss"])
+        found = losses, weights(backend)
     backend.shutdown()
     return found
 
 
-def both(folder: Path, plan: ParallelPlan) -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [trained(folder, plan), trained(folder, replace(plan, **OVERLAP))]
+def ways(folder: Path, plan: ParallelPlan) -> list[tuple[list[float], dict[str, Tensor]]]:
+    return [trained(folder, replace(plan, **how)) for how in ({}, OVERLAP, GATHER)]
 
 
 Case = tuple[int, str, bool, ParallelPlan]
@@ -120,13 +166,14 @@ PLANS: dict[str, Case] = {
 def test_overlap_changes_no_number(name: str, tmp_path: Path):
     size, kind, tied, plan = PLANS[name]
     tiny_model(kind, scale=2.0, tied=tied, num_hidden_layers=4).save_pretrained(tmp_path)
-    for (losses, expected), (others, found) in run_ranks(size, both, tmp_path, plan):
-        if plan.dp_shard == 4:  # in other buckets, gloo adds four numbers in another order
-            assert others == pytest.approx(losses, abs=1e-6)
-            torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-        else:
-            assert others == losses
-            assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    for (losses, expected), *of_ways in run_ranks(size, ways, tmp_path, plan):
+        for others, found in of_ways:
+            if plan.dp_shard == 4:  # in other buckets, gloo adds four numbers in another order
+                assert others == pytest.approx(losses, abs=1e-6)
+                torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+            else:
+                assert others == losses
+                assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def order(folder: Path, plan: ParallelPlan) -> dict[str, list[str]]:
@@ -224,3 +271,91 @@ def test_a_failed_step_leaves_nothing_under_way(tmp_path: Path):
     expected, _ = run_ranks(2, after_an_error, tmp_path, plan)
     for found in run_ranks(2, after_an_error, tmp_path, replace(plan, **OVERLAP)):
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def read(folder: Path, plan: ParallelPlan) -> list[Any]:
+    """What each reader of parameters finds right after a step."""
+    batch, found = random_batch(LENGTHS[0]), list[Any]()
+
+    def failing(output: ForwardOutput, part: Any) -> LossOutput:
+        loss = nll_loss(output, part)
+        return replace(loss, loss=loss.loss * torch.nan)
+
+    with small_buckets(1):  # so that the head has one of its own
+        backend = set_up(folder, plan)
+        backend.open_engine(max_batch_size=8, max_positions=64, end_tokens=[1])
+        for reader in (
+            "weights",
+            "logprobs",
+            "decode",
+            "take_weights",
+            "offload",
+            "load",
+            "failed",
+        ):
+            backend.train_step(batch, nll_loss)
+            if reader == "logprobs":
+                found.append(backend.get_logprobs(batch).values)
+            elif reader == "take_weights":
+                found.append(backend.take_weights(found[0], 1))
+            elif reader == "offload":
+                backend.offload()
+            elif reader == "load":
+                path = folder / f"saved {plan.overlap_param_gather}"
+                backend.save_checkpoint(path)
+                backend.train_step(batch, nll_loss)
+                backend.load_checkpoint(path)
+            elif reader == "failed":  # before the step that would gather
+                with pytest.raises(FloatingPointError):
+                    backend.train_step(batch, failing)
+            if reader in ("decode", "failed"):  # one of the two replicas alone
+                prompt, params = [5, 3, 8, 2], SamplingParams(seed=0, max_new_tokens=6)
+                found += [each.token_ids for each in answers(backend, [prompt], [params])]
+            found.append(weights(backend))
+    backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_whoever_reads_parameters_waits_for_them(tied: bool, tmp_path: Path):
+    tiny_model(scale=2.0, tied=tied).save_pretrained(tmp_path)
+    plan = ParallelPlan(dp_shard=2)
+    expected, _ = run_ranks(2, read, tmp_path, plan)
+    for found in run_ranks(2, read, tmp_path, replace(plan, **GATHER)):
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def under_way(folder: Path, plan: ParallelPlan) -> list[list[int]]:
+    """How many groups of buckets there are; how many are not gathered yet as each layer is called,
+    in a step, in the next one, and after its `weights`; and which was waited for first.
+    """
+    with small_buckets():
+        backend = set_up(folder, replace(plan, **GATHER))
+        groups, found = backend.optimizer._gathering.groups, list[list[int]]()
+
+        def count(*_: Any) -> None:
+            found[-1].append(sum(group.param_gather_handle is not None for group in groups))
+
+        for stage in backend._stages:
+            for layer in stage.decoder.layers:
+                layer.register_forward_pre_hook(count)
+        for then in (None, weights, None):
+            found.append([])
+            Late.waited.clear()
+            backend.train_step(random_batch([3, 4]), nll_loss)
+            if then is weights:
+                first = Late.waited[:1]
+                then(backend)
+    backend.shutdown()
+    return [[len(groups)], *found, first]
+
+
+@pytest.mark.parametrize("name", ["dp 2", "dp 2 x pp 2 x vpp 2", "ep 2"])
+def test_layers_wait_for_their_own_parameters_alone(name: str, tmp_path: Path):
+    size, kind, _, plan = PLANS[name]
+    tiny_model(kind, scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)
+    for groups, before, after, waited, first in run_ranks(size, under_way, tmp_path, plan):
+        assert set(before) == set(waited) == {0}
+        assert groups[0] >= after[0] > after[1]
+        assert after == sorted(after, reverse=True)
+        assert first == [0]

@@ -232,7 +232,7 @@ class Stage(core.GPTModel):
 
     def _head_weight(self) -> Tensor:
         for wait in self.output_layer._forward_pre_hooks.values():
-            pass  # it is not called, and may be gathered (`Gathering`)
+            wait(self.output_layer, ())  # it is not called, and may be gathered (`Gathering`)
         shares = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
 

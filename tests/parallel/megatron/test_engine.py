@@ -16,6 +16,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.generation import Completion, SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.saved import exported
 from tests.ranks import run_ranks
 from tests.rollout.test_generation_conformance import (
     greedy,
@@ -150,7 +151,7 @@ def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
     """Replicas that have nothing to do compute along; and a step's weights are the engine's."""
     tiny_model("qwen3_moe", scale=3.0).save_pretrained(tmp_path)
     before, after = run_ranks(plan.num_ranks, trained, tmp_path, plan)[0]
-    for folder, found in ((tmp_path, before), (tmp_path / "after", after)):
+    for folder, found in ((tmp_path, before), (exported(tmp_path / "after"), after)):
         model = AutoModelForCausalLM.from_pretrained(folder)
         for prompt, completion in zip(PROMPTS, found, strict=True):
             assert list(completion.token_ids) == of_transformers(model, prompt, 12)

@@ -13,13 +13,15 @@ ELSEWHERE = {
     "runtime/start/test_devices.py": 1,  # no vLLM
     "test_benchmarks.py": 2,  # no vLLM; no network for the peers' environment
     "test_demo.py": 1,  # no network for the demo's packages
-    "parallel/test_named_optimizers.py": 5,  # no bitsandbytes
+    "parallel/test_named_optimizers.py": 7,  # no bitsandbytes
     "parallel/planner/test_memory.py": 1,  # no bitsandbytes
     "parallel/test_qlora.py": 1,  # no bitsandbytes
     "runtime/engines/test_adapters.py": 1,  # no bitsandbytes
     "parallel/parity/test_parity.py": 1,  # no megatron-core
     "rollout/environments/test_openenv.py": 1,  # no vLLM, which brings what its server needs
-    "runtime/engines/test_weights.py": 1,  # one GPU where two are needed
+    "runtime/engines/test_together.py": 1,  # one GPU where two are needed
+    "runtime/engines/test_weights.py": 1,  # the same
+    "runtime/ranks/test_ranked_runs.py": 1,  # fewer GPUs than its ranks and engines need
 }
 """Other places that skip, none of them in the environment that `make install` makes."""
 

@@ -108,7 +108,7 @@ class GenerationConfig:
     so be on several nodes.
     """
     cpus_per_replica: int = 1
-    """vllm: CPU cores of each replica; without GPUs, threads of each device's worker."""
+    """vllm: CPU cores of each part of a replica; without GPUs, threads of each device's worker."""
     max_model_len: int | None = None
     """vllm: longest prompt and response together, in tokens. Default and least in a run:
     data.max_total_sequence_length.
@@ -136,7 +136,9 @@ class GenerationConfig:
     (docs/cluster.md).
     """
     timeout_s: float = 300.0
-    """vllm: seconds without progress after which a replica is replaced."""
+    """vllm: seconds without progress after which a replica is replaced, and for a whole transfer of
+    weights by cuda_ipc or nccl. With several ranks it must be below runtime.timeout_s.
+    """
     start_timeout_s: float = 600.0
     """vllm: longest start of a replica, in seconds."""
     max_restarts: int = 3

@@ -47,6 +47,8 @@ class OpenPlan:
     """With these all plans are selective."""
     overlap_grad_reduce: bool = False
     """Has no effect on the estimate."""
+    overlap_param_gather: bool = False
+    """Has no effect on the estimate."""
     compile: bool = False
     """Has no effect on the estimate."""
     cpu_offload: bool = False

@@ -37,7 +37,7 @@ def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.
         True,
         "add --trainer.offload-during-generation if it is off, a larger"
         " --generation.tensor-parallel-size, --generation.no-colocated or more devices"
-        " (--parallel.dp-shard)",
+        " (nemorl plan says how to divide the model)",
     )
     return math.floor(1000 * left / card) / 1000
 
@@ -156,7 +156,9 @@ def sharing(
         f"must spread parameters, gradients and optimizer over GPUs that hold them: each would keep"
         f" {least / GB:.1f} GB of its {card / GB:.1f} GB",
         step.plan.num_ranks,
-        "add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)",
+        "take more devices (--parallel.tp or --parallel.pp)"
+        if step.shards_optimizer
+        else "add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)",
     )
     resident, wanted = (
         kept(False),

@@ -37,7 +37,8 @@ def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
             f"times what a replica takes must be at most the {there} {what} that this machine has"
             " for engines",
             needed,
-            "lower it, tensor_parallel_size or cpus_per_replica, or use a cluster (RAY_ADDRESS)",
+            "lower it, tensor_parallel_size, pipeline_parallel_size or cpus_per_replica, or use a"
+            " cluster (RAY_ADDRESS)",
         )
 
 
@@ -49,8 +50,8 @@ def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
         "generation.num_replicas",
         f"must be at most {room} where replicas of {size} GPUs share those of {ranks}",
         config.num_replicas,
-        "lower it or generation.tensor_parallel_size, use more ranks, or give engines GPUs of"
-        " their own (--generation.no-colocated)",
+        "lower it, generation.tensor_parallel_size or pipeline_parallel_size, use more ranks, or"
+        " give engines GPUs of their own (--generation.no-colocated)",
     )
 
 

@@ -24,6 +24,9 @@ NEEDS = {
     "nccl": "engines on other GPUs than rank 0",
 }
 
+REQUIRED = "as set, or as adapter_rank or pipeline_parallel_size requires"
+"""Why a way is taken that `auto` did not choose."""
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -68,7 +71,7 @@ def choose_transport(
         needs = NEEDS.get(setting, "")
         require(works[setting], "generation.weight_transport", f"needs {needs}", setting,
                 "remove it")  # fmt: skip
-        return Transport(setting, "generation.weight_transport")
+        return Transport(setting, REQUIRED)
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")

@@ -280,18 +280,14 @@ class WeightSender:
         import ray
 
         deadline, reasons = min(self.deadline, time.monotonic() + self.timeout_s), {}
-        results = {}
+        late, results = f"{self.timeout_s:g} s (generation.timeout_s)", {}
         for rank, call in calls.items():
             try:
                 results[rank] = ray.get(call, timeout=max(1.0, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
-                late = f"{self.timeout_s:g} s (generation.timeout_s)"
-                alone = math.isinf(self.deadline)
-                reasons[rank] = (
-                    f"it took no new weights for {late}"
-                    if alone
-                    else (f"it had not taken all new weights after {late}")
-                )
+                reasons[rank] = f"it took no new weights for {late}"
+                if not math.isinf(self.deadline):
+                    reasons[rank] = f"it had not taken all new weights after {late}: large models need more"
             except ray.exceptions.RayTaskError as error:
                 reasons[rank] = f"{type(error.cause).__name__}: {error.cause}"
             except ray.exceptions.RayError as error:

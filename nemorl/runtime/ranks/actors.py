@@ -205,12 +205,11 @@ def rank_bundles(
     most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
     together = 1 if config.runtime.tp_across_nodes else config.parallel.tp
     for name, room in most.items():
-        require(together <= room or together == 1, "parallel.tp",
-                f"must leave a group on one node, and the largest has {name} for {int(room)}",
-                together, "lower it, or allow more nodes (--runtime.tp-across-nodes)")  # fmt: skip
-    if (
-        gpus and engines is not None and engines.traits.engines and engines.colocated
-    ):  # the GPUs of each on one node, too
+        must = f"must be at most {int(room)}, the {name}s of the largest node for a group of ranks"
+        remedy = "lower it, or allow more nodes (--runtime.tp-across-nodes)"
+        require(together <= room or together == 1, "parallel.tp", must, together, remedy)
+    if gpus and engines is not None and engines.traits.engines and engines.colocated:
+        # the GPUs of each on one node, too
         both = math.lcm(together, engines.tensor_parallel_size)
         if size % both == 0 and both <= min(most.values()):
             together = both

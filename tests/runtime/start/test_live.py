@@ -55,7 +55,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Ranks are `FakeRanks`, all of whom are remembered; `deaths` are of all of them together."""
     made: dict[str, Any] = {"deaths": {}, "all": []}
 
-    def make(config, backend, plan, log_dir):
+    def make(config, backend, plan, log_dir, engines):
         made["all"].append(FakeRanks(made["deaths"]))
         return made["all"][-1]
 

@@ -148,7 +148,7 @@ def test_ranks_of_a_backend_without_weights_to_export_do_not_try(
         def weights(self):
             raise AssertionError
 
-    monkeypatch.setattr(backends, "make_trainer", lambda config, make, plan, logs: Ranked(make()))
+    monkeypatch.setattr(backends, "make_trainer", lambda config, make, *others: Ranked(make()))
     options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=2)}
     config = sft_config(tmp_path / "sft", steps=1, run={"export": True}, **options)
     with pytest.warns(UserWarning, match="hf will not be written"):

@@ -19,8 +19,7 @@ ELSEWHERE = {
     "runtime/engines/test_adapters.py": 1,  # no bitsandbytes
     "parallel/parity/test_parity.py": 1,  # no megatron-core
     "rollout/environments/test_openenv.py": 1,  # no vLLM, which brings what its server needs
-    "runtime/engines/test_together.py": 1,  # one GPU where two are needed
-    "runtime/engines/test_weights.py": 1,  # the same
+    "runtime/engines/test_weights.py": 1,  # one GPU where two are needed
     "runtime/ranks/test_ranked_runs.py": 1,  # fewer GPUs than its ranks and engines need
 }
 """Other places that skip, none of them in the environment that `make install` makes."""

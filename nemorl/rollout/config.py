@@ -136,8 +136,8 @@ class GenerationConfig:
     (docs/cluster.md).
     """
     timeout_s: float = 300.0
-    """vllm: seconds without progress after which a replica is replaced, and for a whole transfer of
-    weights by cuda_ipc or nccl. With several ranks it must be below runtime.timeout_s.
+    """vllm: seconds without progress after which a replica is replaced, and for all that engines do
+    to take new weights by cuda_ipc or nccl. With several ranks below runtime.timeout_s.
     """
     start_timeout_s: float = 600.0
     """vllm: longest start of a replica, in seconds."""
@@ -146,7 +146,9 @@ class GenerationConfig:
     log_dir: str | None = None
     """vllm: folder of the replicas' logs. Default: logs/ of the run."""
     trainer_gpus: int | None = None
-    """vllm: GPUs of this machine kept for training if not colocated. Default: as many as train."""
+    """vllm: GPUs of this machine that train in this process: kept for that, or, if colocated, where
+    the first engine is. Default: as many as train.
+    """
 
     def __post_init__(self) -> None:
         at_least(

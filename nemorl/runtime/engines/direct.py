@@ -72,6 +72,7 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     for part in _rounds(weights):
         transfer.source = _Source(sender.dtype, part)
         transfer.send_weights()
+        part.clear()  # or it would stay on the GPU until the next round, or the next update
     sender.finish_weight_update()
     _CONNECTED[key] = transfer
 
@@ -107,10 +108,12 @@ _CONNECTED: dict[Any, Any] = {}
 
 
 def _connect(transport: str, sender: Any, client: Any) -> Any:
+    import ray
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-    from vllm.utils.network_utils import get_ip, get_open_port
+
+    from nemorl.runtime.cluster.worker_group import free_port
 
     info: Any
     if transport == "cuda_ipc":
@@ -119,9 +122,14 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=largest)
     else:
         world = 1 + sender.processes * len(sender.actors)
-        place = {"master_address": get_ip(), "master_port": get_open_port(), "world_size": world}
         size = {"packed": True, "packed_buffer_size_bytes": ROUND_BYTES // 4}
-        info = NCCLTrainerInitInfo(rank=0, **place, **size)
+        info = NCCLTrainerInitInfo(
+            rank=0,
+            world_size=world,
+            master_address=ray.util.get_node_ip_address(),
+            master_port=free_port(),
+            **size,
+        )
     source = _Source(sender.dtype, ())
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 

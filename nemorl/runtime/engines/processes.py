@@ -32,6 +32,7 @@ from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn
 
 SHUTDOWN_S = 10.0
+WITHOUT_TRAINER = "add --generation.trainer-gpus 0, and engines get any of the cluster's"
 
 
 @dataclass(eq=False)
@@ -55,8 +56,12 @@ class EngineProcess:
         where = f"process {self.place.pid} on {self.place.host}, " if self.place else ""
         return f"replica-{self.id.rank} ({where}log {self.log})"
 
-    def died(self, said: str) -> WorkerDied:
-        return death(self.name, said, self.log)
+    def log_of(self, stage: int) -> Path:
+        return self.log.with_stem(f"{self.log.stem}-stage-{stage}") if stage else self.log
+
+    def died(self, said: str, stage: int = 0) -> WorkerDied:
+        log = self.log_of(stage)
+        return death(f"{log.stem} (log {log})" if stage else self.name, said, log)
 
     def refused(self, said: str) -> WorkerDied:
         return WorkerDied(with_log(f"{self.name} did not take the new weights: {said}", self.log))
@@ -86,15 +91,17 @@ class EngineProcesses:
         self._log_dir = Path(log_dir).absolute()
 
     def reserved(self) -> tuple[Any, Any]:
-        """Return the cluster, and the bundles in it, one for each replica."""
+        """Return the cluster, and the bundles in it, one for each stage of each replica."""
         timeout_s = self.config.start_timeout_s
         connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
         nodes = [place.node for place in self.beside]
+        bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
         try:
-            bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
             cluster = RayVirtualCluster(bundles)
         except ResourcesError as error:
             text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
+            if any(one.node == DRIVER for of_name in bundles.values() for one in of_name):
+                text += f"; if Ray has no GPU on this machine, {WITHOUT_TRAINER}"
             raise ResourcesError(text) from None
         finally:
             release()
@@ -145,8 +152,7 @@ class EngineProcesses:
             return spec
         spec = await process.actor.meet.remote(spec)
         for number in range(1, spec.pipeline_parallel_size):
-            log = self._log_dir / f"replica-{rank}-stage-{number}.log"
-            actor = self.launched(rank, log, number)
+            actor = self.launched(rank, process.log_of(number), number)
             process.stages.append(actor)
             process.runs.append(
                 asyncio.ensure_future(actor.run.remote(replace(spec, stage=number)))
@@ -155,18 +161,19 @@ class EngineProcesses:
 
     async def _unless_broken(self, process: EngineProcess, call: Any) -> Any:
         """Return the result of a call to a process. Raise what ended one of its stages before."""
-        own = asyncio.ensure_future(call)
+        own, stage = asyncio.ensure_future(call), 0
         try:
             await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)
             for number, run in enumerate(process.runs, 1):
                 if run.done():
+                    stage = number
                     run.result()  # or its error
-                    raise process.died(f"a worker of stage {number} ended")
+                    raise process.died("one of its workers ended", stage)
             return await own
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
-            raise process.died(str(error)) from None
+            raise process.died(str(error), stage) from None
         finally:
             with suppress(RuntimeError):  # the event loop is closed where another start failed
                 own.cancel()
@@ -187,19 +194,14 @@ class EngineProcesses:
         where = PlacementGroupSchedulingStrategy(
             placement.group, placement_group_bundle_index=placement.indices[number]
         )
-        made, name = (
-            (self.stage_actor, f"replica-{rank}-stage-{stage}")
-            if stage
-            else (self.actor, f"replica-{rank}")
-        )
-        actor: Any = ray.remote(made)
+        actor: Any = ray.remote(self.stage_actor if stage else self.actor)
         return actor.options(
             num_cpus=bundle.cpus,
             num_gpus=bundle.gpus,
             max_concurrency=2 * config.max_batch_size + 100,
             scheduling_strategy=where,
             runtime_env=runtime,
-        ).remote(name, str(log))
+        ).remote(log.stem, str(log))
 
     def _shared_gpus(self, number: int) -> list[str]:
         """Return the GPUs of ranks that a stage has, counted over all replicas."""

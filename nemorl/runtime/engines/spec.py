@@ -170,14 +170,6 @@ def engine_spec(
             " that the model has"
         )
     outline = model.outline
-    records_experts = records_experts and num_experts(model.config) > 0
-    require(
-        not records_experts or config.pipeline_parallel_size == 1,
-        "generation.pipeline_parallel_size",
-        "must be 1 with trainer.router_replay: only the first part's experts would be recorded",
-        config.pipeline_parallel_size,
-        "remove one of them",
-    )
     return EngineSpec(
         files=_files(outline, tokenizer),
         vocabulary=None if tokenizer is None else vocabulary_hash(tokenizer),
@@ -191,7 +183,7 @@ def engine_spec(
         engine=dict(config.engine),
         on_gpus=on_gpus,
         adapter_rank=config.adapter_rank,
-        records_experts=records_experts,
+        records_experts=records_experts and num_experts(model.config) > 0,
     )
 
 

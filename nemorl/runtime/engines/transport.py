@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ NEEDS = {
     "cuda_ipc": "every GPU of an engine to be a rank's",
     "nccl": "engines on other GPUs than rank 0",
 }
-
 REQUIRED = "as set, or as adapter_rank or pipeline_parallel_size requires"
 """Why a way is taken that `auto` did not choose."""
 
@@ -46,13 +45,11 @@ class Transport:
         return f"new weights go {WAYS[self.name]} ({self.name}{self.reason and ': '}{self.reason})"
 
 
-def choose_transport(
-    setting: str, ranks: Sequence[Place], engines: Sequence[Place], *, alone: bool = False
-) -> Transport:
+def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Place]) -> Transport:
     """Return how weights get from ranks to engines, by generation.weight_transport.
 
-    ranks: all ranks of the trainer, in order, each with its GPU. alone: rank 0 sends while others
-    do not take part, for which vLLM's ipc engine would wait.
+    ranks: all ranks of the trainer, in order, each with its GPU. Ranks that compute on a CPU of a
+    machine with GPUs all have the first one.
 
     >>> here, beside = Place("node", "host", 1, ("0",)), Place("node", "host", 2, ("1",))
     >>> print(choose_transport("auto", [here, beside], [here, beside]))
@@ -63,7 +60,7 @@ def choose_transport(
     cards, theirs = cards_of(ranks), cards_of(engines)
     on_gpus = all(each.gpus for each in (*ranks, *engines))
     works = {
-        "cuda_ipc": on_gpus and theirs <= cards and not alone,
+        "cuda_ipc": on_gpus and theirs <= cards and len(cards) == len(ranks),
         "nccl": on_gpus and not theirs & ranks[0].cards,
         "object_store": True,
     }
@@ -71,7 +68,7 @@ def choose_transport(
         needs = NEEDS.get(setting, "")
         require(works[setting], "generation.weight_transport", f"needs {needs}", setting,
                 "remove it")  # fmt: skip
-        return Transport(setting, REQUIRED)
+        return Transport(setting, "as set" if setting in NEEDS else REQUIRED)
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
@@ -83,16 +80,12 @@ def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
 
 
 def places_of_ranks() -> list[Place]:
-    """Return where this process's ranks are, in order; a collective call if there are several.
-
-    A rank that has no part in Ray is on the node of one on its host that has.
-    """
+    """Return where this process's ranks are, in order; a collective call if there are several."""
     places: list[Place] = [own_place()]
     if num_ranks() > 1:
         places = places * num_ranks()
         dist.all_gather_object(places, own_place())
-    nodes = {place.host: place.node for place in places if place.node}
-    return [replace(place, node=place.node or nodes.get(place.host, "")) for place in places]
+    return places
 
 
 def num_ranks() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 import torch
@@ -27,8 +27,6 @@ from nemorl.runtime.engines.transport import (
     Transport,
     cards_of,
     choose_transport,
-    num_ranks,
-    own_place,
     places_of_ranks,
 )
 from nemorl.runtime.store.errors import FailedAlone, reason_of
@@ -125,13 +123,15 @@ class Receipt:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class WeightSender:
     """Gives engines the weights of an iterator; may be pickled and called in another process.
 
-    Where a trainer has several ranks, all call `together()`. For vLLM's trainer engines rank 0's is
-    the client.
+    Where a trainer has several ranks, all call it. For vLLM's trainer engines rank 0's is the
+    client.
     """
+
+    by_all_ranks: ClassVar[bool] = True
 
     actors: Mapping[int, Any]
     """Actors by the engines' ranks."""
@@ -150,12 +150,10 @@ class WeightSender:
     processes: int = 1
     """Processes of each engine."""
     timeout_s: float = 300.0
-    deadline: float = math.inf
-    """Time, by time.monotonic, at which engines must have all of an update."""
+    left_s: float = math.inf
+    """Seconds that engines may still take for an update, while other ranks wait."""
     version: int = 0
     """Version of the policy; the engines' tokens carry it."""
-    joint: bool = False
-    """Whether all ranks of the trainer, of which there are several, call it."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
     readings: dict[int, Any] = field(default_factory=dict)
@@ -167,12 +165,10 @@ class WeightSender:
         Raises ValueError for weights of another model.
         """
         self = replace(self, version=version, readings={})
-        ranks = places_of_ranks() if self.joint else [own_place()]
-        places = list(self.places.values())
-        several = num_ranks() > 1
-        alone = several and not self.joint
-        transport = choose_transport(self.transport, ranks, places, alone=alone)
-        sends = not several or alone or torch.distributed.get_rank() == 0
+        ranks, places = places_of_ranks(), list(self.places.values())
+        several = len(ranks) > 1
+        transport = choose_transport(self.transport, ranks, places)
+        sends = not several or torch.distributed.get_rank() == 0
         if sends and self.sealed:
             self = replace(self, actors=pickle.loads(self.sealed), sealed=b"")
         if not sends and transport.name != "cuda_ipc":
@@ -186,7 +182,7 @@ class WeightSender:
         checked = self._noted(checked, sent) if sends else checked
         try:
             if transport.name == "cuda_ipc" and several:
-                self = replace(self, deadline=time.monotonic() + self.timeout_s)
+                self = replace(self, left_s=self.timeout_s)
                 own = ranks[torch.distributed.get_rank()]
                 opened = bool(own.cards & cards_of(places))
                 self._send_together(checked, weights, transport, opened=opened)
@@ -237,10 +233,6 @@ class WeightSender:
             if isinstance(weights, Generator):
                 weights.close()
 
-    def together(self) -> WeightSender:
-        """Return what all ranks of a trainer call, of which rank 0's receipt is the one."""
-        return replace(self, joint=True)
-
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
@@ -279,15 +271,19 @@ class WeightSender:
         """Return the calls' results by rank. Raises EnginesFailed."""
         import ray
 
-        deadline, reasons = min(self.deadline, time.monotonic() + self.timeout_s), {}
-        late, results = f"{self.timeout_s:g} s (generation.timeout_s)", {}
+        limit_s, began = max(0.0, min(self.left_s, self.timeout_s)), time.monotonic()
+        ready, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=limit_s)
+        self.left_s -= time.monotonic() - began
+        results, reasons = dict[int, Any](), dict[int, str]()
         for rank, call in calls.items():
             try:
-                results[rank] = ray.get(call, timeout=max(1.0, deadline - time.monotonic()))
-            except ray.exceptions.GetTimeoutError:
+                if call in ready:
+                    results[rank] = ray.get(call)
+                    continue
+                late = f"{self.timeout_s:g} s (generation.timeout_s)"
                 reasons[rank] = f"it took no new weights for {late}"
-                if not math.isinf(self.deadline):
-                    reasons[rank] = f"it had not taken all new weights after {late}: large models need more"
+                if not math.isinf(self.left_s):
+                    reasons[rank] = f"it had not taken all new weights after {late}: raise it"
             except ray.exceptions.RayTaskError as error:
                 reasons[rank] = f"{type(error.cause).__name__}: {error.cause}"
             except ray.exceptions.RayError as error:

@@ -28,8 +28,8 @@ from nemorl.runtime.cluster.placement import (
 )
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines import spec
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place, Rank
+from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
 from nemorl.runtime.store.errors import WorkerTimeout, raised
 
@@ -48,24 +48,27 @@ class RankActor:
         self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
 
     def perform(
-        self, method: str, payload: list[Any], limit_s: float, parts: Mapping[Place, Any] = {}
+        self, method: str, payload: list[Any], limit_s: float, part: list[Any] | None = None
     ) -> list[Any]:
         """Return the answer to a call; the stack goes into the log after `limit_s`.
 
-        parts: Ray's names of what ranks get besides, of which this one fetches its own.
+        part: what this rank gets besides.
         """
         watched = method not in BACKGROUND
         if watched:
             faulthandler.dump_traceback_later(limit_s)
         try:
             args, kwargs = loads(payload)
-            fetch = (lambda place: loads(ray.get(parts[place]))) if parts else None
+            fetch = None if part is None else lambda _: loads(part)
             return dumps(self._rank.perform(method, args, kwargs, fetch))
         except Exception as error:  # something that cannot be sent
             return dumps(self._rank.refuse(error))
         finally:
             if watched:
                 faulthandler.cancel_dump_traceback_later()
+
+    def coordinates(self) -> Coordinates:
+        return self._rank.coordinates()
 
 
 class RayRanks:
@@ -85,6 +88,7 @@ class RayRanks:
     ) -> None:
         """engines: those that may share the ranks' GPUs."""
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
+        self._coordinates: list[Coordinates] = []
         cpus = config.runtime.cpus_per_rank
         connect(
             num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, for engines as well
@@ -112,17 +116,21 @@ class RayRanks:
             raise
 
     @property
-    def places(self) -> list[spec.Place]:
+    def places(self) -> list[Place]:
         """Where the ranks are, with the GPUs that they have."""
         found = map(self.workers.info, range(self.size))
-        return [spec.Place(one.node, one.host, one.pid, one.gpus) for one in found]
+        return [Place(one.node, one.host, one.pid, one.gpus) for one in found]
 
     def call(
-        self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
+        self,
+        method: str,
+        payload: list[Any],
+        phase: str,
+        parts: Mapping[Coordinates, list[Any]] = {},
     ) -> Answer:
         """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
 
-        parts: routes of the batch in the call, of which each rank fetches its own.
+        parts: routes of the batch in the call, of which each rank is sent its own.
 
         Raises WorkerDied, WorkerTimeout, and what a rank raised while others hang, with `phase` in
         the message: then no rank is of use any more.
@@ -130,7 +138,10 @@ class RayRanks:
         limit = "start_timeout_s" if method == "setup" else "timeout_s"
         limit_s = getattr(self._runtime, limit)
         payload = ray.put(payload)  # each node fetches it once
-        stored = {place: ray.put(part) for place, part in parts.items()}
+        if parts and not self._coordinates:
+            self._coordinates = self.workers.run_all("coordinates", timeout_s=limit_s)
+        stored = {where: ray.put(part) for where, part in parts.items()}
+        own = [stored[where] for where in self._coordinates] if parts else [None] * self.size
         with self._lock:  # all ranks get the calls in the same order
             calls = {
                 rank: self.workers.call(
@@ -139,7 +150,7 @@ class RayRanks:
                     method,
                     payload,
                     limit_s,
-                    stored,
+                    own[rank],
                     background=method in BACKGROUND,
                 )
                 for rank in range(self.size)

@@ -17,9 +17,9 @@ from nemorl.runtime.store.errors import FailedAlone, in_words
 BACKGROUND = frozenset({"wait_for_checkpoint"})
 """Methods that run on a thread of their own, while other calls go on."""
 BUCKET_BYTES = 64 << 20
-Place = tuple[int, int]
+Coordinates = tuple[int, int]
 """A rank's number among those with other rows, and in the pipeline."""
-Fetch = Callable[[Place], Any]
+Fetch = Callable[[Coordinates], Any]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rank:
         """
         name = kwargs.get("backend", "")
         if fetch is not None:
-            routes = fetch(self._ready(name).place)
+            routes = fetch(self.coordinates(name))
             args = (replace(args[0], routed_experts=routes), *args[1:])
         options = {key: value for key, value in kwargs.items() if key != "backend"}
         if method in BACKGROUND:
@@ -85,6 +85,10 @@ class Rank:
             call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
         value = call(*args, **options)
         return value if self.rank == 0 else None
+
+    def coordinates(self, name: str = "") -> Coordinates:
+        """Return where a backend's rank is."""
+        return self._ready(name).place
 
     def _ready(self, name: str) -> Any:
         if name not in self._backends:

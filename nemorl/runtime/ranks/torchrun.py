@@ -21,7 +21,7 @@ import torch.distributed as dist
 from nemorl.checks import require
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place, Rank
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
 
 PATIENCE = timedelta(days=7)
@@ -40,7 +40,11 @@ class TorchrunRanks:
         self._rank, self._lock, self._usable = Rank(make, 0), threading.Lock(), True
 
     def call(
-        self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
+        self,
+        method: str,
+        payload: list[Any],
+        phase: str,
+        parts: Mapping[Coordinates, list[Any]] = {},
     ) -> Answer:
         """Have all ranks do a call, and return rank 0's answer. An error ends their use.
 
@@ -127,19 +131,14 @@ def _broadcast(group: dist.ProcessGroup, message: Any = None) -> Any:
 
 
 def _own_part(
-    group: dist.ProcessGroup, parts: Mapping[Place, list[Any]] | None, place: Place
+    group: dist.ProcessGroup, parts: Mapping[Coordinates, list[Any]] | None, where: Coordinates
 ) -> Any:
-    """Return the part of this rank's place; rank 0 sends them. A collective call."""
-    if parts is None:
-        dist.gather_object(place, dst=0, group=group)
-        found: list[Any] = [None]
-        dist.recv_object_list(found, src=0, group=group)
-        return loads(found[0])
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(place, places, dst=0, group=group)
-    for rank, other in enumerate(places[1:], 1):
-        dist.send_object_list([parts[other]], dst=rank, group=group)
-    return loads(parts[place])
+    """Return the part of this rank; rank 0, which has the parts, sends them. A collective call."""
+    ranks, found = list[Any]([None] * dist.get_world_size()), list[Any]([None])
+    dist.gather_object(where, None if parts is None else ranks, dst=0, group=group)
+    sent = None if parts is None else [parts[other] for other in ranks]
+    dist.scatter_object_list(found, sent, src=0, group=group)
+    return loads(found[0])
 
 
 @contextmanager

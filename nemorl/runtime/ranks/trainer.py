@@ -24,9 +24,9 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines import spec
+from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.ranks.environment import torchrun_size
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Place
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates
 from nemorl.runtime.ranks.wire import dumps
 from nemorl.runtime.store.errors import raised
 
@@ -39,7 +39,11 @@ class Ranks(Protocol):
     """`RayRanks` or `TorchrunRanks`."""
 
     def call(
-        self, method: str, payload: list[Any], phase: str, parts: Mapping[Place, list[Any]] = {}
+        self,
+        method: str,
+        payload: list[Any],
+        phase: str,
+        parts: Mapping[Coordinates, list[Any]] = {},
     ) -> Answer: ...
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None: ...
@@ -154,7 +158,7 @@ class RankedTrainer:
         return self._model
 
     @property
-    def places(self) -> list[spec.Place]:
+    def places(self) -> list[Place]:
         """Where ranks are that Ray has placed; of torchrun's it is not known."""
         return getattr(self._ranks.group, "places", [])
 
@@ -282,7 +286,7 @@ class RankedTrainer:
 
     def _routes_apart(
         self, method: str, args: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], dict[Place, list[Any]]]:
+    ) -> tuple[tuple[Any, ...], dict[Coordinates, list[Any]]]:
         """Return arguments without a batch's routes, and the part of these that each rank gets."""
         if not args or getattr(args[0], "routed_experts", None) is None:
             return args, {}

@@ -48,14 +48,6 @@ class SendsWeights(Protocol):
         """
 
 
-@runtime_checkable
-class SentByAll(Protocol):
-    """What is called with weights, and may be by all ranks of a trainer, as `WeightSender`."""
-
-    def together(self) -> Any:
-        """Return what all ranks call."""
-
-
 class TrainerWeights(WeightSource):
     """The newest weights of a trainer, those after its last step.
 
@@ -87,8 +79,8 @@ class TrainerWeights(WeightSource):
         with self._turn:
             version = self.trainer.step
             if isinstance(self.trainer, SendsWeights):
-                if isinstance(use, SentByAll):
-                    use, options["together"] = use.together(), True
+                if getattr(use, "by_all_ranks", False):  # as WeightSender
+                    options["together"] = True
                 return self.trainer.send_weights(partial(use, version), dtype=dtype, **options)
             return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
 

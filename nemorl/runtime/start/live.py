@@ -192,6 +192,13 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
         config.generation.backend,
         f"add --generation.backend {' or '.join(recording)}, or remove it",
     )
+    require(
+        not config.trainer.router_replay or config.generation.pipeline_parallel_size == 1,
+        "generation.pipeline_parallel_size",
+        "must be 1 with trainer.router_replay: only the first part's experts would be recorded",
+        config.generation.pipeline_parallel_size,
+        "remove one of them",
+    )
 
 
 def check_engines(launch: Launch, engines: GenerationConfig) -> None:

@@ -226,7 +226,8 @@ def test_a_stage_that_ends_ends_its_engine_which_starts_again(tmp_path):
         (before,) = made.replicas.running()
         assert len(before.stages) == 1
         assert eventually((tmp_path / "stage_is_up").exists)
-        with pytest.warns(UserWarning, match=r"a worker of stage 1 ended"):
+        died = r"replica-0-stage-1 \(log .*replica-0-stage-1.log\) died: one of its workers ended"
+        with pytest.warns(UserWarning, match=died):
             (tmp_path / "stage-1").touch()
             assert eventually(lambda: before not in made.replicas.running())
         made.repair()

@@ -3,7 +3,6 @@ gloo and files in shared memory in the place of CUDA.
 """
 
 import math
-import multiprocessing as mp
 import os
 import weakref
 from pathlib import Path
@@ -84,7 +83,7 @@ class Engine:
 
 
 def waited(sender: WeightSender, calls: dict[int, Any]) -> dict[int, Any]:
-    assert sender.deadline < math.inf
+    assert sender.left_s < math.inf
     failed = {rank: str(call) for rank, call in calls.items() if isinstance(call, Exception)}
     if failed:
         raise EnginesFailed(failed)
@@ -162,9 +161,7 @@ def updates(folder: Path) -> list[Any]:
 
     def send(version: int, expected: Any = SHAPES, fails: str = "") -> None:
         places = {number: Place("node", "host", 1, (str(number),)) for number in engines}
-        sender = WeightSender(
-            actors=engines, places=places, expected=expected, dtype=torch.float32
-        ).together()
+        sender = WeightSender(actors=engines, places=places, expected=expected, dtype=torch.float32)
         backend.version, engines[1].fails = version, fails
         answer = host.do("send_weights", (lambda w: sender(version, w),), {"together": True})
         values = {number: one.received.copy() for number, one in engines.items()}
@@ -196,7 +193,7 @@ def lonely(folder: Path) -> list[list[list[int]]]:
             places={0: Place("node", "host", 1, (str(rank),))},
             expected=SHAPES,
             dtype=torch.float32,
-        ).together()
+        )
         backend, own = Backend(), folder / str(rank)
         with without_gpus(own):
             for version in range(3):
@@ -217,56 +214,18 @@ def test_no_rank_keeps_what_it_has_shared(tmp_path: Path):
         assert found == [[[1, -1] * 3] * 2] * 2
 
 
-def apart(pipe: Any) -> None:
-    """An engine on the first GPU, in a process of its own: CUDA opens no handle of the same one."""
-    engine = Engine(0, "cuda")
-    while True:
-        method, *args = pipe.recv()
-        answer = engine.done(method, *args)
-        pipe.send(str(answer) if isinstance(answer, Exception) else {})
-
-
-def on_gpus() -> list[int]:
-    """Return the bytes that a rank has allocated on its GPU after each of three updates, of two
-    ranks and an engine on the GPU of rank 0.
-    """
-    rank, kept = dist.get_rank(), list[int]()
-    torch.cuda.set_device(rank)
-    places = [None, None]
-    dist.all_gather_object(places, transport.own_place())
-    ours, theirs = mp.get_context("spawn").Pipe()
-    engine = mp.get_context("spawn").Process(target=apart, args=(theirs,), daemon=True)
-    if rank == 0:
-        engine.start()
-
-    def call(*what: Any) -> Any:
-        ours.send(what)
-        answer = ours.recv()
-        return RuntimeError(answer) if isinstance(answer, str) else answer
-
-    with patch.object(WeightSender, "wait", waited), patch.object(direct, "_CONNECTED", {}):
-        for version in range(3):
-            sender = WeightSender(
-                actors={0: SimpleNamespace(call=SimpleNamespace(remote=call))},
-                places={0: places[0]},
-                expected=SHAPES,
-                dtype=torch.float32,
-            ).together()
-            receipt = sender(version, Backend().weights())
-            assert receipt.failed == {} and receipt.transport.name == "cuda_ipc"
-            torch.cuda.ipc_collect()
-            kept.append(torch.cuda.memory_allocated())
-    if rank == 0:
-        engine.kill()
-    return kept
-
-
 @pytest.mark.gpu
-def test_no_rank_on_gpus_keeps_a_buffer():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    for kept in run_ranks(2, on_gpus, fresh=True):
-        assert kept == [kept[0]] * 3 and kept[0] < direct.ROUND_BYTES
+def test_a_rank_on_a_gpu_without_an_engine_keeps_no_buffer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(WeightSender, "wait", lambda self, calls: calls)
+    monkeypatch.setattr(direct, "_CONNECTED", {})
+    sender = WeightSender(actors={}, places={}, expected=SHAPES, dtype=torch.float32)
+    kept = list[int]()
+    for _ in range(3):
+        weights = ((name, torch.ones(shape)) for name, shape in SHAPES.items())
+        direct.send_by_ipc(sender, weights, opened=False)
+        torch.cuda.ipc_collect()
+        kept.append(torch.cuda.memory_allocated())
+    assert kept == [kept[0]] * 3 and kept[0] < direct.ROUND_BYTES
 
 
 def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
@@ -307,16 +266,17 @@ def test_an_error_of_one_rank_alone_is_its_answer(rank: int, monkeypatch: pytest
         yield "first", torch.zeros(1)
         raise AssertionError("others are not here to gather")
 
-    transfer, here = SimpleNamespace(send_weights=raising), Place("node", "host", 1, (str(rank),))
+    transfer = SimpleNamespace(send_weights=raising)
+    here, there = (Place("node", "host", 1, (str(gpu),)) for gpu in (rank, 1 - rank))
     monkeypatch.setattr(Backend, "weights", weights)
     monkeypatch.setattr(direct, "_connected", lambda *_: (transfer, "key"))
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    for one in (direct, module):
-        monkeypatch.setattr(one, "num_ranks", lambda: 2)
-    monkeypatch.setattr(module, "places_of_ranks", lambda: [here, here])
+    monkeypatch.setattr(direct, "num_ranks", lambda: 2)
+    ranks = [here, there] if rank == 0 else [there, here]
+    monkeypatch.setattr(module, "places_of_ranks", lambda: ranks)
     sender = WeightSender(
         actors={0: Engine(0)}, places={0: here}, expected=SHAPES, dtype=torch.float32
-    ).together()
+    )
     host = Rank(Backend, rank)
     host.do("setup", (BackendConfig(),), {})
     answer = host.perform("send_weights", (lambda w: sender(0, w),), {"together": True})
@@ -349,21 +309,3 @@ def test_a_worker_names_its_gpu(monkeypatch: pytest.MonkeyPatch):
     for device, uuid in (("cuda:1", "uuid-1"), ("cpu", "")):
         worker.device = torch.device(device)
         assert worker.nemorl_uuid() == uuid
-
-
-def test_ranks_without_ray_are_on_the_node_of_their_host(monkeypatch: pytest.MonkeyPatch):
-    """As those of torchrun are, but for the one with the loop."""
-    found = [
-        Place("a", "one", 1, ("0",)),
-        Place("", "one", 2, ("1",)),
-        Place("", "two", 3, ("0",)),
-    ]
-    monkeypatch.setattr(transport, "own_place", lambda: found[0])
-    monkeypatch.setattr(transport, "num_ranks", lambda: 3)
-    monkeypatch.setattr(
-        dist, "all_gather_object", lambda places, own: places.__setitem__(slice(None), found)
-    )
-    assert [place.node for place in transport.places_of_ranks()] == ["a", "a", ""]
-    engine = Place("a", "one", 4, ("1",))
-    choose = transport.choose_transport
-    assert choose("auto", transport.places_of_ranks(), [engine]).name == "cuda_ipc"

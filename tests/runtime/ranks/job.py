@@ -69,7 +69,7 @@ def engines(trainer, folder: str) -> None:
             dtype=torch.float32,
         )
         for version in range(2):
-            receipt = trainer.send_weights(partial(sender.together(), version), together=True)
+            receipt = trainer.send_weights(partial(sender, version), together=True)
             assert receipt.failed == {} and receipt.version == version
             assert str(receipt.transport).startswith("new weights go through rank 0's main memory")
     say("weights are sent")

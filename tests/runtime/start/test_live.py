@@ -500,16 +500,31 @@ def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
 
 
-def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks, monkeypatch):
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        (
+            {"backend": "forgetful"},
+            "must record the experts .*, as torch, megatron, vllm do, but it is 'forgetful'",
+        ),
+        (
+            {"backend": "vllm", "pipeline_parallel_size": 2},
+            "pipeline_parallel_size must be 1 with trainer.router_replay: .*, but it is 2: remove",
+        ),
+    ],
+)
+def test_routers_replay_what_an_engine_has_recorded(
+    generation: dict[str, Any], message: str, tmp_path: Path, ranks, monkeypatch
+):
+    """A run that can't is refused before its ranks start."""
     monkeypatch.setitem(TRAITS, "forgetful", GenerationTraits(embedded=True))
     monkeypatch.setitem(registry.GENERATION_BACKENDS, "forgetful", TorchGenerationBackend)
     tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)
-    generation = nemorl.GenerationConfig(backend="forgetful", max_new_tokens=4)
-    config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan(), generation=generation)
-    message = "must record the experts .*, as torch, megatron, vllm do, but it is 'forgetful'"
+    engines = nemorl.GenerationConfig(**generation, max_new_tokens=4)
+    config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan(), generation=engines)
     with pytest.raises(ValueError, match=message):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]

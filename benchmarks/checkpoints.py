@@ -8,7 +8,6 @@ side by side anyway. Both are written in turns in the same run, with the same ch
 """
 
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import command, quiet, save_model
+from common import command, quiet, saved_model
 from parallel import become_rank, free_port
 from torch import Tensor
 from train_step import batch_of
@@ -61,12 +60,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    quiet()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        size = save_model(
-            folder / "model", hidden=options.width, layers=options.layers, positions=128
-        )
+    sizes = {"hidden": options.width, "layers": options.layers, "positions": 128}
+    with saved_model(**sizes) as (folder, size):
         print(
             f"{size / 1e6:.1f} M parameters in float32, {options.speed:g} MB/s a rank; seconds in"
             " lock-step, side by side, and the ratio"

@@ -9,6 +9,7 @@ import logging
 import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -134,6 +135,18 @@ def save_model(
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
+
+
+@contextlib.contextmanager
+def saved_model(**sizes: Any) -> Iterator[tuple[Path, int]]:
+    """Quietly give a temporary folder with `save_model`'s in `model`, and its number of parameters.
+
+    sizes: of `save_model`.
+    """
+    quiet()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        yield folder, save_model(folder / "model", **sizes)
 
 
 def load_tokenizer(folder: Path) -> Any:

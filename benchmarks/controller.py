@@ -11,14 +11,13 @@ values. Where the time grew with ranks times batch, the last column would grow w
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import command, quiet, save_model
+from common import command, saved_model
 from train_step import batch_of
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -49,11 +48,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    quiet()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        size = save_model(folder / "model", hidden=options.hidden, layers=2, positions=64)
+    with saved_model(hidden=options.hidden, layers=2, positions=64) as (folder, size):
         tokens = options.sequences * options.length
         print(
             f"{size / 1e3:.1f} thousand parameters, {tokens} tokens a step; the controller's CPU"

@@ -11,7 +11,6 @@ and from it, in turns in the same run.
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import command, quiet, save_model
+from common import command, quiet, saved_model
 from parallel import become_rank, free_port
 from train_step import batch_of
 
@@ -46,12 +45,8 @@ class Options:
 
 
 def main(options: Options) -> None:
-    quiet()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        size = save_model(
-            folder / "model", hidden=options.width, layers=options.layers, positions=128
-        )
+    sizes = {"hidden": options.width, "layers": options.layers, "positions": 128}
+    with saved_model(**sizes) as (folder, size):
         print(
             f"{size / 1e6:.0f} M parameters in float32; GB/s, and the ratio to the baseline"
             " beside it"

@@ -13,13 +13,12 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import command, quiet, save_model, words
+from common import command, saved_model, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +30,7 @@ class Options:
 
 
 def main(options: Options) -> None:
-    quiet()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_model(folder / "model")
+    with saved_model() as (folder, _):
         rng = np.random.default_rng(0)
         rows = "".join(
             json.dumps({"prompt": words(16, rng), "answer": "t2"}) + "\n" for _ in range(16)

@@ -131,7 +131,7 @@ class Accumulating(ABC):
         Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
         self._away.restore()
-        self._forget()
+        self._restart()  # so that the gradients are cleared
         self._is_whole = True
         try:
             metrics = self.forward_backward(batch, loss_fn)

@@ -283,3 +283,25 @@ def test_what_does_not_train_takes_no_step_and_is_not_saved(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=message):
             BackendConfig(trains=False, **options)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_on_a_batch_alone_and_an_error_drop_the_gradients_before(fails: bool):
+    def failing(output: Any, batch: Any) -> Any:
+        raise ArithmeticError
+
+    first, second, found = random_batch([5, 6]), random_batch([9, 2, 30], seed=1), []
+    for added in (False, True):
+        backend = set_up(tiny_model(scale=2.0))
+        if added:
+            backend.forward_backward(first, nll_loss)
+        if added and fails:
+            with pytest.raises(ArithmeticError):
+                backend.forward_backward(first, failing)
+        if fails:
+            backend.forward_backward(second, nll_loss)
+            backend.optim_step()
+        else:
+            backend.train_step(second, nll_loss)
+        found.append(dict(backend.weights()))
+    torch.testing.assert_close(*found, atol=0, rtol=0)

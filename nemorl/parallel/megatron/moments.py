@@ -15,14 +15,14 @@ from nemorl.parallel.checkpoint import Pieces
 
 if TYPE_CHECKING:
     from nemorl.parallel.megatron.optimizer import ShardedAdamW
-    from nemorl.parallel.megatron.pieces import Box
+    from nemorl.parallel.megatron.pieces import SpanBox
     from nemorl.parallel.megatron.weights import Conversion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter, besides its number of steps."""
 
 
-def own_moments(boxes: list[Box], optimizer: ShardedAdamW, step: int) -> Pieces:
+def own_moments(boxes: list[SpanBox], optimizer: ShardedAdamW, step: int) -> Pieces:
     """Return the pieces of AdamW's state that this rank writes, under Hugging Face names."""
     if not step:
         return [], ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Box:
+class SpanBox:
     """A box of a Hugging Face tensor, and where a rank's span of a parameter has its values."""
 
     piece: Piece
@@ -38,7 +38,7 @@ class Box:
         return rows[self.rows.to(rows.device)].view(self.piece.shape)
 
 
-def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> list[Box]:
+def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> list[SpanBox]:
     """Return the boxes that this rank writes. What several ranks have, one of them writes."""
     parameters = dict(stages.named_parameters())
     entries = {name: conversion.here[name] for name in parameters}
@@ -49,7 +49,7 @@ def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> l
         if entry.divided and entry.dim is None
     }
     owners = shared_out(same, world.plan.tp)
-    boxes: list[Box] = []
+    boxes: list[SpanBox] = []
     for name, parameter in parameters.items():
         span, entry = optimizer.span(parameter), entries[name]
         ours = owners.get(name, world.tp_rank) == world.tp_rank
@@ -58,7 +58,7 @@ def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> l
     return boxes
 
 
-def own_weights(boxes: list[Box], optimizer: ShardedAdamW) -> Pieces:
+def own_weights(boxes: list[SpanBox], optimizer: ShardedAdamW) -> Pieces:
     """Return the weights' pieces, and their values in float32."""
     values = (box.of(optimizer.main(box.parameter)) for box in boxes)
     return [box.piece for box in boxes], values
@@ -66,7 +66,7 @@ def own_weights(boxes: list[Box], optimizer: ShardedAdamW) -> Pieces:
 
 def _boxes(
     parameter: nn.Parameter, entry: Entry, conversion: Conversion, span: slice
-) -> Iterator[Box]:
+) -> Iterator[SpanBox]:
     starts, addresses, column = _addresses(entry, conversion)
     width = prod(parameter.shape[1:])
     for begin, end in _by_rows(span.start, span.stop, width):
@@ -82,7 +82,7 @@ def _boxes(
             if parameter.ndim > 1:
                 shape, offsets = (*shape, min(end - begin, width)), (*offsets, column + left)
             piece = Piece(name, torch.float32, shape, offsets)
-            yield Box(piece, parameter, slice(begin - span.start, end - span.start), rows)
+            yield SpanBox(piece, parameter, slice(begin - span.start, end - span.start), rows)
 
 
 def _addresses(entry: Entry, conversion: Conversion) -> tuple[dict[str, int], Tensor, int]:

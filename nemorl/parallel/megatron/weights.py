@@ -50,7 +50,7 @@ EMBEDDING, NORM, HEAD = (
 )
 
 
-class Piece(NamedTuple):
+class Rows(NamedTuple):
     """Rows of a whole tensor, by its Hugging Face name."""
 
     name: str
@@ -147,36 +147,36 @@ class Conversion:
     def own(self, entry: Entry, read: Read) -> Tensor:
         """Return this rank's part of a parameter."""
         tp, rank = self.world.plan.tp, self.world.tp_rank
-        pieces = self._pieces(entry)
+        found = self._rows(entry)
         if entry.kind == "qkv" and self.groups % tp:  # a group is of several ranks
-            whole = fused([self._box(piece, read) for piece in pieces], self.groups)
+            whole = fused([self._box(rows, read) for rows in found], self.groups)
             return whole.chunk(tp)[rank]
-        parts = [self._box(piece, read, entry.dim, rank, tp) for piece in pieces]
+        parts = [self._box(rows, read, entry.dim, rank, tp) for rows in found]
         return fused(parts, self.groups // tp) if entry.kind == "qkv" else torch.cat(parts)
 
-    def _pieces(self, entry: Entry) -> list[Piece]:
+    def _rows(self, entry: Entry) -> list[Rows]:
         """Return what a parameter is made of: whole tensors, or the rows of one that Hugging Face
         has fused by itself: all queries, then all keys, then all values; gates, then ups.
         """
         shares = {"qkv": (self.heads_per_group, 1, 1), "gated": (1, 1)}.get(entry.kind, (1,))
         if len(shares) == 1 or len(entry.names) > 1:
-            return [Piece(name, 0, self.shapes[name]) for name in entry.names]
+            return [Rows(name, 0, self.shapes[name]) for name in entry.names]
         (name,) = entry.names
         (rows, *rest), first, found = self.shapes[name], 0, []
         for share in shares:
             count = rows * share // sum(shares)
-            found.append(Piece(name, first, (count, *rest)))
+            found.append(Rows(name, first, (count, *rest)))
             first += count
         return found
 
     def _box(
-        self, piece: Piece, read: Read, dim: int | None = None, rank: int = 0, parts: int = 1
+        self, rows: Rows, read: Read, dim: int | None = None, rank: int = 0, parts: int = 1
     ) -> Tensor:
-        shape, offsets = list(piece.shape), [piece.first, *[0] * (len(piece.shape) - 1)]
+        shape, offsets = list(rows.shape), [rows.first, *[0] * (len(rows.shape) - 1)]
         if dim is not None:
             shape[dim] //= parts
             offsets[dim] += rank * shape[dim]
-        return read(piece.name, tuple(offsets), tuple(shape))
+        return read(rows.name, tuple(offsets), tuple(shape))
 
     def whole(
         self, own: Callable[[str], Tensor], dtype: torch.dtype = torch.float32

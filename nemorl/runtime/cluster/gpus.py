@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 
 
-def smallest_gpu(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
+def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
     """Return the memory in bytes of the smallest GPU, of one on each node that bundles with GPUs
     take; None where there is no room for them, or the memory of one is not known.
     """

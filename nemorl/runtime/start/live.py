@@ -224,7 +224,7 @@ def smallest_gpu(launch: Launch) -> int | None:
         connection.connect()
         try:
             bundles = rank_bundles(config, devices.plan.num_ranks, config.generation)
-            return gpus.smallest_gpu(bundles)
+            return gpus.smallest_of_cluster(bundles)
         finally:
             connection.release()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.megatron.engine import Order
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import SamplingParams
-from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.batches import nll_loss
+from tests.parallel.offloaded import FIRST, SECOND, generations
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
-FIRST, SECOND = random_batch([9, 2, 30, 17]), random_batch([4, 12], seed=1)
 PLANS = {
     "dp 2": {"dp_shard": 2, "param_dtype": "float32"},
     "dp 2 in bfloat16": {"dp_shard": 2, "param_dtype": "bfloat16"},
@@ -69,31 +68,7 @@ def held(backend: MegatronBackend) -> dict[str, int]:
 
 def trained(backend: MegatronBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
     """All numbers of steps with generation between them, of which one is amid an accumulation."""
-    found: dict[str, Any] = {}
-    sizes: list[dict[str, int]] = []
-
-    def generate() -> dict[str, Tensor]:
-        if offloads:
-            backend.offload(keep_weights=keep)
-            sizes.append(held(backend))
-        weights = {name: tensor.clone() for name, tensor in backend.weights()}
-        if offloads:
-            assert held(backend) == sizes[-1]
-        return weights
-
-    found["initial"] = generate()
-    found["metrics"] = [finalize(backend.train_step(FIRST, nll_loss))["loss"]]
-    sizes.append(held(backend))
-    found["weights"] = generate()
-    found["cast"] = {name: x.clone() for name, x in backend.weights(torch.bfloat16)}
-    found["logprobs"] = backend.get_logprobs(FIRST).values
-    generate()
-    found["reference"] = backend.get_reference_logprobs(FIRST).values
-    backend.forward_backward(FIRST, nll_loss)
-    generate()
-    backend.forward_backward(SECOND, nll_loss)
-    generate()
-    found["metrics"].append(finalize(backend.optim_step())["grad_norm"])
+    found, sizes, generate = generations(backend, held, offloads=offloads, keep=keep)
     backend.forward_backward(FIRST, nll_loss)
     generate()
     backend.train_step(SECOND, nll_loss)  # which drops that gradient

@@ -1,6 +1,24 @@
-"""Ray clusters of several nodes on this machine."""
+"""Ray clusters of several nodes on this machine, and the processes that start them."""
 
+import json
+import subprocess
+import sys
 from typing import Any
+
+
+def printed(module: str, *args: object, timeout: float) -> Any:
+    """Run a module in a process of its own, and return the JSON of the last line that it prints.
+
+    timeout: in seconds.
+    """
+    ran = subprocess.run(
+        [sys.executable, "-m", module, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def cluster_of(head: dict[str, Any], *others: dict[str, Any]) -> tuple[Any, list[str]]:

@@ -3,10 +3,7 @@ environment; and what does not fit anywhere.
 """
 
 import importlib.metadata
-import json
 import shutil
-import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -21,6 +18,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.rollout.updates import update
+from tests.runtime.cluster.nodes import printed
 from tests.runtime.engines.shared import vllm_backend
 from tests.runtime.engines.toys import eventually
 from tests.runtime.runs import addition_rows
@@ -36,14 +34,7 @@ def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
     """The weights go through Ray's object store; that they arrive is seen from the second step on,
     whose samples are from trained weights.
     """
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout.splitlines()[-1])
+    seen = printed("tests.runtime.engines.far", tmp_path, timeout=300)
     assert [seen["trainer"], seen["engine"]] == seen["nodes"]
     assert [line["step"] for line in seen["history"]] == [1, 2, 3]
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in seen["history"])
@@ -51,14 +42,7 @@ def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
 
 
 def test_engines_get_the_gpus_of_a_cluster_that_the_loops_machine_lacks(tmp_path: Path):
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path), "gpus"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1]) == {
+    assert printed("tests.runtime.engines.far", tmp_path, "gpus", timeout=300) == {
         **{"on_gpus": True, "sleep_level": 2},
         **{"gpus": [["0"], ["1"]], "second": [True, True]},
     }
@@ -69,14 +53,7 @@ def test_an_engine_whose_stages_are_on_different_nodes(tmp_path: Path):
     """It samples what one process does, and tokens are of the weights that they name where these
     change while requests are in flight: vLLM drops what stages have under way then.
     """
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path), "stages"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout.splitlines()[-1])
+    seen = printed("tests.runtime.engines.far", tmp_path, "stages", timeout=400)
     assert seen["stages"] == seen["nodes"]
     assert seen["tokens"][0] == seen["tokens"][1]
     assert seen["unproved"] == 0

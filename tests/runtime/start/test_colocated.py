@@ -1,8 +1,5 @@
 """Engines on the GPUs of ranks that Ray places, on a cluster at RAY_ADDRESS."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ from nemorl.runtime.cluster.placement import DRIVER, Bundle
 from nemorl.runtime.engines.processes import engine_bundles, rank_shares
 from nemorl.runtime.start import backends
 from nemorl.runtime.start.launch import Launch
+from tests.runtime.cluster.nodes import printed
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -23,14 +21,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 @pytest.mark.slow
 def test_engines_share_the_gpus_of_ranks_that_ray_places(tmp_path: Path):
     """By a whole run: all learn and sample the same numbers."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.start.colocated", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ran.returncode == 0, ran.stderr
-    seen = json.loads(ran.stdout.splitlines()[-1])
+    seen = printed("tests.runtime.start.colocated", tmp_path, timeout=400)
     node = seen["ranks"][0][0]
     assert seen["ranks"] == seen["engines"] == [[node, "0"], [node, "1"]]
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in seen["history"])
@@ -70,7 +61,8 @@ def test_each_replica_has_gpus_of_one_node():
     assert rank_shares("abbb", staged) == [[0], [1], [2], [3]]
     message = (
         r"generation\.num_replicas must be at most 1 where replicas of 2 GPUs share those of 4"
-        r" ranks on 3 nodes, but it is 2: lower it or generation\.tensor_parallel_size"
+        r" ranks on 3 nodes, but it is 2: lower it, generation\.tensor_parallel_size or"
+        r" pipeline_parallel_size, use more ranks, or give engines GPUs of their own"
     )
     with pytest.raises(ValueError, match=message):
         rank_shares("abbc", TWO)

@@ -11,7 +11,7 @@ from typing import Any
 from nemorl.parallel.planner.command import Candidate, find_plans, quantity
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import Step
-from nemorl.parallel.planner.moves import batch_tokens, step_moves
+from nemorl.parallel.planner.moves import Move, batch_tokens, brief, step_moves
 from nemorl.parallel.planner.timing import Times
 from nemorl.runtime.cli.api import from_keywords
 
@@ -34,25 +34,6 @@ def found(name: str, **options: Any) -> tuple[Candidate, Step]:
     return best, Step(planned.step.model, best.plan, config)
 
 
-def amount(size: float) -> str:
-    """Write bytes in GB, with three digits.
-
-    >>> [amount(size) for size in (1234e9, 12.34e9, 3e6)]
-    ['1,234', '12.3', '0.003']
-    """
-    value = size / 1e9
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "< 0.001"
-
-
-def brief(value: float) -> str:
-    """Write seconds with two digits.
-
-    >>> [brief(value) for value in (235.1, 12.2, 0.0451)]
-    ['240', '12', '0.045']
-    """
-    return f"{float(f'{value:.2g}'):g}"
-
-
 def parts(times: Times) -> str:
     """Write what a step's time is made of."""
     values = {name: value for name, value in asdict(times).items() if name != "overlaps"}
@@ -61,12 +42,7 @@ def parts(times: Times) -> str:
 
 def section(name: str, options: dict[str, Any]) -> str:
     best, step = found(name, **options)
-    replays = step.model.num_local_experts > 0
-    rows = [
-        f"| {move.what} | {move.through} | {amount(move.of_rank)} | {amount(move.total)} |"
-        f" {brief(move.seconds)} |"
-        for move in step_moves(step, replays=replays)
-    ]
+    rows = [f"| {' | '.join(move.cells)} |" for move in step_moves(step)]
     lines = [
         f"### {name} on {options['gpus']} GPUs",
         "",
@@ -78,8 +54,8 @@ def section(name: str, options: dict[str, Any]) -> str:
         f" rows of {step.width:,}. An optimizer step takes {brief(best.seconds)} s:",
         f"{parts(best.times)}.",
         "",
-        "| what | through | GB of the busiest rank | GB in all | seconds |",
-        "|---|---|---|---|---|",
+        f"| {' | '.join(Move.COLUMNS)} |",
+        "|---" * len(Move.COLUMNS) + "|",
         *rows,
     ]
     return "\n".join(lines)

@@ -18,6 +18,7 @@ from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, step_traffic
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Memory, Step, engine_memory
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
+from nemorl.parallel.planner.moves import Move, step_moves
 from nemorl.parallel.planner.sharing import (
     GB,
     Sharing,
@@ -227,7 +228,9 @@ def _order(candidate: Candidate) -> tuple[float, int, int]:
 
 
 def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = None) -> None:
-    """Print the plans that fit, and the flags of the first; else the smallest, and an error."""
+    """Print the plans that fit, the flags of the first, and with `moves` what its step moves; else
+    the smallest, and an error.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -243,12 +246,7 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
         f" {config.row_tokens} tokens"
     )
     console.print(Text(title, style="bold"))
-    lines, width = table(config, shown), console.width
-    # A table wider than the terminal keeps its numbers.
-    needed = console.measure(lines, options=console.options.update(max_width=1000)).maximum
-    console.width = max(width, needed)
-    console.print(lines)
-    console.width = width
+    _print_whole(console, table(config, shown))
     room = _gigabytes(GB * config.gpu_memory * (1 - config.reserve))
     console.print(
         f"GB per GPU at its fullest moment; {room} of {config.gpu_memory:g} GB may be used"
@@ -268,6 +266,21 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
         console.print(str(found.fitting[0].sharing))
     flags = " ".join(filter(None, [found.fitting[0].flags, other_flags(config)]))
     console.print(Text(flags, style="bold green"), soft_wrap=True)
+    if config.moves:
+        step = Step(model, found.fitting[0].plan, config)
+        console.print("\nwhat a step of this plan moves; seconds are estimates (docs/scale.md):")
+        _print_whole(console, table_of_moves(step_moves(step)))
+        for note in notes_on_moves(step):
+            console.print(note)
+
+
+def _print_whole(console: "Console", lines: "Table") -> None:
+    """Print a table; one that is wider than the terminal keeps its numbers."""
+    width = console.width
+    needed = console.measure(lines, options=console.options.update(max_width=1000)).maximum
+    console.width = max(width, needed)
+    console.print(lines)
+    console.width = width
 
 
 def other_flags(config: PlanConfig) -> str:
@@ -353,6 +366,36 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         ratio = candidate.seconds / shown[0].seconds
         result.add_row(*map(str, cells), f"{ratio:.2f}×")
     return result
+
+
+def table_of_moves(moves: tuple[Move, ...]) -> "Table":
+    """Return a table with a line for each of what a step moves."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    for title in Move.COLUMNS:
+        justify: Any = "left" if title in ("what", "through") else "right"
+        result.add_column(title, justify=justify, no_wrap=True)
+    for move in moves:
+        result.add_row(*move.cells)
+    return result
+
+
+def notes_on_moves(step: Step) -> Iterator[str]:
+    """Yield what a reader of `table_of_moves` has to know."""
+    received = "batch and routes" if step.model.num_local_experts else "batch"
+    yield (
+        f"busiest rank: what it sends; of {received} what it receives, of a checkpoint what it"
+        " writes. in all: of all ranks; of what passes the object store, of all machines that"
+        " fetch it."
+    )
+    merged = ", with adapters merged" if step.adapted() else ""
+    yield f"weights{merged}: by one of the three ways, gathering included."
+    if step.adapted():
+        yield "adapters: instead of weights, with generation.adapter_rank."
+    if step.model.num_local_experts:
+        yield "routes: with trainer.router_replay."
 
 
 def quantity(count: float) -> str:

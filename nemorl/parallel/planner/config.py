@@ -108,6 +108,8 @@ class PlanConfig:
     """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10
     """Number of plans shown, the best first."""
+    moves: bool = False
+    """Show what a step of the first plan moves, through whom, and how long."""
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(sequence_packing=True))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -49,19 +49,40 @@ def step_traffic(step: Step) -> Traffic:
     gathered = BYTES[plan.precision] * (2 * step.kept() - once)
     gradients = BYTES[plan.reduce_dtype] * step.trained()
 
-    # Arrays of all the device's tokens; an all-reduce counts as two. Selective checkpointing keeps
-    # what reduce-scatter gave.
-    forward, backward, kept = (4, 4, 2) if plan.sequence_parallel else (4, 10, 0)
-    again = {"none": 0, "selective": forward - kept, "full": forward}
-    per_layer = forward + backward + again[plan.activation_checkpointing]
     array = step.tokens * model.hidden_size * step.dtype_size
 
     return Traffic(
         shard=sent((gathered + gradients) * ranks, ranks),
         replicate=sent(gradients, plan.dp_replicate, 2),
-        tensor=sent(array, plan.tp, layers * per_layer + 4),
+        tensor=sent(array, plan.tp, layers * tensor_sends(step) + 4),
         context=sent(context_array(step), plan.cp, layers),
     )
+
+
+def tensor_sends(step: Step) -> int:
+    """Return how often a layer sends an array of all the device's tokens over tp, for a microbatch;
+    an all-reduce counts as two.
+    """
+    parts, how = step.plan.sequence_parallel, step.plan.activation_checkpointing
+    if not step.shards_optimizer:
+        # Selective checkpointing keeps what reduce-scatter gave.
+        forward, backward, kept = (4, 4, 2) if parts else (4, 10, 0)
+        return forward + backward + {"none": 0, "selective": forward - kept, "full": forward}[how]
+    # With sequence parallelism the backward pass gathers the inputs of products again.
+    half = 5 if parts else 4
+    if step.model.num_local_experts:  # what these send is counted on its own
+        return half + 2 * (how == "full")
+    selected = how == "selective" and "mlp" in step.recomputed_modules
+    return 2 * half + (4 if how == "full" else 2 * selected)
+
+
+def attention_passes(step: Step) -> int:
+    """Return how often a layer's attention is computed for a microbatch: forward, backward, and
+    where it is recomputed.
+    """
+    how = step.plan.activation_checkpointing
+    selected = how == "selective" and "core_attn" in step.recomputed_modules
+    return 2 + (how == "full" or selected)
 
 
 def context_array(step: Step) -> int:
@@ -70,5 +91,4 @@ def context_array(step: Step) -> int:
     repeated = step.kv_heads % plan.cp > 0
     exchanged = 2 * q + 2 * (q if repeated else kv)
     width = 2 * kv * plan.cp if plan.cp_method == "allgather" else exchanged
-    passes = 2 if plan.activation_checkpointing == "none" else 3
-    return step.tokens * width * step.dtype_size * passes
+    return step.tokens * width * step.dtype_size * attention_passes(step)

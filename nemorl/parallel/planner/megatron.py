@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemorl.parallel.planner.cost import Traffic, context_array
+from nemorl.parallel.planner.cost import Traffic, context_array, tensor_sends
 from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step, pinned_size
 from nemorl.parallel.planner.model_shape import Matrix
 
@@ -47,14 +47,16 @@ class Stage:
             found += [norm, *(head or [embedding] * (self.index > 0))]
         return found
 
+    @cached_property
     def parameters(self) -> int:
-        """Return the numbers that a device computes with, but for experts."""
+        """Numbers that a device computes with, but for experts."""
         plan, model = self.step.plan, self.step.model
         layer = sum(self._on_device(matrix) for matrix in model.layer() if not matrix.of_experts)
         return self.num_layers * layer + sum(matrix.on(plan) for matrix in self.ends())
 
+    @cached_property
     def of_experts(self) -> int:
-        """Return the numbers of its experts."""
+        """Numbers of its experts."""
         matrices = (each for each in self.step.model.layer() if each.of_experts)
         return self.num_layers * sum(each.on(self.step.plan) for each in matrices)
 
@@ -71,17 +73,21 @@ class Stage:
         is_kv = matrix.name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
         return matrix.on(plan) * (repeated if is_kv else 1)
 
+    @cached_property
+    def updated(self) -> int:
+        """Numbers that the device's share of the optimizer updates."""
+        parts = self.parameters, self.of_experts
+        return sum(part // shares for part, shares in zip(parts, self.shares(), strict=True))
+
     def states(self) -> Memory:
         """Return what the device keeps from step to step."""
-        step, parts = self.step, (self.parameters(), self.of_experts())
-        numbers = sum(parts)
+        step, numbers = self.step, self.parameters + self.of_experts
         size, gradient = step.dtype_size, BYTES[step.plan.reduce_dtype]
         main = STATE if size < STATE else 0  # parameters in float32, of which the others are casts
-        own = sum(part // shares for part, shares in zip(parts, self.shares(), strict=True))
         return Memory(
             parameters=size * numbers,
             gradients=gradient * numbers,
-            optimizer=(main + 2 * STATE) * own,
+            optimizer=(main + 2 * STATE) * self.updated,
             reference=size * numbers * step.work.keep_reference,
         )
 
@@ -97,7 +103,7 @@ class Stage:
         if not pinned:
             return states.parameters + states.optimizer + states.reference
         size, copied = step.dtype_size, step.work.keep_reference
-        parts = [numbers for numbers in (self.parameters(), self.of_experts()) if numbers]
+        parts = [numbers for numbers in (self.parameters, self.of_experts) if numbers]
         found = float(sum(plan.vpp * pinned_size(size * n // plan.vpp) for n in parts))
         experts = max(1, step.model.num_local_experts // plan.ep)
         layer = [(matrix, self.num_layers) for matrix in step.model.layer()]
@@ -116,7 +122,7 @@ class Stage:
         expert: the tokens it gets, and six; the router: scores of all experts.
         """
         step, plan, model = self.step, self.step.plan, self.step.model
-        (q, kv, inner), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
+        (q, kv, _), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
         stream = hidden * size // step.token_split()
         if recomputed == "full":
             return step.tokens * stream
@@ -128,14 +134,16 @@ class Stage:
         # The output of attention, and its logsumexp.
         output = 0 if "core_attn" in modules else q * size
         attention = (q * (2 + reordered) + kv + 2 * step.kept_keys()) * size + output
-        feed_forward: float = 5 * inner * size
-        if model.num_local_experts:
-            inner = self.experts_width
-            feed_forward = self.rows_of_experts * (hidden + 6 * inner) * size
-            feed_forward += SCORES * model.num_local_experts / step.token_split()
-        if {"mlp", "moe"} & {*modules}:
-            feed_forward = 0
+        feed_forward = 0 if {"mlp", "moe"} & {*modules} else self.kept_of_feed_forward()
         return int(step.tokens * (norms + head_norms + attention + feed_forward))
+
+    def kept_of_feed_forward(self) -> float:
+        """Return what `kept_per_layer` has of a token in the feed-forward block or experts."""
+        step, model, size = self.step, self.step.model, self.step.dtype_size
+        if not model.num_local_experts:
+            return 5 * step.heads_width[2] * size
+        kept = self.rows_of_experts * (model.hidden_size + 6 * self.experts_width) * size
+        return kept + SCORES * model.num_local_experts / step.token_split()
 
     @property
     def experts_width(self) -> int:
@@ -184,34 +192,27 @@ class Stage:
     def traffic(self) -> Traffic:
         """Return what the device sends in a step; gradients are reduced once, at its end."""
         step, plan, model = self.step, self.step.plan, self.step.model
-        count, layers, how = step.micro_batches, self.num_layers, plan.activation_checkpointing
+        count, layers = step.micro_batches, self.num_layers
 
         def sent(array: float, devices: int, times: float = 1) -> int:
             return int(times * array * (devices - 1) / devices)
 
         stream = step.tokens * model.hidden_size * step.dtype_size
         per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
-        # With sequence parallelism the backward pass gathers the inputs of products again.
-        # Those of experts, of which as many more are sent, are counted on their own.
-        per_layer = 10 if plan.sequence_parallel else 8
-        modules = step.recomputed_modules
-        again = {"none": 0, "selective": 2 * ("mlp" in modules), "full": 4}
-        experts = {"none": 4, "selective": 4 + 2 * ("moe" in modules), "full": 6}
-        if model.num_local_experts:
-            per_layer, again = per_layer // 2, {"none": 0, "selective": 0, "full": 2}
+        experts = 6 if step.recomputes_experts else 4
         ends = (self.index == 0) + 3 * self.is_last
         sends = 2 * plan.vpp - (self.index == 0) - self.is_last
         tied = model.tie_word_embeddings and plan.pp > 1 and (self.index == 0 or self.is_last)
         embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
         together, alike = self.shares()
         return Traffic(
-            shard=sent(per_parameter * self.parameters(), together),
-            expert_shard=sent(per_parameter * self.of_experts(), alike),
-            tensor=sent(stream, plan.tp, count * (layers * (per_layer + again[how]) + ends)),
+            shard=sent(per_parameter * self.parameters, together),
+            expert_shard=sent(per_parameter * self.of_experts, alike),
+            tensor=sent(stream, plan.tp, count * (layers * tensor_sends(step) + ends)),
             experts=sent(
                 stream * self.rows_of_experts,
                 plan.ep if plan.ep > 1 else plan.tp,
-                count * layers * experts[how],
+                count * layers * experts,
             ),
             context=sent(context_array(step), plan.cp, count * layers),
             pipeline=count * sends * stream // step.token_split()

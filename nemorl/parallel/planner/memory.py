@@ -102,6 +102,12 @@ class Step:
         return self.plan.recompute_modules or ("core_attn",)
 
     @property
+    def recomputes_experts(self) -> bool:
+        """Whether the backward pass computes experts again."""
+        how = self.plan.activation_checkpointing
+        return how == "full" or (how == "selective" and "moe" in self.recomputed_modules)
+
+    @property
     def can_offload(self) -> bool:
         """Whether the trainer can leave the device while engines generate."""
         return implements(self.work.trainer.backend, "offload") and not self.plan.cpu_offload

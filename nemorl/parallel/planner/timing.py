@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
-from nemorl.parallel.planner.cost import Traffic, step_traffic
+from nemorl.parallel.planner.cost import Traffic, attention_passes, step_traffic, tensor_sends
 from nemorl.parallel.planner.hardware import Hardware
 from nemorl.parallel.planner.megatron import Stage, telling_stages
 from nemorl.parallel.planner.memory import STATE, Memory, Step, largest_rank
@@ -16,13 +16,17 @@ KERNELS, OF_EXPERT = 100, 13
 of tiny models on a CPU: 13 per expert, and 101 (llama, dtensor), 103 (llama, megatron) and 163
 (qwen3, packed, megatron), some of which are one on a GPU.
 """
+OF_MLP, OF_ROUTING = 3, 24
+"""The same of megatron-core's feed-forward block, forward alone, and of what a mixture does besides
+its experts: 21, and 27 with ep.
+"""
 HOST_MEMORY = 2e11
 """Bytes per second of a machine's main memory; an estimate."""
 HEAD_PASSES = 6
 """Times that a logit is read or written, in float32; an estimate."""
 ADAMW = 3.5
-"""Bytes that AdamW moves for each byte of its state: both numbers and the parameter twice, and the
-gradient.
+"""Bytes that AdamW moves for each byte of its two numbers: both and the parameter in float32 twice,
+and the gradient.
 """
 
 
@@ -140,8 +144,12 @@ def modules_seconds(step: Step, hardware: Hardware) -> float:
     if "core_attn" in modules:
         seconds += hardware.attention(attention_flops(step), size=size)
     if {"mlp", "moe"} & {*modules}:
-        parts = products(step, block="mlp")
+        parts, count = products(step, block="mlp"), float(OF_MLP)
         seconds += sum(part.seconds(hardware, size, frozen=True)[0] for part in parts)
+        if step.model.num_local_experts:
+            count = OF_ROUTING + OF_EXPERT * local_experts(step) / 3
+        moved = 2 * step.tokens * Stage(step, 0).kept_of_feed_forward()
+        seconds += hardware.kernels(moved, count)
     return seconds
 
 
@@ -176,11 +184,14 @@ def step_times(step: Step) -> Times:
     if not step.shards_optimizer:
         count = step.model.num_hidden_layers
         compute = step.micro_batches * (count * layer + head)
-        return _times(step, hardware, compute, step.states(), count, step_traffic(step))
+        states = step.states()
+        parts = (compute, states, states.optimizer, count, step_traffic(step))
+        return _times(step, hardware, *parts)
     found = []
     for stage in telling_stages(step):
         compute = step.micro_batches * (stage.num_layers * layer + head * stage.is_last)
-        parts = (compute, stage.states(), stage.num_layers, stage.traffic())
+        updated = 2 * STATE * stage.updated
+        parts = (compute, stage.states(), updated, stage.num_layers, stage.traffic())
         found.append(_times(step, hardware, *parts))
     return max(found, key=lambda times: times.total)
 
@@ -190,10 +201,12 @@ def _times(
     hardware: Hardware,
     compute: float,
     states: Memory,
+    updated: int,
     layers: int,
     traffic: Traffic,
 ) -> Times:
-    """Return the times of a device: of some layers, and what it keeps from step to step.
+    """Return the times of a device: of some layers, what it keeps from step to step, and the bytes
+    of AdamW's two numbers on it, without megatron-core's parameters in float32.
 
     A pipeline of p devices, each with v parts of the layers, is idle for (p - 1) / v microbatches,
     each as slow as on the slowest device. Nothing hides what is offloaded for generation, once a
@@ -212,7 +225,7 @@ def _times(
         moved = states.total - states.gradients  # there and back; for the engine weights once more
         host = (2 * moved + states.parameters) / HOST_BANDWIDTH
     return Times(
-        compute=compute + ADAMW * states.optimizer / hardware.memory,
+        compute=compute + ADAMW * updated / hardware.memory,
         data=data,
         **waiting,
         idle=(plan.pp - 1) / plan.vpp * one,
@@ -243,21 +256,21 @@ def waits(step: Step, hardware: Hardware, layers: int, traffic: Traffic) -> dict
     between neighbors.
     """
     plan, work = step.plan, step.micro_batches * layers
-    again = 1.5 if plan.activation_checkpointing == "full" else 1.0
     ulysses = plan.cp_method == "ulysses"
     send = hardware.exchange if ulysses else hardware.ring
-    calls = 4 if step.model.num_local_experts else 8
-    experts = 0.0
-    if plan.ep > 1:  # tokens, their probabilities and results; the same backward
-        experts = hardware.exchange(traffic.experts, 6 * again * work, stride=1, size=plan.ep)
+    # Without sequence parallelism they are all-reduces.
+    calls = tensor_sends(step) / (1 if plan.sequence_parallel else 2)
+    passes = (4 if ulysses else 2) * attention_passes(step)
+    # How many tokens, these, their probabilities and results; the last three backward, too.
+    experts, of_experts = 0.0, 11 if step.recomputes_experts else 7
+    if plan.ep > 1:
+        experts = hardware.exchange(traffic.experts, of_experts * work, stride=1, size=plan.ep)
     elif step.model.num_local_experts:
-        experts = hardware.ring(traffic.experts, 4 * again * work, stride=1, size=plan.tp)
+        experts = hardware.ring(traffic.experts, of_experts * work, stride=1, size=plan.tp)
     hops = 2 * plan.vpp * step.micro_batches
     return {
-        "tensor": hardware.ring(traffic.tensor, calls * again * work, stride=1, size=plan.tp),
-        "context": send(
-            traffic.context, (8 if ulysses else 4) * again * work, stride=plan.tp, size=plan.cp
-        ),
+        "tensor": hardware.ring(traffic.tensor, calls * work, stride=1, size=plan.tp),
+        "context": send(traffic.context, passes * work, stride=plan.tp, size=plan.cp),
         "experts": experts,
         # Where there are several machines, some stage sends to another one.
         "pipeline": hardware.ring(

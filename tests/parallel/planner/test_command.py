@@ -426,6 +426,21 @@ def test_each_module_that_is_recomputed_counts(models: Path):
         assert both.times.compute > attention.times.compute
 
 
+def test_what_a_step_moves_is_shown_if_asked(models: Path):
+    marks = ("routes", "adapters", "merged")
+    for name, options, said in (
+        ("7b", {"gpus": 8}, ()),
+        ("7b", {"gpus": 8, "lora__rank": 16}, ("adapters", "merged")),
+        ("30b-a3b", {"gpus": 32, **MEGATRON}, ("routes",)),
+        ("7b", {"gpus": 8, "cpu_offload": True}, ()),
+    ):
+        plans, moves = (shown(models, name, moves=on, **options) for on in (False, True))
+        assert moves.startswith(plans.rstrip()) and "object_store" not in plans
+        output = moves.removeprefix(plans)
+        assert tuple(mark for mark in marks if mark in output) == said
+        assert max(map(len, output.splitlines())) <= 80 and "…" not in output
+
+
 def test_adapters_leave_room(models: Path):
     whole, adapted = find(models, gpus=8), find(models, gpus=8, lora__rank=16)
     assert not whole.fitting and adapted.fitting

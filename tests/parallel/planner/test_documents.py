@@ -18,7 +18,7 @@ from nemorl.runtime.cli.main import main
 from tests.parallel.planner.test_memory import workload
 
 DOCS = Path(__file__).parents[3] / "docs"
-GUIDE = (DOCS / "parallelism.md").read_text()
+GUIDE, SCALE = ((DOCS / name).read_text() for name in ("parallelism.md", "scale.md"))
 
 
 @pytest.fixture
@@ -83,6 +83,20 @@ def plan_of(words: str, config: PlanConfig) -> ParallelPlan:
 def test_the_page_about_scale_is_up_to_date():
     code = "import generate_scale as g; assert g.PAGE.read_text() == g.page(), g.page()"
     subprocess.run([sys.executable, "-c", code], cwd=DOCS, check=True)
+
+
+def test_moves_are_printed_as_on_the_page_about_scale(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.chdir(DOCS.parent)
+    monkeypatch.setenv("COLUMNS", "80")
+    ((command,),) = [re.findall(r"^```bash\n(nemorl plan .*?)\n```", SCALE, re.M | re.S)]
+    output = printed(command, capsys)
+    table = SCALE.split("\n### ")[1].split("\n| ")[1:]
+    header, *rows = [each.split("\n")[0].strip(" |").split(" | ") for each in table]
+    printed_rows = [re.split(" {2,}", line) for line in output.splitlines()]
+    cells = [" ".join(row).split() for row in printed_rows]
+    for row in (header, *rows):
+        assert " ".join(row).split() in cells
+    assert len(rows) == 9 and "what a step" not in printed(command.removesuffix("--moves"), capsys)
 
 
 def test_the_guides_table_is_what_the_command_prints(folder: Path, capsys: Any):

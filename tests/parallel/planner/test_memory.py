@@ -298,6 +298,11 @@ RARE_STAGES = {
     "PP of short rows": ("mistral", PP, on_megatron(SHORT)),
     "TP without SP": ("llama", replace(TP, sequence_parallel=False), MEGATRON),
     "CP": ("llama", CP, MEGATRON),
+    "CP, mlp": (
+        "llama",
+        replace(CP, activation_checkpointing="selective", recompute_modules=("mlp",)),
+        MEGATRON,
+    ),
     "experts, DP": ("mixtral", SHARDED, MEGATRON),
     "experts, TP": ("qwen3_moe", replace(TP, dp_shard=1), MEGATRON),
     "EP, TP": ("mixtral", replace(TP, dp_shard=1, ep=2), MEGATRON),

@@ -9,15 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.cost import Traffic
 from nemorl.parallel.planner.hardware import CALL, LAUNCH, LINKS, SUSTAINED, Hardware
+from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Step
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.parallel.planner.timing import (
     HEAD_PASSES,
+    OF_EXPERT,
+    OF_MLP,
+    OF_ROUTING,
     Product,
     head_seconds,
+    layer_seconds,
+    modules_seconds,
     products,
     step_times,
+    waits,
 )
 from tests.parallel.planner.test_memory import LLAMA_70B, workload
 
@@ -152,6 +160,63 @@ def test_the_head_computes_its_logits_again():
     operations = 4 * 2 * 8192 * hidden * columns / (SUSTAINED * 989e12)
     moved = HEAD_PASSES * 4 * 8192 * columns / 3.35e12
     assert head_seconds(step, H100) == pytest.approx(operations + moved, rel=0.02)
+
+
+RECOMPUTED = {
+    "none": {"activation_checkpointing": "none"},
+    "core": {"activation_checkpointing": "selective"},
+    "mlp": {"activation_checkpointing": "selective", "recompute_modules": ("mlp",)},
+    "moe": {"activation_checkpointing": "selective", "recompute_modules": ("moe",)},
+    "full": {"activation_checkpointing": "full"},
+}
+COUNTED: dict[tuple[str, str], dict[str, int]] = {
+    ("dtensor", "tp"): {"none": 32, "core": 40, "full": 48},
+    ("dtensor", "cp"): {"none": 32, "core": 48, "full": 48},
+    ("megatron", "tp"): {"none": 40, "core": 40, "mlp": 48, "full": 56},
+    ("megatron", "cp"): {"none": 32, "core": 48, "mlp": 32, "full": 48},
+    ("megatron", "ep"): {"none": 28, "core": 28, "moe": 44, "full": 44},
+    ("megatron", "tp of experts"): {"none": 28, "moe": 44, "full": 44},
+}
+"""Collectives of a microbatch in four layers of tiny models, on two ranks of one machine."""
+
+
+@pytest.mark.parametrize(("backend", "axis"), COUNTED)
+def test_collectives_are_as_many_as_were_counted(backend: str, axis: str):
+    of_experts = axis in ("ep", "tp of experts")
+    shape = model_shape(QWEN_MOE if of_experts else LLAMA_70B)
+    degrees: dict[str, Any] = {"dp_shard": 2, "ep": 2} if axis == "ep" else {axis[:2]: 2}
+    name = {"tp": "tensor", "cp": "context"}.get(axis, "experts")
+    work = workload(gpus=2, batch_rows=degrees.get("dp_shard", 1), trainer__backend=backend)
+    for how, count in COUNTED[backend, axis].items():
+        step = Step(shape, replace(BFLOAT16, **degrees, **RECOMPUTED[how]), work)
+        assert step.micro_batches == 1
+        found = waits(step, work.hardware, 4, Traffic())[name]
+        assert found == pytest.approx(count * CALL), how
+
+
+def test_what_is_recomputed_has_kernels_to_launch():
+    work = workload(trainer__backend="megatron", seq_len=64)
+    for sizes, plan, how, count in (
+        (LLAMA_70B, BFLOAT16, "mlp", OF_MLP),
+        (QWEN_MOE, replace(BFLOAT16, dp_shard=8, ep=8), "moe", OF_ROUTING + OF_EXPERT * 16 / 3),
+    ):
+        step = Step(model_shape(sizes), replace(plan, **RECOMPUTED[how]), work)
+        parts = products(step, block="mlp")
+        again = sum(part.seconds(H100, 2, frozen=True)[0] for part in parts)
+        assert modules_seconds(step, H100) - again == pytest.approx(count * LAUNCH)
+
+
+def test_adamw_moves_as_much_where_a_cast_of_the_parameter_is_trained():
+    """Its numbers, the parameter in float32, and the gradient: 28 bytes with either backend."""
+    plan = replace(BFLOAT16, dp_shard=8)
+    for backend in ("megatron", "dtensor"):
+        work = workload(gpus=8, trainer__backend=backend)
+        step, hardware = Step(model_shape(LLAMA_70B), plan, work), work.hardware
+        own = Stage(step, 0).updated if backend == "megatron" else step.trained()
+        layers = step.model.num_hidden_layers * layer_seconds(step, hardware)
+        passes = step.micro_batches * (layers + head_seconds(step, hardware))
+        expected = 28 * own / hardware.memory
+        assert step_times(step).compute - passes == pytest.approx(expected, rel=1e-6)
 
 
 def test_adamw_in_main_memory_takes_the_machines_time():

@@ -221,12 +221,17 @@ class MegatronBackend(Accumulating):
         """Yield whole tensors, gathered one by one: all ranks go through them together. Each copies
         its own part of one that is offloaded to the device.
 
-        dtype: cast to it before they are gathered.
+        dtype: cast to it before they are gathered. What the model computes in needs nothing of the
+            other data parallel ranks.
         """
-        parameters = dict(_parameters(self, self._stages))
-        yield from self.conversion.whole(
-            lambda name: _in_float32(self, parameters[name]), dtype or torch.float32
-        )
+        parameters, dtype = dict(_parameters(self, self._stages)), dtype or torch.float32
+
+        def own(name: str) -> Tensor:
+            as_it_is = parameters[name].dtype == dtype
+            read = self._away.present if as_it_is else partial(_in_float32, self)
+            return read(parameters[name])
+
+        yield from self.conversion.whole(own, dtype)
 
     def open_engine(self, **options: Any) -> Shapes:
         """Make the engine that generates with these weights; return the weights' names and shapes.

@@ -281,8 +281,8 @@ def _rings_of(step: Step, tensors: list[tuple[Matrix, int]]) -> list[Ring]:
 
 
 def _rings_of_stages(step: Step) -> list[Ring]:
-    """Return megatron-core's: spans of the optimizer in float32, unless the model is, summed up;
-    parts of tp; experts to all of ep, on each stage; and everything to all stages.
+    """Return megatron-core's: parts of tp; experts to all of ep, on each stage; and everything to
+    all stages.
     """
     plan, model, size = step.plan, step.model, step.dtype_size
     ranks, of_layer = plan.num_ranks, sum(each.size for each in model.layer() if each.of_experts)
@@ -294,19 +294,12 @@ def _rings_of_stages(step: Step) -> list[Ring]:
         sent *= (devices - 1) / devices
         return Ring(devices, stride, calls, sent / of, sent, ranks * sent / of)
 
-    together, alike = Stage(step, 0).shares()
     count, of_experts = _tensors(step)
-    stages, parts = plan.pp, plan.pp * plan.ep
-    main = STATE if size < STATE else 0
-    own = experts / (plan.tp if plan.ep == 1 else 1)
-    if plan.ep > 1:
-        stride, divided, cut = plan.ep, others, count
-    else:
-        stride, divided, cut = plan.tp, others + experts, count + of_experts
+    divided, cut = others, count
+    if plan.ep == 1:
+        divided, cut = others + experts, count + of_experts
     return [
-        ring(together, plan.tp, count, 2 * main * others / plan.tp, of=stages),
-        ring(alike, stride, of_experts, 2 * main * own, of=parts),
-        ring(plan.tp, 1, cut, size * divided, of=stages),
+        ring(plan.tp, 1, cut, size * divided, of=plan.pp),
         ring(plan.ep, 1, of_experts, size * experts),
         ring(plan.pp, ranks // plan.pp, count + of_experts, size * (others + experts)),
     ]

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -202,19 +203,27 @@ def test_experts_are_weighted_as_the_model_says(normed: bool, tmp_path: Path):
             torch.testing.assert_close(found[row, 1:length], expected, atol=2e-6, rtol=0)
 
 
-def in_bfloat16(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    backend = start("dp 2 in bfloat16", folder)
-    found = weights(backend), {n: t.clone() for n, t in backend.weights(dtype=torch.bfloat16)}
+def in_bfloat16(folder: Path) -> list[dict[str, Tensor]]:
+    """Weights before and after a step, in float32 and in bfloat16."""
+    backend, found = start("dp 2 in bfloat16", folder), list[dict[str, Tensor]]()
+    for _ in range(2):
+        found.append(weights(backend))
+        with patch.object(backend.optimizer, "gathered", side_effect=AssertionError):
+            found.append({n: t.clone() for n, t in backend.weights(dtype=torch.bfloat16)})
+        backend.train_step(random_batch(LENGTHS), nll_loss)
     backend.shutdown()
     return found
 
 
 def test_a_model_in_bfloat16_begins_with_the_files_float32(model: Path):
+    """And engines get the bfloat16 that it computes in, of which every rank has its part."""
     expected = dict(made().named_parameters())
-    for exact, rounded in run_ranks(2, in_bfloat16, model):
+    for exact, rounded, later, rounded_later in run_ranks(2, in_bfloat16, model):
         for name, parameter in expected.items():
             assert torch.equal(exact[name], parameter)
             assert torch.equal(rounded[name], parameter.bfloat16())
+            assert torch.equal(rounded_later[name], later[name].bfloat16())
+        assert not all(torch.equal(later[name], expected[name]) for name in expected)
 
 
 def in_two_parts(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

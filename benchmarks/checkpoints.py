@@ -93,11 +93,12 @@ def measure(rank: int, name: str, folder: Path, options: Options, port: int, fou
     )
     slow_down(options.speed * 1e6)
     writer = CheckpointWriter(backend.world)
+    shapes = {name: tuple(tensor.shape) for name, tensor in backend.weights()}
     target = folder / name
 
     def lock_step() -> None:
         state = {"step": backend.step, "base": ""}
-        writer.save(in_lock_step(backend), target, state=state)
+        writer.save(in_lock_step(backend, shapes), target, state=state)
 
     def seconds(function: Any) -> float:
         dist.barrier()
@@ -129,13 +130,14 @@ def slow_down(speed: float) -> None:
     CheckedWriter.write = slowly  # type: ignore[method-assign]
 
 
-def in_lock_step(backend: Any) -> Contents:
-    """What earlier versions wrote: whole tensors, gathered while they are written."""
+def in_lock_step(backend: Any, shapes: Mapping[str, tuple[int, ...]]) -> Contents:
+    """What earlier versions wrote: whole tensors, gathered while they are written.
+
+    shapes: of the weights by name, in the order in which they are gathered.
+    """
     if isinstance(backend, DTensorBackend):
         contents = contents_of(backend.model, backend.optimizer, backend.world)
-        shapes = {name: tuple(x.shape) for name, x in backend.model.named_parameters()}
         return replace(contents, weights=whole(shapes, backend.weights(), backend.world))
-    shapes = {name: backend.conversion.shapes[name] for name in backend.conversion.order()}
     weights = whole(shapes, backend.weights(), backend.world)
     moments: Pieces = [], ()
     if backend.step:

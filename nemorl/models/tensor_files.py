@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,9 @@ class TensorFiles:
                 # Ranks that hold the same piece may both have written it.
                 self._pieces.setdefault(stored.piece.name, {})[stored.piece.offsets] = stored
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole tensors by name. Raises ValueError if a piece is missing."""
+        """Shapes of the whole tensors by name. Raises DamagedFile where a part is missing."""
         return {name: self._shape(name) for name in self._pieces}
 
     def read(
@@ -169,12 +170,12 @@ class TensorFiles:
         return list(self._pieces[name].values())
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the smallest box around all pieces, which must fill it."""
+        """Return the smallest box around all pieces. Raises DamagedFile unless they fill it."""
         pieces = [stored.piece for stored in self._found(name)]
         ends = [[a + n for a, n in zip(p.offsets, p.shape, strict=True)] for p in pieces]
         shape = tuple(map(max, zip(*ends, strict=True)))
         if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
-            raise ValueError(
+            raise DamagedFile(
                 f"{name} must be there in full, but a part is missing: was a file lost?"
             )
         return shape

@@ -26,7 +26,7 @@ from nemorl.parallel.measure import StepMeter, of_step
 from nemorl.parallel.offload import Offloaded
 from nemorl.parallel.optimizer import learning_rate, require_finite
 from nemorl.parallel.profiling import profiled
-from nemorl.parallel.world import World
+from nemorl.parallel.world import RanksLost, World
 
 
 class Accumulating(ABC):
@@ -83,6 +83,11 @@ class Accumulating(ABC):
     @abstractmethod
     def _held(self, *, keep_weights: bool) -> Iterable[Tensor]:
         """Yield what is kept from call to call, with or without the parameters."""
+
+    @property
+    def _reducing(self) -> bool:
+        """Whether ranks have begun to sum gradients in a backward pass, and have not waited yet."""
+        return False
 
     @abstractmethod
     def _grad_norm(self) -> Tensor:
@@ -142,6 +147,9 @@ class Accumulating(ABC):
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Add the gradient of a batch's loss for the next `optim_step`, and return the loss's
         metrics. An error drops what was added since the last step.
+
+        Raises: RanksLost for an error while ranks sum gradients in the backward pass, as each may
+            have begun another number of sums.
         """
         self._require_training()
         self._away.restore()
@@ -155,11 +163,17 @@ class Accumulating(ABC):
         try:
             with profiled(self.config.profile, step=step, rank=rank, last=False):
                 metrics, loss = self._gradients(batch, loss_fn, needs)
-        except BaseException:
+            merged = self._merged(metrics, {})
+        except BaseException as error:
+            if self._reducing:
+                raise RanksLost(
+                    "the step failed while gradients were summed over ranks"
+                    f" (parallel.overlap_grad_reduce), which ends the ranks: {error!r}"
+                ) from error
             self._forget()
             raise
         self._batches, self._loss = [*self._batches, batch], self._loss + loss
-        return self._merged(metrics, {})
+        return merged
 
     def optim_step(self) -> Metrics:
         """Take an optimizer step along the gradients added since the last one.

@@ -10,8 +10,8 @@
     manifest.json            sizes and CRC-32 of all of these, written last by rank 0
 
 A rank writes what it holds, without any other's part; what several ranks hold, one of them writes.
-Each reads and checks its own pieces only, from files of any plan. Whole tensors are made of them by
-an export.
+Each reads the headers of all files, of any plan, and of the data its own pieces; it checks what it
+reads. Whole tensors are made of them by an export.
 """
 
 import json

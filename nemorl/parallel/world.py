@@ -26,6 +26,10 @@ SLOWEST_SAVE = timedelta(days=1)
 """A rank may wait this long for others that write; a dead one is noticed at once."""
 
 
+class RanksLost(RuntimeError):
+    """An error after which ranks are of no more use, though each may answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The place of a process along the axes of the mesh, and its groups (None if it is alone).
@@ -117,8 +121,8 @@ class World:
 
     @contextmanager
     def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Raise an error of the block on every rank if one has it, as OSError unless it is that or
-        a ValueError; a collective call. The block makes none.
+        """Raise an error of the block on every rank if one has it, as RuntimeError unless it is an
+        OSError or a ValueError; a collective call. The block must make no collective call.
         """
         own, cause = None, None
         try:
@@ -127,10 +131,11 @@ class World:
             if self.size == 1:
                 raise
             cause, host = error, socket.gethostname()
-            kind, reason = type(error), str(error)
-            if not isinstance(error, OSError):
-                refused = isinstance(error, ValueError)
-                kind, reason = (ValueError, reason) if refused else (OSError, repr(error))
+            kind: type[Exception] = RuntimeError  # lack of memory or a bug: no fault of a file
+            reason = repr(error)
+            if isinstance(error, OSError | ValueError):
+                kind = type(error) if isinstance(error, OSError) else ValueError
+                reason = str(error)
             own = kind, f"rank {self.rank} of {self.size} on {host}: {reason}"
         if found := self.merge_objects(own, lambda first, other: first or other, group=group):
             kind, message = found

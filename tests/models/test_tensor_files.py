@@ -177,7 +177,7 @@ def test_a_file_may_have_several_pieces_of_a_tensor(tmp_path: Path):
     assert stored.shapes == {"x": (6, 4), "x.exp_avg": (3,)}
     assert torch.equal(stored.read("x"), tensor) and torch.equal(stored.read("x.exp_avg"), other)
     assert torch.equal(stored.read("x", (0, 1), (6, 3)), tensor[:, 1:])
-    with pytest.raises(ValueError, match="x must be there in full"):
+    with pytest.raises(DamagedFile, match="x must be there in full"):
         _ = TensorFiles([tmp_path / "0.safetensors"]).shapes
 
 
@@ -200,7 +200,7 @@ def test_a_lost_piece_is_missed(tmp_path: Path, lost):
     paths.pop(lost)
     try:
         shapes = TensorFiles(paths).shapes
-    except ValueError as error:
+    except DamagedFile as error:
         assert "x must be there in full, but a part is missing" in str(error)
     else:
         assert shapes != {"x": (6, 4)}

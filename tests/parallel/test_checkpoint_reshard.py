@@ -30,12 +30,16 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor import backend as dtensor_backend
+from nemorl.parallel.dtensor import checkpoint as dtensor_checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.checkpoint import contents_of
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.store.checkpoint import load_latest
+from nemorl.runtime.store.errors import memory_advice
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import Carried, exported
 from tests.ranks import run_ranks
+from tests.runtime.tiny import save, tiny_run
 from tests.tiny_models import tiny_model
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
@@ -271,6 +275,35 @@ def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path: Path, kind):
     assert first == second and f"{file} is damaged (its CRC-32" in first
 
 
+def load_without_memory(root: Path) -> Exception:
+    """The error of a load, as every rank has it, where the second has no room for its part."""
+    made = backend(root / "model", {"dp_shard": 2})
+    made.save_checkpoint(root / "first")
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    broken: Any = nullcontext()
+    if made.world.rank:
+        broken = patch.object(dtensor_checkpoint, "fill", side_effect=full)
+    with broken, pytest.raises(Exception) as caught:
+        made.load_checkpoint(root / "first")
+    made.load_checkpoint(root / "first")
+    return caught.value
+
+
+def test_lack_of_memory_is_no_damage_of_the_newest_checkpoint(tmp_path: Path):
+    """A run ends with the advice, and does not go on from an older one."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    first, second = run_ranks(2, load_without_memory, tmp_path)
+    assert str(first) == str(second) and re.match("rank 1 of 2 on .* out of memory", str(first))
+    paths = [save(tmp_path / "run", tiny_run(step=step)) for step in (1, 2)]
+    run = tiny_run()
+    with (
+        patch.object(run.trainer, "load_checkpoint", side_effect=first),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        load_latest(tmp_path / "run", run)
+    assert memory_advice(caught.value) and load_latest(tmp_path / "run", run)[0] == paths[1]
+
+
 def fail_on_the_second(root: Path, how: str, background: bool) -> str:
     made = backend(root / "model", {"dp_shard": 2})
     step(made)
@@ -286,7 +319,8 @@ def fail_on_the_second(root: Path, how: str, background: bool) -> str:
     if made.world.rank == 0 and how == "no configuration":
         # transformers refuses to save settings of sampling where there is none.
         broken = patch.object(made.model.generation_config, "temperature", 0.5)
-    with broken, pytest.raises((OSError, ValueError)) as caught:
+    kinds = {"no memory": RuntimeError, "no configuration": ValueError}
+    with broken, pytest.raises(kinds.get(how, OSError)) as caught:
         made.save_checkpoint(Path("saved"), background=background)
         step(made)
         made.wait_for_checkpoint()

@@ -259,6 +259,8 @@ class DTensorBackend(Accumulating):
         self._require_training()
         assert self._writer is not None
         state = {"step": self.step, "base": self._base, **kind_of(self.config.optimizer)}
+        with self.world.share_errors():
+            self._away.restore()
         contents = contents_of(self.model, self.optimizer, self.world)
         self._writer.save(contents, path, state=state, background=background)
 
@@ -277,7 +279,8 @@ class DTensorBackend(Accumulating):
         require(bool(rank) == with_adapters, "lora.rank", requirement, rank, remedy)
         if with_adapters or self.config.keep_reference:
             check_base(saved.state["base"], self._base, path)
-        load(saved, self.model, self.optimizer)
+        with self.world.share_errors():
+            load(saved, self.model, self.optimizer)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = saved.state["step"], saved.state["base"]
 

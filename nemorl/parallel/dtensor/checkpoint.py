@@ -29,17 +29,16 @@ def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
     Raises ValueError, before anything is changed, if it belongs to another model or optimizer.
     After a DamagedFile another checkpoint must be loaded.
     """
-    with saved.world.share_errors():
-        lora, names = has_adapters(model), _names(model)
-        own = adapter_tensors(model) if lora else live_tensors(model)
-        weights = saved.weights(shapes_of(own, names), lora=lora)
-        trained = _trained(model, optimizer)
-        state = saved.optimizer(chain(*(names_in_files(name, names) for name in trained)))
-        if lora:
-            check_scale(model, saved.path)
-        for name, tensor in own.items():
-            fill(tensor, weights, name, names)
-        _load_optimizer(optimizer, {each: name for name, each in trained.items()}, state, names)
+    lora, names = has_adapters(model), _names(model)
+    own = adapter_tensors(model) if lora else live_tensors(model)
+    weights = saved.weights(shapes_of(own, names), lora=lora)
+    trained = _trained(model, optimizer)
+    state = saved.optimizer(chain(*(names_in_files(name, names) for name in trained)))
+    if lora:
+        check_scale(model, saved.path)
+    for name, tensor in own.items():
+        fill(tensor, weights, name, names)
+    _load_optimizer(optimizer, {each: name for name, each in trained.items()}, state, names)
 
 
 def _names(model: nn.Module) -> Stored:

@@ -191,6 +191,10 @@ class MegatronBackend(Accumulating):
         if self.optimizer is not None and not self._batches:
             self.optimizer.free_gradients()
 
+    @property
+    def _reducing(self) -> bool:
+        return self.optimizer.reducing
+
     def _grad_norm(self) -> Tensor:
         with _runtime(self.device):
             return self.optimizer.reduce()
@@ -267,9 +271,10 @@ class MegatronBackend(Accumulating):
         background: write from a copy in main memory, and return at once.
         """
         self._require_training()
-        self._away.restore()
         assert self._writer is not None
-        boxes = own_boxes(self._stages, self.optimizer, self.conversion)
+        with self.world.share_errors():
+            self._away.restore()
+            boxes = own_boxes(self._stages, self.optimizer, self.conversion)
         contents = Contents(
             weights=own_weights(boxes, self.optimizer),
             optimizer=own_moments(boxes, self.optimizer, self.step),
@@ -296,8 +301,8 @@ class MegatronBackend(Accumulating):
         saved.require_optimizer(self.config.optimizer.name)
         if self.config.keep_reference:
             check_base(saved.state["base"], self._base, path)
-        self._away.restore()
         with self.world.share_errors():
+            self._away.restore()
             weights = saved.weights(self.conversion.shapes)
             stored = saved.optimizer(self.conversion.shapes)
             _fill(self, [self._stages], weights.read)

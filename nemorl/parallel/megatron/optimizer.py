@@ -79,6 +79,11 @@ class ShardedAdamW:
         """Return a block in which a schedule adds gradients, the last ones of a step or not."""
         return nullcontext() if self._reduction is None else self._reduction.adding(last=last)
 
+    @property
+    def reducing(self) -> bool:
+        """Whether sums over ranks that began in a backward pass are under way."""
+        return self._reduction is not None and self._reduction.under_way
+
     def zero_grad(self) -> None:
         if self._reduction is not None:
             self._reduction.reset()

@@ -39,7 +39,9 @@ class SpanBox:
 
 
 def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> list[SpanBox]:
-    """Return the boxes that this rank writes. What several ranks have, one of them writes."""
+    """Return the boxes that this rank writes. A box that several ranks have is written by one of
+    them.
+    """
     parameters = dict(stages.named_parameters())
     entries = {name: conversion.here[name] for name in parameters}
     world = conversion.world

@@ -10,8 +10,8 @@ class Reduction:
     """Starts to reduce the buckets of megatron-core's models (`overlap_grad_reduce`) in a step's
     last microbatch, where that is known, and in the same order on all ranks.
 
-    megatron-core starts them as they get their gradients, on each rank for itself, and never those
-    of which a parameter got none.
+    megatron-core starts them as they get their gradients, on each rank for itself, and never a
+    bucket with a parameter that got no gradient.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:
@@ -48,8 +48,14 @@ class Reduction:
         for order in self.orders:
             order.start_all()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether some have begun that nobody has waited for."""
+        groups = (group for order in self.orders for group in order.groups)
+        return any(group.grad_reduce_handle is not None for group in groups)
+
     def reset(self) -> None:
-        """Forget what was reduced, once nothing is under way."""
+        """Forget what was reduced."""
         for order in self.orders:
             order.reset()
 
@@ -64,8 +70,8 @@ class InOrder:
         self.ready: set[int] = set()
         self.started = 0
         for number, group in enumerate(groups):
-            # A backward pass adds to a parameter once, which megatron-core would count in a first
-            # step, if all parameters have a gradient in that.
+            # How often a backward pass adds to each parameter: once. megatron-core would count it
+            # in the first step, and fails where a parameter has no gradient in that step.
             group.is_first_batch = False
             group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
             group.start_grad_sync = partial(self.start, number)
@@ -81,9 +87,5 @@ class InOrder:
             self.start(number)
 
     def reset(self) -> None:
-        for group in self.groups:
-            if group.grad_reduce_handle is not None:  # after an error
-                group.grad_reduce_handle.wait()
-                group.grad_reduce_handle = None
         self.ready.clear()
         self.started = 0

@@ -133,13 +133,6 @@ class Conversion:
             for rank in range(self.world.plan.ep if self.experts else 0):
                 yield stage, rank, self.entries_of_experts(stage, rank)
 
-    def order(self) -> list[str]:
-        """Return the Hugging Face names in the order of `whole`."""
-        stages = [entries.values() for _, _, entries in self._everywhere()]
-        return list(
-            dict.fromkeys(name for each in stages for entry in each for name in entry.names)
-        )
-
     def is_copy(self, name: str) -> bool:
         """Return whether a parameter is the last stage's copy of a tied embedding."""
         return name.endswith(HEAD) and "lm_head.weight" not in self.shapes

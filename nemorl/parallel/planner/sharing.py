@@ -150,15 +150,18 @@ def sharing(
 
     gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
     least = states.total + gradients
+    if step.shards_optimizer:
+        remedy = "take more devices (--parallel.tp or --parallel.pp)"
+    else:
+        adapters = "" if work.lora.rank else "--lora.rank 16, "
+        remedy = f"add {adapters}--parallel.cpu-offload, or more devices (--parallel.dp-shard)"
     require(
         least <= card,
         "parallel",
         f"must spread parameters, gradients and optimizer over GPUs that hold them: each would keep"
         f" {least / GB:.1f} GB of its {card / GB:.1f} GB",
         step.plan.num_ranks,
-        "take more devices (--parallel.tp or --parallel.pp)"
-        if step.shards_optimizer
-        else "add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)",
+        remedy,
     )
     resident, wanted = (
         kept(False),

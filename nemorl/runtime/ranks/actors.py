@@ -18,6 +18,7 @@ import torch
 
 from nemorl.checks import require
 from nemorl.openmp import spinning_variables
+from nemorl.parallel.world import RanksLost
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import (
@@ -186,11 +187,13 @@ class RayRanks:
             raise RuntimeError(f"ranks disagree on the optimizer step after {phase}: {steps}")
         causes = [rank for rank, answer in failed.items() if not is_consequence(answer.error or {})]
         cause = next(iter([*causes, *failed]))
-        if alike:
+        lost = any((answer.error or {})["kind"] == RanksLost.__name__ for answer in failed.values())
+        if alike and not lost:
             return answers[cause]
         error = raised(answers[cause].error or {}, cause)
         where = " and ".join(str(self.workers.info(rank)) for rank in failed)
-        error.add_note(f"raised by {where} in {phase}, but not by the other ranks: all were ended")
+        alone = "" if len(failed) == self.size else ", but not by the other ranks"
+        error.add_note(f"raised by {where} in {phase}{alone}: all were ended")
         raise error
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:

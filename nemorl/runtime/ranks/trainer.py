@@ -113,8 +113,8 @@ class RankedTrainer:
     """A `TrainingBackend` whose calls go to all ranks that `start` starts; rank 0 answers.
 
     What all ranks raise is raised here, and they stay usable. Where one dies (WorkerDied), does not
-    answer within runtime.timeout_s (WorkerTimeout; start_timeout_s for setup) or fails alone, all
-    are ended. Methods may be called from several threads.
+    answer within runtime.timeout_s (WorkerTimeout; start_timeout_s for setup), fails alone or
+    raises RanksLost, all are ended. Methods may be called from several threads.
     """
 
     def __init__(

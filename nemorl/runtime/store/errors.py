@@ -28,7 +28,8 @@ class FailedAlone(RuntimeError):
 MEMORY_ADVICE = (
     "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
     " activations (--parallel.activation-checkpointing full), the model over more devices"
-    " (--parallel.dp-shard), or adapters (--lora.rank 16); nemorl plan shows what fits."
+    " (--parallel.dp-shard; with megatron --parallel.tp or --parallel.pp), or, with dtensor,"
+    " adapters (--lora.rank 16); nemorl plan shows what fits."
 )
 
 

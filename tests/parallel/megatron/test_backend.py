@@ -2,6 +2,7 @@
 weights of a model in bfloat16, gradients added over batches.
 """
 
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemorl.losses.types import finalize
+from nemorl.losses.types import LossOutput, Max, Sum, finalize
 from nemorl.models.digest import sampled
+from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.fingerprint import hash_of
@@ -97,6 +99,59 @@ def model() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         made().save_pretrained(folder)
         yield Path(folder)
+
+
+def unlike(output: ForwardOutput, batch: Any) -> LossOutput:
+    """A loss with a metric that is of another kind on rank 1."""
+    kind = Max if torch.distributed.get_rank() else Sum
+    return replace(nll_loss(output, batch), metrics={"x": kind(torch.tensor(1.0))})
+
+
+def tried_again(way: str, model: Path, overlaps: bool) -> list[tuple[dict[str, float], dict]]:
+    """Metrics and weights of a step, and of one whose first metrics could not be merged."""
+    batch, found = random_batch(LENGTHS), []
+    plan = replace(WAYS[way][1], overlap_grad_reduce=overlaps)
+    for fails in (False, True):
+        backend = start(way, model, parallel=plan)
+        if fails:
+            with pytest.raises(ValueError, match="metric x must be a Sum"):
+                backend.forward_backward(batch, unlike)
+        backend.forward_backward(batch, nll_loss)
+        metrics = finalize(backend.optim_step())
+        numbers = {name: metrics[name] for name in ("loss", "grad_norm", "num_tokens")}
+        found.append((numbers, weights(backend)))
+        backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("way", "overlaps"), [("FSDP2 2", False), ("dp 2", False), ("dp 2", True)])
+def test_a_batch_whose_metrics_could_not_be_merged_counts_once(way: str, overlaps: bool, model):
+    for (numbers, expected), (again, found) in run_ranks(2, tried_again, way, model, overlaps):
+        assert again == numbers and numbers["num_tokens"] == sum(LENGTHS)
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def without_room(way: str, model: Path, folder: Path) -> list[str]:
+    """The errors of a save and a load for which what is offloaded does not fit on the second rank;
+    they go well afterwards.
+    """
+    backend, said = start(way, model), []
+    for use in (backend.save_checkpoint, backend.load_checkpoint):
+        with patch.object(backend._away, "restore", wraps=backend._away.restore) as restore:
+            restore.side_effect = MemoryError("no room") if backend.world.rank else None
+            with pytest.raises(RuntimeError) as caught:
+                use(folder)
+        said.append(str(caught.value))
+        use(folder)
+    backend.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("way", ["FSDP2 2", "dp 2"])
+def test_ranks_share_the_error_of_what_does_not_come_back(way: str, model, tmp_path: Path):
+    for said in run_ranks(2, without_room, way, model, tmp_path):
+        for each in said:
+            assert re.fullmatch(r"rank 1 of 2 on .*: MemoryError\('no room'\)", each)
 
 
 @pytest.mark.parametrize("first", ["tp 2", "pp 2, 1 layer first", "FSDP2 2", "dp 2 in bfloat16"])

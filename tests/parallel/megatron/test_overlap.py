@@ -1,5 +1,6 @@
 """Communication of data parallelism during computation: the same numbers, begun earlier."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,10 @@ from nemorl.parallel.config import OptimizerConfig, TrainerConfig
 from nemorl.parallel.megatron import core
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import RanksLost
 from nemorl.rollout.generation import SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.megatron.test_backend import start, weights
+from tests.parallel.megatron.test_backend import start, unlike, weights
 from tests.parallel.megatron.test_engine import answers
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
@@ -237,22 +239,22 @@ def without_some(folder: Path, plan: ParallelPlan) -> dict[str, Tensor]:
 
 
 def after_an_error(folder: Path, plan: ParallelPlan) -> dict[str, Tensor]:
-    """The weights after a step that failed with some of its reductions under way, and another."""
+    """The weights after a step that failed before its reductions began, and another."""
     with small_buckets() as calls:
         backend = set_up(folder, plan)
-        batch = random_batch(LENGTHS[0])
+        batch, microbatches = random_batch(LENGTHS[0]), itertools.count(1)
 
         def fail(_: Tensor) -> None:
-            if "reduce" in calls.made:
-                raise ArithmeticError("the backward pass failed")
+            if next(microbatches) == 3:
+                raise ArithmeticError("the last backward pass failed")
 
         if plan.overlap_grad_reduce:
-            first = backend._stages[0].decoder.layers[0].self_attention.linear_qkv.weight
-            hook = first.register_hook(fail)
+            last = backend._stages[0].decoder.layers[-1].mlp.linear_fc2.weight
+            hook = last.register_hook(fail)
             with calls.recorded(backend), pytest.raises(ArithmeticError):
                 backend.train_step(batch, nll_loss)
             hook.remove()
-            assert "reduce" in calls.made
+            assert "reduce" not in calls.made
         backend.train_step(batch, nll_loss)
     found = weights(backend)
     backend.shutdown()
@@ -266,6 +268,41 @@ def test_overlap_changes_no_number_of_an_incomplete_step(run: Any, tmp_path: Pat
     expected, _ = run_ranks(2, run, tmp_path, plan)
     for found in run_ranks(2, run, tmp_path, replace(plan, **OVERLAP)):
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def lost(folder: Path, plan: ParallelPlan, how: str) -> tuple[int, str]:
+    """How many reductions had begun when a step failed, in the backward pass of another layer on
+    each rank or when metrics were merged, and the error.
+    """
+    batch, rank = random_batch(LENGTHS[0]), torch.distributed.get_rank()
+    with small_buckets() as calls:
+        backend = set_up(folder, replace(plan, **OVERLAP))
+
+        def fail(_: Tensor) -> None:
+            if "reduce" in calls.made:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        if how == "layers":
+            layer = backend._stages[0].decoder.layers[rank]
+            layer.self_attention.linear_qkv.weight.register_hook(fail)
+        with calls.recorded(backend), pytest.raises(RanksLost) as caught:
+            backend.train_step(batch, nll_loss if how == "layers" else unlike)
+        begun = calls.made.count("reduce")
+        with pytest.raises(RanksLost):
+            backend.train_step(batch, nll_loss)
+    return begun, str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["layers", "metrics"])
+def test_an_error_while_gradients_are_summed_is_the_end(how: str, tmp_path: Path):
+    """Of each rank at once: none waits for sums that another has not begun."""
+    tiny_model(scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)
+    plan, cause = ParallelPlan(dp_shard=2), "out of memory" if how == "layers" else "must be a Sum"
+    (more, first), (less, second) = run_ranks(2, lost, tmp_path, plan, how, fresh=True)
+    assert (more > less > 0) if how == "layers" else (more == less > 0)
+    for said in (first, second):
+        assert said.startswith("the step failed while gradients were summed over ranks (parallel.")
+        assert cause in said
 
 
 def read(folder: Path, plan: ParallelPlan) -> list[Any]:

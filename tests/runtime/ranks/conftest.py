@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from nemorl.parallel.plan import ParallelPlan
 from tests.runtime.ranks.backends import Summing
+
+PLAN = ParallelPlan(dp_shard=2)
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +27,6 @@ def trainers(
 ) -> Iterator[Callable[..., Any]]:
     """`trainers(timeout_s=5)`: a trainer on two ranks, set up unless `seed` keeps it from that."""
     from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
-    from nemorl.parallel.plan import ParallelPlan
     from nemorl.runtime.config.base import BaseConfig
     from nemorl.runtime.config.runtime import RuntimeConfig
     from nemorl.runtime.ranks.trainer import make_trainer
@@ -33,11 +35,18 @@ def trainers(
     ray_cpus()
     made = []
 
-    def make(*, seed: int = 0, logs: Path | None = None, **runtime: Any) -> Any:
-        plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
+    def make(
+        *,
+        seed: int = 0,
+        logs: Path | None = None,
+        backend: Any = Summing,
+        plan: ParallelPlan = PLAN,
+        **runtime: Any,
+    ) -> Any:
+        device = TrainerConfig(device="cpu")
         settings = RuntimeConfig(**{"timeout_s": 120, **runtime})
         config = BaseConfig(trainer=device, runtime=settings)
-        trainer = make_trainer(config, Summing, plan, logs or tmp_path_factory.mktemp("logs"))
+        trainer = make_trainer(config, backend, plan, logs or tmp_path_factory.mktemp("logs"))
         made.append(trainer)
         trainer.setup(
             BackendConfig(

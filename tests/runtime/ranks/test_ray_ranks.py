@@ -26,8 +26,8 @@ from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import actors
 from nemorl.runtime.ranks.actors import RayRanks
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout
-from tests.parallel.batches import random_batch
+from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout, memory_advice
+from tests.parallel.batches import nll_loss, random_batch
 from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.runtime.cluster.processes import alive, soon_gone
 from tests.runtime.ranks import backends
@@ -233,6 +233,22 @@ def test_a_rank_that_fails_alone_ends_all(trainers, monkeypatch: pytest.MonkeyPa
         "but not by the other ranks: all were ended" in note for note in caught.value.__notes__
     )
     assert soon_gone(*before)
+
+
+def test_ranks_that_fail_in_different_layers_while_gradients_are_summed_are_ended(trainers):
+    """All have answered, and yet none is of use: each has begun another number of sums."""
+    plan = ParallelPlan(dp_shard=2, overlap_grad_reduce=True)
+    trainer = trainers(backend=backends.FailsInLayers, plan=plan)
+    before = pids(trainer)
+    message = r"^the step failed while gradients were summed .* out of memory on rank 0"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        trainer.train_step(BATCH, nll_loss)
+    assert memory_advice(caught.value)
+    said = r"raised by rank 0 .* and rank 1 .* in train_step of optimizer step 1: all were ended"
+    assert re.fullmatch(said, caught.value.__notes__[-1])
+    assert soon_gone(*before)
+    with pytest.raises(RuntimeError, match="its ranks were ended: the step failed while"):
+        trainer.get_logprobs(BATCH)
 
 
 def test_a_shutdown_is_in_order(trainers, tmp_path: Path):

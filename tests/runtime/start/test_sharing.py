@@ -2,6 +2,7 @@
 the engine of runs is the embedded one with a copy of the weights.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -81,12 +82,28 @@ def test_what_does_not_fit_is_offloaded_where_the_backend_can():
     sharing = found(gpus=2, plan={"dp_shard": 2}, data=long)
     assert sharing is not None and sharing.offloads and sharing.chosen
     megatron = nemorl.TrainerConfig(backend="megatron")
-    with pytest.raises(ValueError, match=r"parallel must spread .* each would keep 137\.1 GB"):
+    said = (
+        r"parallel must spread .* each would keep 137\.1 GB of its 80\.0 GB, but it is 1:"
+        r" take more devices \(--parallel\.tp or --parallel\.pp\)$"
+    )
+    with pytest.raises(ValueError, match=said):
         found(gpus=1, trainer=megatron, data=long)
     split = {"gpus": 4, "plan": {"tp": 4}, "trainer": megatron}
     assert found(data=long, **split).offloads and not found(**split).offloads
     mine = nemorl.TrainerConfig(offload_during_generation=False)
     assert not found(gpus=2, plan={"dp_shard": 2}, data=long, trainer=mine).offloads
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_a_model_that_no_gpu_holds_is_refused_with_what_helps(rank: int):
+    """Adapters only where there are none yet."""
+    large = Qwen2Config(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80)
+    said = ": add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)"
+    if rank:
+        said = ": add --parallel.cpu-offload, or more devices (--parallel.dp-shard)"
+    trainer = nemorl.TrainerConfig(offload_during_generation=True)
+    with pytest.raises(ValueError, match=re.escape(said) + "$"):
+        found(large, lora=nemorl.LoRAConfig(rank=rank), trainer=trainer)
 
 
 def test_references_and_a_share_of_the_users_count():

@@ -88,7 +88,7 @@ def test_the_page_about_scale_is_up_to_date():
 def test_moves_are_printed_as_on_the_page_about_scale(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(DOCS.parent)
     monkeypatch.setenv("COLUMNS", "80")
-    ((command,),) = [re.findall(r"^```bash\n(nemorl plan .*?)\n```", SCALE, re.M | re.S)]
+    ((command,),) = [re.findall(r"^```text\n(nemorl plan .*?)\n```", SCALE, re.M | re.S)]
     output = printed(command, capsys)
     table = SCALE.split("\n### ")[1].split("\n| ")[1:]
     header, *rows = [each.split("\n")[0].strip(" |").split(" | ") for each in table]

@@ -14,13 +14,13 @@ from tests.runtime.engines.shared import small_model, vllm_backend
 from tests.tiny_models import random_prompts
 
 pytestmark = pytest.mark.xdist_group("ray")
-PARAMS = SamplingParams(seed=0, max_new_tokens=900, ignore_eos=True)
+PARAMS = SamplingParams(seed=0, max_new_tokens=1900, ignore_eos=True)
 """Responses that take longer than a trainer's step and a transfer of weights."""
 
 
 @pytest.fixture
 def trainer():
-    backend = DTensorBackend(small_model(scale=3.0, max_position_embeddings=1024))
+    backend = DTensorBackend(small_model(scale=3.0, max_position_embeddings=2048))
     trains = TrainerConfig(device="cpu")
     backend.setup(BackendConfig(trainer=trains, optimizer=OptimizerConfig(lr=1e-2)))
     yield backend

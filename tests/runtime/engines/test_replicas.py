@@ -18,7 +18,7 @@ from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.processes import EngineProcesses, check_places
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.run.callbacks import Callback
-from tests.ray_session import ray_cpus
+from tests.ray_session import NUM_GPUS, ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas, spec_of, vllm_backend
 from tests.runtime.engines.toys import kill
 from tests.runtime.runs import TIMES, grpo_config, start
@@ -198,8 +198,9 @@ def test_a_trainer_for_whose_gpu_no_engine_sleeps_is_refused(
         check_places(config, engines)
 
 
-def test_where_ray_knows_no_gpu_of_this_machine_engines_need_not_share_the_trainers():
+def test_where_ray_has_no_room_on_this_machine_engines_need_not_share_the_trainers_gpu():
     ray_cpus()
-    spec, config = replace(spec_of(tiny_model()), on_gpus=True), replace(VLLM, trainer_gpus=1)
+    spec = replace(spec_of(tiny_model()), on_gpus=True)
+    config = replace(VLLM, trainer_gpus=1, num_replicas=NUM_GPUS + 1)
     with pytest.raises(ResourcesError, match=r"add --generation\.trainer-gpus 0, and engines get"):
         EngineProcesses(config, spec)

@@ -32,7 +32,7 @@ from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn
 
 SHUTDOWN_S = 10.0
-WITHOUT_TRAINER = "add --generation.trainer-gpus 0, and engines get any of the cluster's"
+WITHOUT_TRAINER = "add --generation.trainer-gpus 0: engines may then get any of its GPUs"
 
 
 @dataclass(eq=False)
@@ -92,10 +92,10 @@ class EngineProcesses:
 
     def reserved(self) -> tuple[Any, Any]:
         """Return the cluster, and the bundles in it, one for each stage of each replica."""
-        timeout_s = self.config.start_timeout_s
-        connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
         nodes = [place.node for place in self.beside]
         bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
+        timeout_s = self.config.start_timeout_s
+        connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
         try:
             cluster = RayVirtualCluster(bundles)
         except ResourcesError as error:

@@ -132,6 +132,7 @@ class WeightSender:
     """
 
     by_all_ranks: ClassVar[bool] = True
+    """Whether `TrainerWeights` has all ranks call it, not rank 0 alone."""
 
     actors: Mapping[int, Any]
     """Actors by the engines' ranks."""

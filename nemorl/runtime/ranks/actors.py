@@ -219,7 +219,7 @@ def rank_bundles(
     most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
     together = 1 if config.runtime.tp_across_nodes else config.parallel.tp
     for name, room in most.items():
-        must = f"must be at most {int(room)}, the {name}s of the largest node for a group of ranks"
+        must = f"must be at most {int(room)}, the ranks for which the largest node has {name}s"
         remedy = "lower it, or allow more nodes (--runtime.tp-across-nodes)"
         require(together <= room or together == 1, "parallel.tp", must, together, remedy)
     if gpus and engines is not None and engines.traits.engines and engines.colocated:

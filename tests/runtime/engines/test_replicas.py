@@ -202,5 +202,15 @@ def test_where_ray_has_no_room_on_this_machine_engines_need_not_share_the_traine
     ray_cpus()
     spec = replace(spec_of(tiny_model()), on_gpus=True)
     config = replace(VLLM, trainer_gpus=1, num_replicas=NUM_GPUS + 1)
-    with pytest.raises(ResourcesError, match=r"add --generation\.trainer-gpus 0, and engines get"):
+    with pytest.raises(ResourcesError, match=r"add --generation\.trainer-gpus 0: engines may"):
         EngineProcesses(config, spec)
+
+
+def test_more_replicas_than_ranks_have_gpus_for_leave_no_connection_to_ray(monkeypatch):
+    spec, rank = replace(spec_of(tiny_model()), on_gpus=True), Place("node", "host", 1, ("0",))
+    connected = list[str]()
+    monkeypatch.setattr(processes, "connect", lambda **_: connected.append("up"))
+    monkeypatch.setattr(processes, "release", connected.clear)
+    with pytest.raises(ValueError, match="num_replicas must be at most 1 where replicas of 1 GPUs"):
+        EngineProcesses(VLLM, spec, [rank])
+    assert not connected

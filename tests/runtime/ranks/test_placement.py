@@ -37,8 +37,8 @@ def test_a_group_is_on_one_node_where_others_have_taken_some_of_its_gpus(found):
 
 def test_a_group_that_no_node_has_room_for_is_refused(found):
     assert found["error"] == (
-        "parallel.tp must be at most 8, the CPUs of the largest node for a group of ranks, but it"
-        " is 16:"
+        "parallel.tp must be at most 8, the ranks for which the largest node has CPUs, but it is"
+        " 16:"
         " lower it, or allow more nodes (--runtime.tp-across-nodes)"
     )
 

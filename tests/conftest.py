@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
+from tests import allowance
 from tests.forked import forked_python
 
 # A name that is no folder is refused at once, with or without a network.
@@ -49,8 +50,8 @@ if not ON_CUDA:  # where pinned memory is CUDA's
 
 torch.set_num_threads(1)  # the tensors are tiny: threads only cost time
 
-# `make test` runs 50 examples a law, `make test-all` 200 (HYPOTHESIS_PROFILE=thorough).
-for _name, _examples in {"ci": 50, "thorough": 200, "dev": 20}.items():
+# `make test` runs 20 examples a law, `make test-all` 200 (HYPOTHESIS_PROFILE=thorough).
+for _name, _examples in {"ci": 20, "thorough": 200, "dev": 20}.items():
     settings.register_profile(
         _name,
         max_examples=_examples,
@@ -61,8 +62,14 @@ for _name, _examples in {"ci": 50, "thorough": 200, "dev": 20}.items():
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+SLOW_TIMEOUT_S = 1800
 HAS_VLLM = find_spec("vllm") is not None
 collect_ignore_glob = ["runtime/engines/*"] * (not HAS_VLLM) + ["test_emulated_gpu.py"] * ON_CUDA
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count the CPU time of every test, those in docstrings of nemorl/ included."""
+    config.pluginmanager.register(allowance)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if ("vllm" in item.nodeid or "runtime/engines" in item.nodeid) and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
         if "accelerator" in getattr(item, "fixturenames", ()):
             # Once torch has the emulated device it keeps it: in one of the test processes.
             item.add_marker(pytest.mark.xdist_group("emulated"))

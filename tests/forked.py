@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,13 @@ def forked_python() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+def reap() -> None:
+    """Wait for the children that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def next_program(address: str) -> dict[str, Any]:
     """Returns in the process that is to run a program; the server itself ends with its standard
     input.
@@ -91,7 +98,8 @@ def next_program(address: str) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    # Waited for, so that their CPU time counts as that of the test.
+    signal.signal(signal.SIGCHLD, lambda *_: reap())
     print("ready", flush=True)
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:

@@ -1,0 +1,55 @@
+"""The rule of what a test may cost."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.allowance import ALLOWANCE_S, WHOLE_PATH_S, allowance_s, cpu_ticks
+from tests.whole_paths import WHOLE_PATHS
+
+ROOT = Path(__file__).parent.parent
+BURN = "import time\nwhile time.process_time() < 0.2: pass"
+
+
+def test_a_child_counts():
+    before = cpu_ticks(os.getpid())
+    subprocess.run([sys.executable, "-c", BURN], check=True)
+    assert cpu_ticks(os.getpid()) - before > 0.1 * os.sysconf("SC_CLK_TCK")
+
+
+def test_whole_paths_are_few_and_there():
+    assert len(WHOLE_PATHS) <= 40
+    for nodeid in WHOLE_PATHS:
+        where, _, name = nodeid.partition("::")
+        found = re.search(rf"^def {name.partition('[')[0]}\\(", (ROOT / where).read_text(), re.M)
+        assert found, f"{nodeid}: no such test"
+
+
+def test_allowances():
+    def item(nodeid: str, slow: bool = False) -> Any:
+        return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda _: slow or None)
+
+    assert allowance_s(item("tests/test_allowance.py::x")) == ALLOWANCE_S
+    assert allowance_s(item("tests/test_allowance.py::x", slow=True)) == float("inf")
+    for nodeid in WHOLE_PATHS:
+        assert allowance_s(item(nodeid)) == WHOLE_PATH_S
+
+
+def test_a_costly_test_fails(tmp_path: Path):
+    """In a run of pytest of its own, with an allowance of a twentieth of a second."""
+    text = "from tests import allowance\nallowance.ALLOWANCE_S = 0.04\n" + (
+        "def test_it():\n    import time\n    end = time.process_time() + 0.3\n"
+        "    while time.process_time() < end: pass\n"
+    )
+    (tmp_path / "test_costly.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.allowance", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout
+    assert "5 times its allowance of 0.04 s" in done.stdout
+    assert "1 tests over their allowance" in done.stdout

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
         serve()
     start()
-    first = ["-m", "pytest", "-p", "no:xdist", "--rootdir", str(ROOT)]
+    first = ["-m", "pytest", "-n", "0", "--rootdir", str(ROOT)]
     program = CLIENT.format(python=sys.executable, address=str(SOCKET), first=first)
     # Torch is there before nemorl can say how its threads wait (nemorl/openmp.py).
     environment = os.environ | {"GOMP_SPINCOUNT": "1000"}

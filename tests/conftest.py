@@ -72,9 +72,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(allowance)
 
 
+def slow_case(item: pytest.Item) -> bool:
+    """Is this case one that `slow_cases("id", …)` names, or that `slow_cases(but=["id"])` does not?"""
+    mark = item.get_closest_marker("slow_cases")
+    if mark is None:
+        return False
+    case = item.callspec.id  # type: ignore[attr-defined]
+    return case not in mark.kwargs["but"] if mark.kwargs else case in mark.args
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests of a GPU or vLLM where there is none; begin with what must run on one worker."""
     for item in items:
+        if slow_case(item):
+            item.add_marker(pytest.mark.slow)
         # By marker, not by keyword: a parameter may be called gpu, too.
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def slow_case(item: pytest.Item) -> bool:
-    """Is this case one that `slow_cases("id", …)` names, or that `slow_cases(but=["id"])` does not?"""
+    """Return whether `slow_cases("id")` names this case, or `slow_cases(but=["id"])` does not."""
     mark = item.get_closest_marker("slow_cases")
     if mark is None:
         return False

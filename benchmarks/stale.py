@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nemorl.losses import (
     clipped,
-    group_advantages,
+    grpo,
     importance_weights,
     interpolated_logprobs,
     on_policy,
@@ -107,8 +107,7 @@ def trained(options: Options, *, staleness: int, correction: str, seed: int) -> 
         sampler.load_state_dict(older[0])
         tokens, sampled = sampler.sample(prompts, generator, temperature=options.temperature)
         reward = (tokens == right[prompts]).float().mean(1)
-        found = group_advantages(reward.view(PROMPTS, GROUP))
-        advantages = found.reshape(-1, 1).expand_as(sampled)
+        advantages = grpo(reward, prompts)[:, None].expand_as(sampled)
         before = policy.logprobs(prompts, tokens).detach()
         parts = torch.randperm(len(prompts), generator=generator).chunk(options.updates)
         for update, rows in enumerate(parts):

@@ -20,7 +20,6 @@ from nemorl.losses.advantages import (
     to_tokens,
     whiten,
 )
-from nemorl.losses.baselines import group_advantages
 from nemorl.losses.distillation import distillation_topk
 from nemorl.losses.importance import importance_weights, interpolated_logprobs, sampler_gap
 from nemorl.losses.kl import divergence, full_kl
@@ -34,7 +33,6 @@ from nemorl.losses.logprobs import (
     linear_token_logprobs,
     require_same_support,
     token_logprobs,
-    token_logprobs_and_entropy,
 )
 from nemorl.losses.masks import (
     constant_weights,
@@ -55,10 +53,8 @@ from nemorl.losses.preference import (
 )
 from nemorl.losses.rewards import (
     informative_groups,
-    overlong_filter,
     overlong_penalty,
     scale_rewards,
-    stop_properly,
 )
 from nemorl.losses.supervised import nll
 from nemorl.losses.terms import entropy_bonus, kl_loss, log_ratio_penalty, positive_nll
@@ -79,7 +75,6 @@ from nemorl.losses.types import (
 from nemorl.losses.value import explained_variance, value_loss
 from nemorl.losses.vocab_parallel import (
     vocab_parallel_linear_logprobs,
-    vocab_parallel_token_logprobs,
 )
 
 __all__ = [
@@ -114,7 +109,6 @@ __all__ = [
     "full_kl",
     "gae",
     "gdpo",
-    "group_advantages",
     "group_mean_weights",
     "grpo",
     "gspo",
@@ -139,7 +133,6 @@ __all__ = [
     "on_policy",
     "opd",
     "orpo",
-    "overlong_filter",
     "overlong_penalty",
     "pass_at_k",
     "positive_nll",
@@ -152,13 +145,10 @@ __all__ = [
     "sequence_logprobs",
     "sequence_mean_weights",
     "simpo",
-    "stop_properly",
     "to_tokens",
     "token_logprobs",
-    "token_logprobs_and_entropy",
     "token_mean_weights",
     "value_loss",
     "vocab_parallel_linear_logprobs",
-    "vocab_parallel_token_logprobs",
     "whiten",
 ]

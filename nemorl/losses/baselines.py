@@ -3,10 +3,9 @@
 Computed in float64: the arrays are small. Groups need be neither contiguous nor equal in size.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from nemorl.losses.masked import require_one_of
@@ -152,17 +151,3 @@ def advantages(
     if baseline == "batch_mean" or scale == "batch_std":
         result = torch.where(everything.low == everything.high, 0.0, result)
     return result.to(at_least_float32(rewards).dtype).detach()
-
-
-def group_advantages(
-    rewards: Float[Tensor, "prompts group"], **options: Any
-) -> Float[Tensor, "prompts group"]:
-    """Return `advantages` of rewards [prompts, group], as its options that are arrays.
-
-    >>> group_advantages(torch.tensor([[1.0, 0.0], [5.0, 5.0]]), scale="none").tolist()
-    [[0.5, -0.5], [0.0, 0.0]]
-    """
-    groups = torch.arange(len(rewards), device=rewards.device)[:, None].expand_as(rewards)
-    for name in options.keys() & {"lengths", "greedy_rewards"}:
-        options[name] = options[name].flatten()
-    return advantages(rewards.flatten(), groups.flatten(), **options).reshape(rewards.shape)

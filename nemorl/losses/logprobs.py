@@ -226,27 +226,6 @@ def _entropy(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * _finite(logprobs)).sum(-1)
 
 
-def token_logprobs_and_entropy(
-    logits: Float[Tensor, "batch seq vocab"],
-    input_ids: TokenIds,
-    *,
-    segment_ids: TokenIds | None = None,
-    kind: LogprobKind = LogprobKind(),
-) -> tuple[PerToken, PerToken]:
-    """Return `token_logprobs` and `entropy` in one pass.
-
-    >>> logits, ids = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
-    >>> logprobs, entropies = token_logprobs_and_entropy(logits, ids)
-    >>> logprobs.tolist(), entropies.tolist()
-    ([[0.0, -1.3862943649291992]], [[0.0, 1.3862943649291992]])
-    """
-    targets = input_ids[:, 1:, None].long()
-    logprobs = _filtered(_predictions(logits, segment_ids), kind, targets[..., 0]).log_softmax(-1)
-    return _describe(logprobs.gather(-1, targets)[..., 0], segment_ids), _describe(
-        _entropy(logprobs), segment_ids
-    )
-
-
 def token_logprobs(
     logits: Float[Tensor, "batch seq vocab"],
     input_ids: TokenIds,

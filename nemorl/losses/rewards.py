@@ -1,10 +1,10 @@
 """Rewards before they become advantages (docs/numerics.md, Reward transforms)."""
 
-import torch
+import torch  # noqa: F401  (of the examples)
 
 from nemorl.checks import at_least, require
 from nemorl.losses.segments import at_least_float32, group_extremes, group_labels
-from nemorl.losses.types import PerResponse, ResponseIds, ResponseMask, TokenMask
+from nemorl.losses.types import PerResponse, ResponseIds, ResponseMask
 
 
 def scale_rewards(
@@ -51,33 +51,6 @@ def overlong_penalty(
     at_least(0, penalty=penalty)
     over = (lengths - (max_length - buffer)).clamp(0, buffer)
     return 0.0 - over / buffer * penalty
-
-
-def overlong_filter(loss_mask: TokenMask, truncated: ResponseMask) -> TokenMask:
-    """Return the loss mask without truncated sequences, to build `loss_weights` from.
-
-    Source: DAPO's overlong filtering; NeMo RL
-    `overlong_filtering`, TRL `mask_truncated_completions`.
-
-    >>> mask = torch.tensor([[False, True], [True, True]])
-    >>> overlong_filter(mask, torch.tensor([False, True])).int().tolist()
-    [[0, 1], [0, 0]]
-    """
-    return loss_mask & ~truncated[:, None]
-
-
-def stop_properly(rewards: PerResponse, truncated: ResponseMask, *, factor: float) -> PerResponse:
-    """Return rewards, with the rewards of truncated responses multiplied by `factor`.
-
-    For rewards of at least 0. Raises: ValueError unless 0 ≤ factor ≤ 1.
-    Source: ProRL v2; NeMo RL and OpenRLHF `stop_properly_penalty_coef`.
-
-    >>> stop_properly(torch.tensor([1.0, 1.0]), torch.tensor([False, True]), factor=0.25).tolist()
-    [1.0, 0.25]
-    """
-    require(0 <= factor <= 1, "factor", "must be from 0 to 1", factor, "1 changes nothing")
-    rewards = at_least_float32(rewards)
-    return torch.where(truncated, rewards * factor, rewards)
 
 
 def informative_groups(rewards: PerResponse, group_id: ResponseIds) -> ResponseMask:

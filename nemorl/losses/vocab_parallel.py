@@ -10,67 +10,12 @@ from torch import Tensor
 from nemorl.losses.logprobs import (
     LogprobKind,
     _capped,
-    _describe,
     _filtered,
     _finite,
-    _predictions,
     _slope,
     flat_linear_logprobs,
 )
 from nemorl.losses.segments import at_least_float32
-from nemorl.losses.types import PerToken, TokenIds
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """All-reduce forward, identity backward: all ranks have the same value and gradient."""
-
-    @staticmethod
-    def forward(values, group):
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def vocab_parallel_token_logprobs(
-    local_logits: Float[Tensor, "batch seq shard"],
-    input_ids: TokenIds,
-    group: dist.ProcessGroup | None = None,
-    *,
-    segment_ids: TokenIds | None = None,
-    temperature: float = 1.0,
-) -> PerToken:
-    """Return `token_logprobs` from logits whose vocabulary is sharded over `group`.
-
-    Nothing is gathered. Shards are equal, in the order of ranks; group=None: this process has all.
-    Every rank gets the same result and, if all go on to the same loss, its own shard's gradient.
-    Filters need the whole vocabulary and are not offered.
-
-    >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 9.0]]])
-    >>> vocab_parallel_token_logprobs(logits, torch.tensor([[1, 1]])).tolist()
-    [[0.0, -0.6931471824645996]]
-    """
-    logits = _predictions(local_logits, segment_ids) / temperature
-    size = logits.shape[-1]
-    targets = input_ids[:, 1:].long() - (0 if group is None else dist.get_rank(group) * size)
-    top = logits.detach().amax(-1)
-    if group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    logits = logits - top[..., None]
-    mine = (targets >= 0) & (targets < size)
-    target = torch.where(
-        mine, logits.gather(-1, targets.clamp(0, size - 1)[..., None])[..., 0], 0.0
-    )
-    parts = torch.stack([target, logits.exp().sum(-1)])
-    target, total = parts if group is None else _SumOverGroup.apply(parts, group)
-    return _describe(target - total.log(), segment_ids)
 
 
 class _VocabParallelLinearLogprobs(torch.autograd.Function):
@@ -159,9 +104,7 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
 def _local_logits(
     local: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's filtered logits in this rank's part of the vocabulary, which tokens are in it, and
-    where.
-    """
+    """A chunk's filtered logits of this rank's tokens; which tokens are in it, and where."""
     size = local.shape[1]
     first = dist.get_rank(group) * size
     if kind.filtered:  # needs the whole vocabulary

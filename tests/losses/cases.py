@@ -21,7 +21,6 @@ from nemorl.losses import (
     supervised,
     terms,
     value,
-    vocab_parallel,
 )
 from nemorl.losses import rewards as rewards_module
 from nemorl.losses.segments import same_segment, segment_starts
@@ -282,14 +281,6 @@ def _logprob_cases() -> list[Case]:
             **shape,
         ),
         Case(
-            "token_logprobs_and_entropy",
-            _mapped(logprobs.token_logprobs_and_entropy, "segment_ids"),
-            inputs,
-            ("logits",),
-            kinds,
-            **shape,
-        ),
-        Case(
             "entropy",
             _mapped(logprobs.entropy, "segment_ids"),
             ("logits", "segment_ids", "cotangent"),
@@ -304,13 +295,6 @@ def _logprob_cases() -> list[Case]:
             ("hidden", "head"),
             chunked,
             half_rounding=0.1,
-            **shape,
-        ),
-        Case(
-            "vocab_parallel_token_logprobs",
-            _mapped(vocab_parallel.vocab_parallel_token_logprobs, "segment_ids", temperature=0.7),
-            inputs,
-            ("logits",),
             **shape,
         ),
     ]
@@ -465,7 +449,6 @@ def _advantage_cases() -> list[Case]:
     def informative(rewards, group_id):
         return rewards_module.informative_groups(rewards, group_id).float()
 
-    overlong = lambda mask, truncated: rewards_module.overlong_filter(mask, truncated).float()  # noqa: E731
     return [
         Case("advantages of groups", _mapped(adv.advantages), inputs, (), grouped, **of_group),
         Case(
@@ -508,13 +491,6 @@ def _advantage_cases() -> list[Case]:
         ),
         Case("max_rl", _mapped(adv.max_rl), inputs, (), **of_group),
         Case("informative_groups", _mapped(informative), inputs, (), **of_group),
-        Case(
-            "overlong_filter",
-            _mapped(overlong),
-            ("mask", "truncated", "cotangent"),
-            (),
-            family="map",
-        ),
     ]
 
 
@@ -622,10 +598,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "group_mean_weights of rows",
         "2 packing",
     ): "labels of rows; packed rows take one label a token",
-    ("overlong_filter", "2 packing"): "says which rows were cut off, before they are packed",
-    ("overlong_filter", "5 masked slots"): _NO_FLOATS,
-    ("overlong_filter", "7 precision"): _NO_FLOATS,
-    ("overlong_filter", "8 gradcheck"): _CONSTANT,
     ("advantages", "2 packing"): _BEFORE_PACKING,
     ("advantages", "5 masked slots"): _NO_MASK,
     ("advantages", "6 empty mask"): _NO_MASK,

@@ -25,7 +25,7 @@ from nemorl.losses.advantages import (
     to_tokens,
     whiten,
 )
-from nemorl.losses.baselines import BASELINES, SCALES, group_advantages
+from nemorl.losses.baselines import BASELINES, SCALES
 
 CHOICES = st.tuples(st.sampled_from(BASELINES), st.sampled_from(SCALES))
 OF_GROUP = [(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") for s in SCALES]
@@ -255,37 +255,11 @@ def test_law_12_equal_groups_give_exact_zeros(dtype, reward, count, other, choic
     assert not gdpo(torch.stack([same, same], 1), groups, weights=(1.0, 2.0)).any()
 
 
-@given(st.integers(0, 2**20), st.integers(1, 4), st.integers(2, 4), CHOICES)
-def test_the_matrix_form_is_the_flat_form(seed, prompts, size, choice):
-    generator = torch.Generator().manual_seed(seed)
-    rewards, greedy = (
-        torch.randn(prompts, size, generator=generator),
-        torch.randn(prompts, generator=generator),
-    )
-    lengths = torch.randint(1, 9, (prompts, size), generator=generator)
-    groups = torch.randperm(50, generator=generator)[:prompts].repeat_interleave(size)
-    baseline, scale = choice
-    matrix = group_advantages(
-        rewards,
-        baseline=baseline,
-        scale=scale,
-        **options_of(baseline, lengths, greedy[:, None].expand_as(rewards)),
-    )
-    options = options_of(baseline, lengths.flatten(), greedy.repeat_interleave(size))
-    torch.testing.assert_close(
-        matrix.flatten(),
-        advantages(rewards.flatten(), groups, baseline=baseline, scale=scale, **options),
-    )
-
-
-def test_the_matrix_form_runs_under_vmap():
-    rewards = torch.randn(4, 3, 2)
-    together = torch.func.vmap(
-        lambda r: group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std")
-    )(rewards)
-    alone = torch.stack(
-        [group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std") for r in rewards]
-    )
+def test_advantages_run_under_vmap():
+    rewards, groups = torch.randn(4, 6), torch.arange(3).repeat_interleave(2)
+    options = {"baseline": "leave_one_out", "scale": "leave_one_out_std"}
+    together = torch.func.vmap(lambda r: advantages(r, groups, **options))(rewards)
+    alone = torch.stack([advantages(r, groups, **options) for r in rewards])
     torch.testing.assert_close(together, alone)
 
 
@@ -366,7 +340,6 @@ def test_a_batch_without_differences_teaches_nothing():
 def test_a_deviation_that_is_not_defined_leaves_the_difference_as_it_is():
     rewards, groups = torch.tensor([1.0, 3.0]), torch.tensor([1, 1])
     assert advantages(rewards, groups, ddof=2).tolist() == [-1, 1]
-    assert group_advantages(rewards[None], ddof=2).tolist() == [[-1, 1]]
 
 
 def test_a_deviation_that_rounding_takes_below_zero_is_zero():

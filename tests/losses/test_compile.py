@@ -16,7 +16,7 @@ INDUCTOR = (
     "kl_loss score",
     "nll",
     "importance_weights",
-    "token_logprobs_and_entropy",
+    "token_logprobs",
     "distillation",
     "dpo",
 )

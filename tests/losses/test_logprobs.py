@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,9 +21,8 @@ from nemorl.losses.logprobs import (
     linear_token_logprobs,
     require_same_support,
     token_logprobs,
-    token_logprobs_and_entropy,
 )
-from nemorl.losses.vocab_parallel import vocab_parallel_token_logprobs
+from nemorl.losses.segments import same_segment
 
 INF = math.inf
 
@@ -55,6 +54,20 @@ def randn(*shape, seed=0, **options):
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(seed), **{"dtype": torch.float64} | options
     )
+
+
+def token_logprobs_and_entropy(logits, ids, *, segment_ids=None, kind=LogprobKind()):
+    """The plain form of the chunked head, whose entropy has each drawn token in the support."""
+    drawn = ids[:, 1:].long()
+    inside = torch.ones_like(drawn, dtype=torch.bool)
+    if segment_ids is not None:
+        inside = same_segment(segment_ids)[:, 1:]
+    options = {name: getattr(kind, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    rows = torch.where(inside[..., None], logits[:, :-1], 0.0)
+    support = filter_logits(rows, keep=drawn, **options).log_softmax(-1)
+    entropies = torch.where(inside, -(support.exp() * support.clamp(min=-1e4)).sum(-1), 0.0)
+    plain = token_logprobs(logits, ids, segment_ids=segment_ids, kind=kind)
+    return plain, torch.nn.functional.pad(entropies, (1, 0))
 
 
 def test_by_hand_with_the_shift():
@@ -113,10 +126,8 @@ def test_rows_without_a_token_are_refused():
     logits, ids = torch.zeros(2, 0, 4), torch.zeros(2, 0, dtype=torch.long)
     for call in (
         lambda: token_logprobs(logits, ids),
-        lambda: token_logprobs_and_entropy(logits, ids, segment_ids=ids),
         lambda: entropy(logits),
         lambda: linear_token_logprobs(logits, torch.eye(4), ids),
-        lambda: vocab_parallel_token_logprobs(logits, ids),
     ):
         with pytest.raises(
             ValueError, match=r"^seq must be at least 1, but it is 0: leave out rows"
@@ -219,10 +230,6 @@ def test_whole_numbers_may_have_16_bits():
             strict=True,
         ):
             torch.testing.assert_close(a, b, **EXACT)
-    plain = token_logprobs(logits, ids, segment_ids=segments)
-    torch.testing.assert_close(
-        vocab_parallel_token_logprobs(logits, ids.short(), **short), plain, **EXACT
-    )
     top_k, keep = torch.tensor([1, 2]), torch.tensor([4, 4])
     assert torch.equal(
         filter_logits(logits[:, 0], top_k=top_k.short(), keep=keep.short()),
@@ -643,30 +650,3 @@ def test_a_chunk_below_one_is_refused():
         linear_token_logprobs(
             randn(1, 2, 3), randn(4, 3), torch.zeros(1, 2, dtype=torch.long), chunk=0
         )
-
-
-# Vocabulary-parallel
-
-
-@settings(max_examples=50)
-@given(SEEDS, st.sampled_from([1.0, 0.6]))
-def test_vocabulary_parallel_with_one_process_is_the_plain_form(seed, temperature):
-    logits, ids, segments = (
-        30 * randn(2, 4, 5, seed=seed),
-        torch.randint(0, 5, (2, 4)),
-        torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]),
-    )
-    expected = token_logprobs(logits, ids, segment_ids=segments, kind=LogprobKind(temperature))
-    torch.testing.assert_close(
-        vocab_parallel_token_logprobs(logits, ids, segment_ids=segments, temperature=temperature),
-        expected,
-        **EXACT,
-    )
-
-
-def test_vocabulary_parallel_keeps_to_numbers_that_float32_holds():
-    logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]]])
-    for token, expected in enumerate((0.0, -1e4, -2e4)):
-        assert vocab_parallel_token_logprobs(logits, torch.tensor([[0, token]])).tolist() == [
-            [0.0, expected]
-        ]

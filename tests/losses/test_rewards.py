@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from nemorl.losses.rewards import (
     informative_groups,
-    overlong_filter,
     overlong_penalty,
     scale_rewards,
-    stop_properly,
 )
 
 
@@ -62,22 +60,6 @@ def test_the_overlong_penalty_never_rises_with_length(buffer, rest, length, more
     assert -0.5 <= b <= a <= 0
 
 
-def test_the_overlong_filter_drops_truncated_sequences_whole():
-    mask = torch.tensor([[False, True, True], [True, True, False]])
-    assert overlong_filter(mask, torch.tensor([True, False])).tolist() == [
-        [False] * 3,
-        [True, True, False],
-    ]
-
-
-def test_stop_properly_scales_truncated_rewards_only():
-    assert stop_properly(
-        torch.tensor([1.0, 1.0, -1.0]), torch.tensor([False, True, True]), factor=0.5
-    ).tolist() == [1.0, 0.5, -0.5]
-    with pytest.raises(ValueError, match="factor must be from 0 to 1"):
-        stop_properly(torch.tensor([1.0]), torch.tensor([True]), factor=1.5)
-
-
 def test_dynamic_sampling_keeps_whole_groups():
     rewards = torch.tensor([0.0, 0.1, 1.0, 0.1, 0.0, 3.0])
     assert informative_groups(rewards, torch.tensor([4, 2, 4, 2, 4, 9])).tolist() == [
@@ -110,7 +92,3 @@ def test_the_ends_of_every_range_are_allowed():
     assert overlong_penalty(torch.tensor([10]), max_length=10, buffer=5, penalty=0.0).tolist() == [
         0
     ]
-    rewards, truncated = torch.tensor([1.0, 2.0]), torch.tensor([False, True])
-    assert stop_properly(rewards, truncated, factor=0.0).tolist() == [1, 0] and stop_properly(
-        rewards, truncated, factor=1.0
-    ).tolist() == [1, 2]

@@ -98,10 +98,6 @@ class GroupStream:
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)
         talks = [each for place in places for each in self._found.pop(place)]
-        begun = {group.number: group.begun for group in self._admission.open}
-        self.run.sampler.schedule.note(
-            talks, {group: begun[place] for group, place in zip(groups, places, strict=True)}
-        )
         step.count(talks)
         return groups, talks
 
@@ -146,13 +142,9 @@ class GroupStream:
         """Stop what is in flight, if it is drawn again."""
         if self._background is None or self.settings.in_flight != "abort":
             return
-        expected = self.run.sampler.schedule.expected_again
-        while expected is not None and {*self._in_flight()} - {*expected}:
-            self._note(*self._background.next_ended())
         self._background.stop([*self._in_flight()])
         for group, talks in self._background.ended():
             self._note(group, talks)
-        self.run.sampler.schedule.note_again([*self._in_flight()])
 
     def _in_flight(self) -> dict[int, int]:
         """Return the places of the groups that are not done, by number."""
@@ -185,11 +177,7 @@ class GroupStream:
             self._background.close()
 
     def _note(self, group: int, talks: list[Conversation]) -> None:
-        """Take in a group that has ended, unless it was dropped meanwhile, or is drawn again in the
-        run that this one repeats.
-        """
-        if group in (self.run.sampler.schedule.expected_again or ()):
-            return
+        """Take in a group that has ended, unless it was dropped meanwhile."""
         place = self._in_flight().get(group)
         if place is not None:
             self._found[place] = talks

@@ -393,7 +393,6 @@ class OpenRun:
             self._maker.make_room(self, self._models.frozen.values())  # an engine may start
             self.live = self._maker.parts(self)
             self.state = self.taken = self.live.state
-            self.sampler.attach(self.live.generator)
         return self.live
 
 
@@ -685,7 +684,7 @@ class Steps(Iterator[Step]):
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
                 " them: call run.trainer.train_step(batch, loss_fn)"
             )
-        if self.run.sampler.schedule is not None and not self.run.sampler.streams:
+        if self.run.sampler.ahead and not self.run.sampler.streams:
             warn(
                 "async.max_staleness is set, but the loop took no groups from run.groups, so"
                 " nothing was sampled ahead: use it in place of step.sample"
@@ -726,7 +725,6 @@ class Steps(Iterator[Step]):
                 self._metrics = step.metrics()
                 self.step = None  # though a full disk may end the loop here
                 self._note_groups()  # before a checkpoint has the step
-                self.run.sampler.note_step()
                 self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):

@@ -6,9 +6,7 @@ from typing import Any
 
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.run.groups import GroupStream
-from nemorl.runtime.run.schedule import ScheduleFile
 from nemorl.runtime.run.weight_sync import sync_weights
-from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import check_writer
 
 
@@ -21,16 +19,9 @@ class Sampler:
         self.streams: list[GroupStream] = []
         self.synced: dict[int, int] = {}
         """Finished steps when the generator last got a version of the weights, by version."""
-        self.schedule: ScheduleFile | None = None
-        """Of a run that samples ahead."""
-        if hasattr(run.config, "async_") and run.config.async_.max_staleness:
-            self.schedule = ScheduleFile(run.config, RunDirectory(run.directory))
+        self.ahead = hasattr(run.config, "async_") and run.config.async_.max_staleness > 0
+        """Whether the run samples ahead."""
         self._awake = False
-
-    def attach(self, generator: GenerationBackend | None) -> None:
-        """Have the generator's passes recorded, or repeated."""
-        if self.schedule is not None and generator is not None:
-            self.schedule.attach(generator)
 
     @contextmanager
     def awake(self) -> Iterator[GenerationBackend]:
@@ -39,7 +30,7 @@ class Sampler:
         generator: GenerationBackend = run.generator
         # Of what is in flight, no token may have the trainer's new weights and the old version:
         # where the engine computes with them, it wakes with the new one, and rests in between.
-        later = self.schedule is not None and run.config.generation.traits.embedded
+        later = self.ahead and run.config.generation.traits.embedded
         with nullcontext() if run.present is None else run.present.timed("sync"):
             if not nested:
                 run.make_room()
@@ -73,11 +64,6 @@ class Sampler:
             )
         return self.synced[max(known)]
 
-    def note_step(self) -> None:
-        """Write the present step to schedule.jsonl."""
-        if self.schedule is not None:
-            self.schedule.note_step(self.run.state.step + 1, self.run.trainer.step)
-
     def end_step(self) -> None:
         """Note that the present step has ended."""
         for stream in self.streams:
@@ -103,8 +89,6 @@ class Sampler:
 
     def _rest(self, generator: GenerationBackend) -> None:
         """Have the generator sleep, and what is sampled ahead wait for it."""
-        if self.schedule is not None:
-            self.schedule.wait()
         for stream in self.streams if getattr(generator, "sleeps", True) else ():
             stream.pause()
         generator.sleep()

@@ -215,7 +215,7 @@ class CheckpointCallback(Callback):
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
         samples = directory.samples / f"step_{step}.jsonl"
-        for file in (directory.metrics, directory.groups, directory.schedule, samples):
+        for file in (directory.metrics, directory.groups, samples):
             if file.exists():
                 flush(file)
         publish = checkpoint.begin(

@@ -6,8 +6,6 @@
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     groups.jsonl             per line step, and numbers of groups: trained on, dropped (by reason)
                              and open at its end
-    schedule.jsonl           of a run that samples ahead: which weights sampled which tokens (see
-                             `nemorl.runtime.run.schedule`)
     samples/step_N.jsonl     a few responses of step N
     validation/step_N.jsonl  how each answer of the validation after step N was judged
     checkpoints/step_N/      see `checkpoint`
@@ -58,7 +56,6 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.groups = path / "groups.jsonl"
-        self.schedule = path / "schedule.jsonl"
         self.record = path / "run.json"
         self.log = path / "log.jsonl"
         self.data = path / "data.json"
@@ -186,11 +183,6 @@ class RunDirectory:
         with writing("the numbers of the groups", self.groups):
             append_lines(self.groups, [{"step": step, **groups}])
 
-    def append_schedule(self, line: Mapping[str, Any]) -> None:
-        """Append a line to schedule.jsonl."""
-        with writing("the schedule", self.schedule):
-            append_lines(self.schedule, [line])
-
     def append_samples(
         self, step: int, samples: Iterable[Mapping[str, Any]], *, folder: str = "samples"
     ) -> None:
@@ -222,11 +214,10 @@ class RunDirectory:
         if self.metrics.exists():
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             write_atomically(self.metrics, "".join(lines), "the metrics")
-        for file, what in ((self.groups, "the groups"), (self.schedule, "the schedule")):
-            if file.exists():
-                found = read_lines(file, {"step": is_count})
-                text = "".join(json.dumps(line) + "\n" for line in found if line["step"] <= step)
-                write_atomically(file, text, what)
+        if self.groups.exists():
+            found = read_lines(self.groups, {"step": is_count})
+            text = "".join(json.dumps(line) + "\n" for line in found if line["step"] <= step)
+            write_atomically(self.groups, text, "the groups")
         for folder in ("samples", "validation"):
             for number, file in self.sample_files(folder).items():
                 if number > step:

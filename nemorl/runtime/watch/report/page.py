@@ -35,7 +35,6 @@ from nemorl.runtime.watch.metrics import (
     thin,
 )
 from nemorl.runtime.watch.report.gather import STATISTICS, Gathered
-from nemorl.runtime.watch.report.receipts import depth_profile
 from nemorl.runtime.watch.report.samples import modes, sample_data
 
 HERE = Path(__file__).parent
@@ -170,7 +169,6 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         failures=failures(runs[0]),
         receipts=[each for each in runs[0].receipts if each.holds is not None],
         unproved=[each for each in runs[0].receipts if each.holds is None],
-        depths=Markup(depth_profile(runs[0].metrics)),
         tests=paired_tests(runs),
         groups=grouped(curves),
         modes=modes(*runs),

@@ -8,11 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import nemorl
 from nemorl.losses import policy
 from nemorl.losses.advantages import advantages, to_tokens
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.conversation import Conversation, Outcome, Turn
+from nemorl.rollout.generation import Completion
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
@@ -132,6 +137,11 @@ def learn(run: Any, step: Any, found: Rollouts) -> Any:
     return batch
 
 
+def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step."""
+    return lines(folder, f"samples/step_{step}.jsonl")
+
+
 def digits(prompt: str, response: str) -> float:
     """A reward that a random model earns now and then: the share of digits in the response."""
     return sum(c.isdigit() for c in response) / 4
@@ -164,4 +174,38 @@ def start(
         validation=validation,
         reward=reward or (digits if isinstance(config, nemorl.GRPOConfig) else None),
         callbacks=callbacks,
+    )
+
+
+def rollouts(
+    rewards: list[float],
+    *,
+    group: int = 2,
+    lengths: list[int] | None = None,
+    truncated: tuple[int, ...] = (),
+) -> Rollouts:
+    lengths = lengths or [3] * len(rewards)
+    completions = [
+        Completion(
+            token_ids=(2,) * n,
+            logprobs=(-0.5,) * n,
+            finish_reason="length" if i in truncated else "stop",
+            text="00"[:n],
+        )
+        for i, n in enumerate(lengths)
+    ]
+    return Rollouts(
+        conversations=[
+            Conversation(
+                row={},
+                group=i // group,
+                member=i % group,
+                turns=(Turn(prompt=[3, 4], completion=completion),),
+                outcome=Outcome(reward=reward),
+            )
+            for i, (reward, completion) in enumerate(zip(rewards, completions, strict=True))
+        ],
+        texts=["a"] * len(rewards),
+        rewards=torch.tensor(rewards),
+        kind=LogprobKind(),
     )

@@ -16,11 +16,10 @@ from nemorl.runtime.config.metric_rules import VALIDATION, Condition, MetricWatc
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import CheckpointError
+from nemorl.runtime.store.checkpoint import CheckpointError, RandomState
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
-from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.store.state import POLICY, Run
 
 LOGGER = logging.getLogger(__name__)

@@ -361,18 +361,6 @@ def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Pat
     assert len(asked) == 4 * 12 * 4
 
 
-def test_the_generator_is_awake_inside_of_sampling(tmp_path: Path):
-    with opened(ahead(tmp_path, 2, steps=3)) as run:
-        prompts = run.prompts()
-        groups = run.groups(prompts, count=6, n=4)
-        for step in run.steps(3):
-            with run.sampling():
-                found = groups.next()
-                more = step.sample(prompts.next(2), n=2)
-            assert len(more) == 4
-            learn(run, step, found)
-
-
 def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
     """Else it would be computed beside what is drawn in its place."""
     from nemorl.rollout.torch_backend import TorchGenerationBackend
@@ -401,7 +389,7 @@ def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
 def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
     """The embedded engine, which has the same model, waits meanwhile."""
     with opened(ahead(tmp_path, 2, steps=4)) as run:
-        prompts = run.prompts()
+        prompts, mixed = run.prompts(), run.prompts(name="mixed")
         for step in run.steps(4):
             with run.sampling():
                 if step.number == 1:
@@ -409,8 +397,9 @@ def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
                 found = groups.next()
                 for _ in range(3):
                     run.trainer.get_logprobs(to_token_batch(found))
+                assert len(step.sample(mixed.next(2), n=2)) == 4
             learn(run, step, found)
-    prove(tmp_path, 4)
+    prove(tmp_path, 4, count=8)
 
 
 def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):

@@ -10,8 +10,7 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import LoggedRun
 from nemorl.runtime.watch.loggers.mlflow import MlflowLogger
 from tests.runtime.runs import grpo_config, start
-from tests.runtime.tiny import recorder
-from tests.runtime.watch.loggers.test_base import walk
+from tests.runtime.tiny import recorder, walk
 
 
 @pytest.fixture(scope="module")

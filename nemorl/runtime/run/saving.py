@@ -87,9 +87,8 @@ class CheckpointCallback(Callback):
     step after an error.
 
     The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
-    validation is among the best is saved, too. `observers` see `on_checkpoint`. With `background`,
-    for runs without a ranking, the run goes on while a checkpoint is written, and learns of its end
-    when a later step begins or ends.
+    validation is among the best is saved, too. With `background`, without a ranking, the run goes
+    on while a checkpoint is written, and learns of its end when a later step begins or ends.
     """
 
     def __init__(

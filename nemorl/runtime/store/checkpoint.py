@@ -110,11 +110,11 @@ def begin(
     generators: RandomState | None = None,
     background: bool = False,
 ) -> Callable[[], Path]:
-    """Write the checkpoint of `run.state.step` aside, or with `background` copy it so that training
-    may go on, and return a function that puts it in place, in any thread, and calls `rank`.
+    """Write the checkpoint of `run.state.step` aside, or with `background` copy it, and return a
+    function that puts it in place, in any thread, and calls `rank`.
 
     generators: the random state to save, unless it is the present one.
-    Raises, as that function does, CheckpointError, and leaves the previous checkpoint as it was.
+    Raises: as that function does, CheckpointError; the previous checkpoint stays.
     """
     check_writer(directory)
     step = run.state.step
@@ -172,9 +172,8 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of the checkpoint of `step`, and keep the newest `keep`, or by `ranking`
-    the best `keep` and the newest. Later steps are of a run that went back, and go. An error is a
-    warning.
+    """Record measurements of the checkpoint of `step`; keep the newest `keep`, or by `ranking` the
+    best `keep` and the newest, and none of later steps. An error is a warning.
     """
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
@@ -198,8 +197,8 @@ def rank(
 
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:
-    """Return the checkpoint to go on from: the one that `checkpoints/latest` names, or else the
-    newest of which no file is missing or cut; None if there is none. Others are warned of.
+    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or else
+    the newest of which no file is missing or cut. Others are warned of.
     """
     found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
     return found and found[0]
@@ -260,8 +259,7 @@ def backends_of(path: Path) -> list[str]:
 
 
 def load(path: Path, run: Run) -> LoopState:
-    """Restore trainer and random generators from a checkpoint, and return the loop's state. Files
-    of other backends, which `load_backend` reads, are checked.
+    """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
     Raises:
         ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
@@ -330,9 +328,7 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed processes left unfinished, there, where no other process may write, and in
-    the temporary folder.
-    """
+    """Remove what killed processes left unfinished, there and in the temporary folder."""
     sweep_temporary()
     check_writer(directory)
     for folder in (Path(directory), Path(directory) / "checkpoints"):

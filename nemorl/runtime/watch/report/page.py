@@ -271,7 +271,7 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """Return how each other run's last validation differs from the first run's: lines of
-    `comparison` over the rows that both answered (`by_prompt`), with the run's name.
+    `comparison` over the rows that both answered.
     """
     found: list[dict[str, Any]] = []
     for run in runs[1:]:
@@ -331,9 +331,7 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 
 
 def failures(run: Gathered) -> list[dict[str, Any]]:
-    """Return why conversations failed, the most frequent error first: how many in training and in
-    validations, the steps from the first to the last, and what it said for example.
-    """
+    """Return why conversations failed, the most frequent error first, with an example."""
     samples = [line for lines in run.samples.values() for line in lines]
     said = {
         each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each

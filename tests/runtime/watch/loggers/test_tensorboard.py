@@ -3,7 +3,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.loggers.tensorboard import TensorBoardLogger
+from nemorl.runtime.watch.loggers.services import TensorBoardLogger
 from tests.runtime.tiny import recorder, walk
 
 

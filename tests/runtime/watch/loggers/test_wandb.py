@@ -13,7 +13,7 @@ from wandb.proto import wandb_internal_pb2
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import LoggedRun
-from nemorl.runtime.watch.loggers.wandb import WandbLogger
+from nemorl.runtime.watch.loggers.services import WandbLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, walk
 

@@ -30,7 +30,7 @@ from nemorl.rollout.signature import read_signature
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
-from nemorl.runtime.store.lock import locked
+from nemorl.runtime.store.directory import locked
 from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config
 from tests.runtime.start.test_robustness import FailsOnce
 from tests.tiny_models import tiny_model, tiny_tokenizer

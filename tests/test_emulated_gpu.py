@@ -52,9 +52,9 @@ from tests.parallel.parity.compare import verdict
 from tests.parallel.parity.run import chunks, run_chunk
 from tests.parallel.varlen import used_on_cpus
 from tests.ranks import run_ranks
-from tests.runtime.algorithms.test_preference_loss import CONFIGS
-from tests.runtime.algorithms.test_preference_loss import random_batch as random_pairs
-from tests.runtime.run.test_resume import assert_equal_outcomes, in_a_process
+from tests.runtime.algorithms.pairs import CONFIGS
+from tests.runtime.algorithms.pairs import random_batch as random_pairs
+from tests.runtime.killed import assert_equal_outcomes, in_a_process
 from tests.runtime.runs import (
     addition_rows,
     dpo_config,

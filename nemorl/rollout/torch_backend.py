@@ -22,7 +22,6 @@ from nemorl.models.stored import Stored, as_stored, stored_names
 from nemorl.rollout.attention import decoding
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
-from nemorl.rollout.schedule import Schedule
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.rollout.traits import EMBEDDED
 from nemorl.warn import warn
@@ -57,7 +56,6 @@ class TorchGenerationBackend(ScheduledBackend):
         self._cached, self._records = cached, records_experts
         self._source, self.precision = ModelSource.of(model), precision
         self.model: nn.Module | None = None
-        self.schedule = Schedule()
         self._decoding: Decoding | None = None
 
     def setup(self, config: Any) -> None:
@@ -101,9 +99,7 @@ class TorchGenerationBackend(ScheduledBackend):
         return version
 
     def sleep(self) -> None:
-        self.schedule.wait()
         with self._scheduler.lock:
-            self.schedule.slept()
             self.decoding.preempt()
             self.decoding.cache.clear()
             self._scheduler.asleep = True
@@ -133,22 +129,13 @@ class TorchGenerationBackend(ScheduledBackend):
             self.decoding.device.type, torch.bfloat16, enabled=self.precision != "float32"
         )
         try:
-            self.decoding.queue(self.schedule.arrived(new), dropped)
+            self.decoding.queue(new, dropped)
             with torch.no_grad(), decoding(self._model), autocast:
-                while self._advance(version) and time.monotonic() < end:
+                while self.decoding.advance(version) and time.monotonic() < end:
                     pass
         except BaseException:
             self.decoding.forget()  # it must not get into later answers
             raise
-
-    def _advance(self, version: int) -> bool:
-        """Compute the next pass when it is due; return whether there was one."""
-        while due := self.schedule.due():
-            self.decoding.queue(due, [])
-        if due is None or not self.decoding.advance(version):
-            return False
-        self.schedule.passes += 1
-        return True
 
     def _draw(self, work: Pass) -> Tensor:
         past: dict[str, Any] = {"use_cache": False}

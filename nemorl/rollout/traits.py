@@ -29,13 +29,9 @@ class GenerationTraits:
     """Whether completions carry the experts that computed each token, if asked for
     (trainer.router_replay); if not `on_trainer`, by the argument records_experts=True.
     """
-    repeats: bool = False
-    """Whether it counts its passes in a `nemorl.rollout.schedule.Schedule`, an attribute
-    `schedule`: then a run that samples ahead can be repeated (async.replay).
-    """
 
 
-EMBEDDED = GenerationTraits(embedded=True, records_experts=True, repeats=True)
+EMBEDDED = GenerationTraits(embedded=True, records_experts=True)
 """Traits of the embedded engine, "torch"."""
 
 

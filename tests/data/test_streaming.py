@@ -23,7 +23,7 @@ from nemorl.runtime.run.data import within_limit
 from tests.data.known_samples import hub
 from tests.data.test_sources import Module, sources, write
 from tests.data.tokenizers_small import character_tokenizer
-from tests.runtime.run.test_resume import assert_equal_outcomes
+from tests.runtime.killed import assert_equal_outcomes
 from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config, start
 
 STREAM = partial(nemorl.DataConfig, max_total_sequence_length=32, streaming=True)

@@ -1,20 +1,23 @@
-"""Small complete runs, in this process or in one that is killed.
-
-Run as a script it takes a JSON of settings: see `main`.
-"""
+"""Small complete runs in this process; those that are killed are in killed.py."""
 
 import json
-import os
 import random
-import signal
-import sys
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import nemorl
-from nemorl.runtime.config.tree import from_dict
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.losses import policy
+from nemorl.losses.advantages import advantages, to_tokens
+from nemorl.losses.logprobs import LogprobKind
+from nemorl.losses.masks import token_mean_weights
+from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.conversation import Conversation, Outcome, Turn
+from nemorl.rollout.generation import Completion
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
@@ -99,6 +102,46 @@ sft_config = partial(small_config, nemorl.SFTConfig, SAMPLED | BATCH)
 dpo_config = partial(small_config, nemorl.DPOConfig, BATCH)
 
 
+LOSS = nemorl.policy_loss(policy.clipped, off_policy={})
+
+
+def ahead(folder: Path, staleness: int, *, in_flight: str = "keep", **options: Any) -> Any:
+    """A configuration that samples ahead."""
+    section: Any = {"max_staleness": staleness, "in_flight": in_flight}
+    return grpo_config(folder, async_=nemorl.AsyncConfig(**section), **options)
+
+
+def lines(folder: Path, name: str = "groups.jsonl") -> list[dict[str, Any]]:
+    """The lines of a file of a run."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def prove(folder: Path, steps: int, count: int = 6) -> None:
+    """Each group was taken once, in order, and each step has as many as it asked for."""
+    found = lines(folder)
+    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    trained = [number for line in found for number in line["trained"]]
+    dropped = [n for line in found for each in line["dropped"].values() for n in each]
+    taken = Counter([*trained, *dropped, *found[-1]["open"]])
+    assert taken == Counter(range(len(taken)))
+    assert {len(line["trained"]) for line in found} == {count}
+
+
+def learn(run: Any, step: Any, found: Rollouts) -> Any:
+    """A step of GRPO in a loop of a test's own."""
+    batch = to_token_batch(found)
+    better = to_tokens(advantages(found.rewards, found.group_id), batch.loss_mask)
+    weights = token_mean_weights(batch.loss_mask)
+    batch = replace(batch, advantages=better, loss_weights=weights)
+    step.log(run.trainer.train_step(batch, LOSS), samples=found)
+    return batch
+
+
+def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The samples of a step."""
+    return lines(folder, f"samples/step_{step}.jsonl")
+
+
 def digits(prompt: str, response: str) -> float:
     """A reward that a random model earns now and then: the share of digits in the response."""
     return sum(c.isdigit() for c in response) / 4
@@ -134,69 +177,35 @@ def start(
     )
 
 
-class Kill(Callback):
-    """SIGKILL to this process after step `step`, before its checkpoint is written."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer, step, metrics) -> None:
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KillInCheckpoint(Callback):
-    """SIGKILL in the middle of writing the checkpoint of step `step`: the model is there, the
-    optimizer is not.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, trainer, step) -> None:
-        if step == self.step:
-            from nemorl.parallel import checkpoint
-
-            write = checkpoint.write_tensors
-
-            def killing(path: Path, *args: Any) -> Any:
-                if path.name.startswith("optimizer"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return write(path, *args)
-
-            checkpoint.write_tensors = killing  # type: ignore[assignment]
-
-
-def main(settings: dict[str, Any]) -> None:
-    if settings.pop("emulated", False):
-        from tests.emulated_gpu import NAME, emulated
-
-        with emulated():
-            main({**settings, "device": NAME})
-        return
-    make = {"grpo": grpo_config, "sft": sft_config, "dpo": dpo_config}[settings["algorithm"]]
-    options = settings.get("options", {})
-    if "kl" in options:
-        options["kl"] = nemorl.KLConfig(**options["kl"])
-    if "data" in options:
-        options["data"] = nemorl.DataConfig(max_total_sequence_length=32, **options["data"])
-    if "lora" in options:
-        options["lora"] = nemorl.LoRAConfig(**options["lora"])
-    validation = addition_rows(8)
-    if settings["algorithm"] == "dpo":
-        validation = preference_rows(8, seed=1)
-        options["loss"] = from_dict(nemorl.DPOConfig, {"loss": options.get("loss", "dpo")}).loss
-    options["trainer"] = nemorl.TrainerConfig(device=settings.get("device", "cpu"))
-    config = make(
-        Path(settings["folder"]),
-        steps=settings["steps"],
-        run={"save_period": 2, "resume": settings["resume"], "val_period": 3},
-        **options,
+def rollouts(
+    rewards: list[float],
+    *,
+    group: int = 2,
+    lengths: list[int] | None = None,
+    truncated: tuple[int, ...] = (),
+) -> Rollouts:
+    lengths = lengths or [3] * len(rewards)
+    completions = [
+        Completion(
+            token_ids=(2,) * n,
+            logprobs=(-0.5,) * n,
+            finish_reason="length" if i in truncated else "stop",
+            text="00"[:n],
+        )
+        for i, n in enumerate(lengths)
+    ]
+    return Rollouts(
+        conversations=[
+            Conversation(
+                row={},
+                group=i // group,
+                member=i % group,
+                turns=(Turn(prompt=[3, 4], completion=completion),),
+                outcome=Outcome(reward=reward),
+            )
+            for i, (reward, completion) in enumerate(zip(rewards, completions, strict=True))
+        ],
+        texts=["a"] * len(rewards),
+        rewards=torch.tensor(rewards),
+        kind=LogprobKind(),
     )
-    kills = {"between": Kill, "checkpoint": KillInCheckpoint}
-    callbacks = [kills[settings["kill"]](settings["at"])] if settings.get("kill") else []
-    start(config, validation=validation, callbacks=callbacks)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.state import LoopState, Run
@@ -91,6 +92,25 @@ def recorder(directory: RunDirectory, **factories) -> Recorder:
     return Recorder(
         {"jsonl": JsonlLogger, **factories}, LoggedRun(directory=directory, run_id="3f9a01bc")
     )
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def walk(callback, steps, *, end: bool = True) -> None:
+    """A run that does nothing but notify."""
+    notify([callback], "on_train_begin", tiny_run(step=steps.start - 1))
+    samples = [{"prompt": str(index)} for index in range(12)]
+    for step in steps:
+        run = tiny_run(step=step)
+        notify([callback], "on_samples", run, step, samples)
+        notify([callback], "on_step_end", run, step, {"loss": 1 / step})
+        notify([callback], "on_validation_end", run, step, {"loss": 2 / step})
+    if end:
+        notify([callback], "on_train_end", tiny_run(step=steps.stop - 1), {})
 
 
 def seed_everything(seed: int) -> None:

@@ -120,8 +120,8 @@ def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenB
 
 
 def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> float:
-    """Return KTO's baseline: the mean over mismatched sequences of log π − log π_ref, an estimate
-    of KL(π‖π_ref) in nats per response.
+    """Return KTO's baseline, an estimate of KL(π‖π_ref) in nats per response: the mean of
+    log π − log π_ref over mismatched sequences.
     """
     batch = with_reference(trainer, collate_together(rows), config)
     assert batch.reference_logprobs is not None

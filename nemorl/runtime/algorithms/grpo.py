@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from nemorl.data.batch import TokenBatch, take
+from nemorl.data.batch import TokenBatch, take, trim
 from nemorl.data.packing import segments_apart
 from nemorl.data.sources import set_names
-from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.collect import Rollouts, join, select, to_token_batch
 from nemorl.runtime.algorithms.common import (
     by_segment,
     minibatches,
@@ -17,6 +17,7 @@ from nemorl.runtime.algorithms.common import (
     with_prev_logprobs,
 )
 from nemorl.runtime.algorithms.policy_loss import (
+    Shaping,
     at_version,
     make_advantages,
     make_loss,
@@ -24,12 +25,22 @@ from nemorl.runtime.algorithms.policy_loss import (
     make_shaping,
 )
 from nemorl.runtime.algorithms.receipts import TokenReceipt, read_at_once, with_receipts
-from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import nearest_preset
+from nemorl.runtime.run.groups import GroupStream
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.receipts import Receipts
-from nemorl.runtime.run.samples import beside, by_set, compared, informative
+from nemorl.runtime.run.samples import (
+    Samples,
+    beside,
+    by_set,
+    compared,
+    failures_of,
+    informative,
+    samples_of,
+    whole_groups,
+    worst_tokens,
+)
 from nemorl.runtime.watch.log import event
 
 
@@ -122,3 +133,74 @@ def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
     if several or config.needs_kl_reward:
         batch = with_prev_logprobs(run, batch)
     return batch
+
+
+def roll_out(run: OpenRun, groups: GroupStream) -> tuple[Rollouts, Rollouts]:
+    """Return the responses to train on, and all that were sampled.
+
+    Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal
+    (`informative`) by fresh ones, in rounds. Where it finds no other, it returns the last round.
+    """
+    config = run.config
+    if not config.dynamic_sampling:
+        everything = groups.next()
+        return everything, everything
+    kept: list[Rollouts] = []
+    sampled: list[Rollouts] = []
+    rejected: list[Rollouts] = []
+    wanted = config.num_prompts_per_step
+    with run.sampling():
+        for _ in range(config.max_sampling_rounds):
+            for each in rejected:
+                groups.drop(each, "uninformative")
+            sampled.append(groups.next(wanted))
+            differing = informative(sampled[-1], config)
+            rejected = [] if differing.all() else [part(sampled[-1], ~differing)]
+            if differing.any():
+                kept.append(part(sampled[-1], differing))
+                wanted -= len(kept[-1].group_id.unique())
+            if not wanted:
+                break
+    for each in rejected:
+        groups.drop(each, "uninformative")
+    everything = join(sampled)
+    return replace(join(kept or sampled[-1:]), failed=everything.failed), everything
+
+
+def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
+    """Return the chosen responses."""
+    return select(rollouts, chosen.nonzero()[:, 0].tolist())
+
+
+def compared_samples(
+    run: OpenRun, rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
+) -> Samples:
+    """Return groups for the sample log with the trainer's logprobs before the update, and with the
+    rewards that are compared where shaping changes them.
+
+    In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
+    """
+    groups = rollouts.group_id.tolist()
+    rows = whole_groups(groups, run.config.run.samples_per_step)
+    if not rows:
+        return []
+    if batch.prev_logprobs is not None and (worst := worst_row(batch)) not in rows:
+        shown = {groups[row] for row in rows} - {groups[rows[-1]]} | {groups[worst]}
+        rows = [row for row, group in enumerate(groups) if group in shown]
+    part = trim(take(batch, rows))
+    if part.prev_logprobs is None:
+        part = with_prev_logprobs(run, part)
+    chosen = select(rollouts, rows)
+    samples = samples_of(chosen, part, range(len(rows)))
+    if run.config.overlong.buffer:
+        shaped = shaping(chosen).tolist()
+        samples = [s | {"shaped_reward": x} for s, x in zip(samples, shaped, strict=True)]
+    samples = [{**s, "worst_tokens": worst_tokens(s, run.tokenizer)} for s in samples]
+    return samples + failures_of(rollouts, run.config.run.samples_per_step)
+
+
+def worst_row(batch: TokenBatch) -> int:
+    """Return the response on which sampler and trainer differ most."""
+    assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
+    gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
+    return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())

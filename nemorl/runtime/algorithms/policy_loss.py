@@ -146,16 +146,12 @@ def policy_loss(
     """Return the loss policy term + KL penalty − entropy bonus of a batch with `advantages`,
     `loss_weights` and `generation_logprobs`.
 
-    term: a function of `nemorl.losses.policy` or one like them,
-    term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput or the
-    loss alone; it is given segment_ids if it has a parameter of that name. off_policy, kl: keywords
-    of `importance_weights` and `kl_loss`; None without them. `by_advantage` in off_policy: False
-    keeps the advantages from `importance_weights`. interpolate: where the batch has no
-    `prev_logprobs` they are estimated by `interpolated_logprobs`, from its `policy_versions` and
-    what `at_version` says, and `sampler_gap` is measured before the first update on the rollout
-    batch alone; otherwise they are the present ones. penalty: coef of
-    `log_ratio_penalty`; 0: without. entropy_coef: 0 only reports the entropy; with None it is not
-    computed.
+    term: term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput
+    or the loss alone, as in `nemorl.losses.policy`; it gets segment_ids if it names them.
+    off_policy, kl: keywords of `importance_weights` (`by_advantage` False: without advantages) and
+    `kl_loss`. interpolate: `prev_logprobs` that the batch lacks are `interpolated_logprobs`, by
+    what `at_version` says; otherwise the present ones. penalty: coef of `log_ratio_penalty`.
+    entropy_coef: 0 only reports the entropy; with None it is not computed.
 
     Raises: TypeError for a constant that `term` does not have or gets from the batch, and for one
     that it lacks.

@@ -30,9 +30,8 @@ from nemorl.runtime.config.dpo import (
 def make_loss(config: DPOConfig, batch: TokenBatch, kl: float | None = None) -> LossFn:
     """Return the configured loss of a part of the step whose whole batch is `batch`.
 
-    In `batch` a row is a pair, segment 1 chosen and segment 2 rejected, or for KTO any number of
-    responses labelled by the sign of `advantages`. Each pair (KTO: response) weighs 1 / their
-    number in the step. `kl` is KTO's baseline.
+    A row is a pair, segment 1 chosen and segment 2 rejected, or for KTO responses labelled by the
+    sign of `advantages`. Each weighs 1 / their number in the step. kl: KTO's baseline.
     """
     single = isinstance(config.loss, KTOLoss)
     return partial(

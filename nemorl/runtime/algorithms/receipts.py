@@ -89,8 +89,8 @@ def read_at_once(results: Results) -> Results:
 
 
 def sampled_hashes(rollouts: Rollouts) -> tuple[Int[Tensor, "batch"], Int[Tensor, "batch"]]:
-    """Return for each conversation the sum of the hashes (`token_hashes`) of all tokens that the
-    model sampled, modulo 2^32, and their number: from its turns, not from a batch.
+    """Return for each conversation the sum of `token_hashes` of its sampled tokens, modulo 2^32,
+    and their number: from its turns, not from a batch.
     """
     ids, places, logprobs, owners = list[int](), list[int](), list[float](), list[int]()
     for row, conversation in enumerate(rollouts.conversations):
@@ -150,11 +150,10 @@ class TokenReceipt:
         return {name: each for name, each in metrics.items() if not name.startswith(PREFIX)}
 
     def check(self, receipts: Receipts, step: int, *, stale: bool = False) -> dict[str, float]:
-        """Return the step's metrics; where its tokens or its support are not the sampler's, do what
-        the settings say.
+        """Return the step's metrics; where tokens or support are not the sampler's, do what the
+        settings say.
 
-        stale: older weights sampled some of the tokens. Those weights kept other tokens, so there
-        is no support to compare.
+        stale: older weights sampled some tokens, so there is no support to compare.
         """
         seen = in_main_memory(self.seen)
         if f"{PREFIX}hash" not in seen:  # nothing was trained on, or by a backend of another kind

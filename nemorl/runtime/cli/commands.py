@@ -224,7 +224,7 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
 
 
 def verify(config: VerifyConfig) -> None:
-    """Print a run's receipts. Raises: SystemExit, with the code 1, where one does not hold."""
+    """Print a run's receipts as recorded. Raises: SystemExit (1) where one does not hold."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -236,13 +236,16 @@ def verify(config: VerifyConfig) -> None:
         for receipt in receipts:
             print(json.dumps(vars(receipt), ensure_ascii=False))
     else:
-        colors = {True: "green", False: "bold red", None: "dim"}
+        verdicts = {
+            True: Text("holds", style="green"),
+            False: Text("does not hold", style="bold red"),
+            None: Text("–", style="dim"),
+        }
         table = Table(box=None, pad_edge=False)
         for name in ("receipt", "", "found"):
             table.add_column(name, overflow="fold")
         for each in receipts:
-            verdict = Text(each.verdict or "–", style=colors[each.holds])
-            table.add_row(each.name, verdict, Text(each.found))
+            table.add_row(each.name, verdicts[each.holds], Text(each.found))
         Console(highlight=False).print(table)
     if wrong := [each.name for each in receipts if each.holds is False]:
         verb = "does" if len(wrong) == 1 else "do"

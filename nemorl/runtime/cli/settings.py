@@ -308,7 +308,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Check a run's receipts by its files: what was trained on is what was sampled, and more.
+    """Print what a run recorded: groups lost, doubled or open, and its receipts.
 
     The exit code is 1 where a receipt does not hold.
     """

@@ -18,19 +18,13 @@ class AsyncConfig:
     """What new weights do with unfinished responses. keep: they go on with the new weights; wait:
     they end with the old ones first, and nothing begins meanwhile; abort: they are drawn again.
     """
-    replay: str | None = None
-    """schedule.jsonl of an earlier run of the same settings, whose numbers this run repeats bit for
-    bit (generation.backend torch on a CPU).
-    """
 
     def __post_init__(self) -> None:
         at_least(0, async__max_staleness=self.max_staleness)
-        for name in ("in_flight", "replay"):
-            value = getattr(self, name)
-            require(
-                self.max_staleness > 0 or value == getattr(type(self), name),
-                f"async.{name}",
-                "is for async.max_staleness of 1 or more",
-                value,
-                "add --async.max-staleness 1, or remove it",
-            )
+        require(
+            self.max_staleness > 0 or self.in_flight == "keep",
+            "async.in_flight",
+            "is for async.max_staleness of 1 or more",
+            self.in_flight,
+            "add --async.max-staleness 1, or remove it",
+        )

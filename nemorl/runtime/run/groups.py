@@ -1,6 +1,7 @@
-"""Groups of responses for the steps of a run, sampled ahead of them (`OpenRun.groups`)."""
+"""Groups of responses, sampled ahead of their steps, and when a run's generator is awake."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +23,19 @@ from nemorl.rollout.background import Background
 from nemorl.rollout.collect import Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation
 from nemorl.rollout.environments import Environment
-from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.asynchrony import AsyncConfig
+from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.runtime.store.files import check_writer
 from nemorl.warn import warn
 
 
 class GroupStream:
     """Groups of responses in the order of their prompts, `count` for each step.
 
-    With async.max_staleness K of 1 or more they are sampled up to K steps ahead, while the trainer
-    steps: `next` waits only for what is not done. With 0, `next` samples them.
+    With async.max_staleness K of 1 or more they are sampled up to K steps ahead; with 0, `next`
+    samples them.
     """
 
     def __init__(
@@ -61,11 +64,10 @@ class GroupStream:
         self._warned = False
 
     def next(self, count: int | None = None) -> Rollouts:
-        """Return the responses to the next `count` prompts (None: the stream's `count`), which the
-        present step trains on.
+        """Return the responses to the next `count` prompts (None: the stream's), which the present
+        step trains on.
 
-        Raises: RuntimeError outside of a step; the exception of the first failed conversation where
-        most of them fail.
+        Raises: RuntimeError outside of a step; the first failure where most conversations fail.
         """
         step, count = self.run.step, count or self.count
         groups: Sequence[int] = ()
@@ -98,10 +100,6 @@ class GroupStream:
         groups = [self._prompts[place].groups[0] for place in places]
         self.run.taken = self.run.taken.assign(groups)
         talks = [each for place in places for each in self._found.pop(place)]
-        begun = {group.number: group.begun for group in self._admission.open}
-        self.run.sampler.schedule.note(
-            talks, {group: begun[place] for group, place in zip(groups, places, strict=True)}
-        )
         step.count(talks)
         return groups, talks
 
@@ -146,13 +144,9 @@ class GroupStream:
         """Stop what is in flight, if it is drawn again."""
         if self._background is None or self.settings.in_flight != "abort":
             return
-        expected = self.run.sampler.schedule.expected_again
-        while expected is not None and {*self._in_flight()} - {*expected}:
-            self._note(*self._background.next_ended())
         self._background.stop([*self._in_flight()])
         for group, talks in self._background.ended():
             self._note(group, talks)
-        self.run.sampler.schedule.note_again([*self._in_flight()])
 
     def _in_flight(self) -> dict[int, int]:
         """Return the places of the groups that are not done, by number."""
@@ -185,11 +179,7 @@ class GroupStream:
             self._background.close()
 
     def _note(self, group: int, talks: list[Conversation]) -> None:
-        """Take in a group that has ended, unless it was dropped meanwhile, or is drawn again in the
-        run that this one repeats.
-        """
-        if group in (self.run.sampler.schedule.expected_again or ()):
-            return
+        """Take in a group that has ended, unless it was dropped meanwhile."""
         place = self._in_flight().get(group)
         if place is not None:
             self._found[place] = talks
@@ -229,3 +219,87 @@ class GroupStream:
         for place in places:
             self._prompts.pop(place, None)
             self._found.pop(place, None)
+
+
+class Sampler:
+    """The generator of a run between the trainer's steps, and the streams that sample ahead."""
+
+    def __init__(self, run: Any) -> None:
+        """run: an `OpenRun`."""
+        self.run = run
+        self.streams: list[GroupStream] = []
+        self.synced: dict[int, int] = {}
+        """Finished steps when the generator last got a version of the weights, by version."""
+        self.ahead = hasattr(run.config, "async_") and run.config.async_.max_staleness > 0
+        """Whether the run samples ahead."""
+        self._awake = False
+
+    @contextmanager
+    def awake(self) -> Iterator[GenerationBackend]:
+        """Have the generator awake with the trainer's present weights (`OpenRun.sampling`)."""
+        run, nested = self.run, self._awake
+        generator: GenerationBackend = run.generator
+        # Of what is in flight, no token may have the trainer's new weights and the old version:
+        # where the engine computes with them, it wakes with the new one, and rests in between.
+        later = self.ahead and run.config.generation.traits.embedded
+        with nullcontext() if run.present is None else run.present.timed("sync"):
+            if not nested:
+                run.make_room()
+                if not later:
+                    generator.wake()
+            changed = self._update(generator)
+            if later:
+                generator.wake()
+            for stream in self.streams if changed or not nested else ():
+                stream.after_update(changed=changed)
+        self._awake = True
+        try:
+            yield generator
+        finally:
+            check_writer(run.directory)  # after rewards, and before an engine is called
+            self._awake = nested
+            if not nested or later:
+                self._rest(generator)
+
+    def synced_at(self, version: int) -> int:
+        """Return the finished steps when the generator got a version of the weights; one between
+        two, of a replica that came back between minibatches, counts as the older.
+        """
+        if version in self.synced:
+            return self.synced[version]
+        known = [each for each in self.synced if each < version]
+        if not known or version > max(self.synced):
+            raise RuntimeError(
+                f"tokens must carry a version of the trainer's weights, but the engine gave"
+                f" {version}: completions have policy_versions of the last update_weights"
+            )
+        return self.synced[max(known)]
+
+    def end_step(self) -> None:
+        """Note that the present step has ended."""
+        for stream in self.streams:
+            stream.end_step()
+
+    def close(self) -> None:
+        """End what is in flight."""
+        for stream in self.streams:
+            stream.close()
+
+    def _update(self, generator: GenerationBackend) -> bool:
+        """Give the generator the trainer's weights, and return whether they changed."""
+        run = self.run
+        changed = generator.policy_version != run.trainer.step
+        for stream in self.streams if changed else ():
+            stream.before_update()
+        waits = any(stream.settings.in_flight == "wait" for stream in self.streams)
+        sync_weights(run.trainer, generator, in_flight="wait" if waits else "keep")
+        self.synced[run.trainer.step] = run.state.step
+        if changed and run.present is not None:
+            run.present.sent += 1
+        return changed
+
+    def _rest(self, generator: GenerationBackend) -> None:
+        """Have the generator sleep, and what is sampled ahead wait for it."""
+        for stream in self.streams if getattr(generator, "sleeps", True) else ():
+            stream.pause()
+        generator.sleep()

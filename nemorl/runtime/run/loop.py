@@ -29,7 +29,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.groups import GroupStream
+from nemorl.runtime.run.groups import GroupStream, Sampler
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
@@ -44,7 +44,6 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
-from nemorl.runtime.run.sampling import Sampler
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.errors import memory_advice
@@ -55,10 +54,7 @@ from nemorl.warn import warn
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
 STEP, VALIDATION = 0, 1
-"""Seeds are `derive_seed(run.seed, STEP, number)` for choices of a loop's own, and
-`derive_seed(run.seed, VALIDATION, 0)` with a prompt's number for a validation's: apart from those
-of groups, `derive_seed(run.seed, number)`.
-"""
+"""Begin the numbers of seeds, apart from those of groups, `derive_seed(run.seed, number)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +105,8 @@ class Maker(Protocol):
 class OpenRun:
     """A run whose loop is the caller's own (`nemorl.open_run`).
 
-    config: its settings, with lengths that fit the model. tokenizer. environment: judges responses;
-    None for a config without `reward`. rows, validation_rows: of the data sets. directory: of the
-    run. state: the finished steps. result: a `TrainResult`, once the run is closed.
+    environment: judges responses; None for a config without `reward`. state: the finished steps.
+    result: a `TrainResult`, once the run is closed.
     """
 
     def __init__(
@@ -154,9 +149,7 @@ class OpenRun:
 
     @property
     def num_updates(self) -> int | None:
-        """Optimizer steps of the whole run, for the schedule of the learning rate; None where
-        nothing says it.
-        """
+        """Optimizer steps of the whole run; None where nothing says it."""
         if self._num_updates is not None:
             return self._num_updates
         steps = self.config.planned_steps(self.num_rows.get("train", len(self.rows)))
@@ -241,9 +234,7 @@ class OpenRun:
         return RowStream(self, order, name)
 
     def questions(self, rows: Sequence[Row]) -> Validate | None:
-        """Return a validation by greedy answers to rows, judged by the environment; None without
-        rows.
-        """
+        """Return a validation by greedy answers to rows; None without rows."""
         environment = self.environment
         if not rows or environment is None:
             return None
@@ -331,9 +322,8 @@ class OpenRun:
         """Have the generator awake with the trainer's present weights in the block, and asleep
         after it: the trainer needs its memory. May be nested.
 
-        What is sampled ahead (`groups`) goes on inside of the block, and after it in an engine that
-        does not sleep. The embedded engine sleeps after each `next` of a stream that samples ahead,
-        in the block, too: the caller may have the trainer compute.
+        What is sampled ahead (`groups`) goes on in the block, and after it in an engine that does
+        not sleep. The embedded engine sleeps after each `next` that samples ahead.
         """
         return self.sampler.awake()
 
@@ -393,7 +383,6 @@ class OpenRun:
             self._maker.make_room(self, self._models.frozen.values())  # an engine may start
             self.live = self._maker.parts(self)
             self.state = self.taken = self.live.state
-            self.sampler.attach(self.live.generator)
         return self.live
 
 
@@ -428,10 +417,8 @@ class RowStream:
         return self.order.num_rows
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` rows' indices; a new epoch begins where one ends.
-
-        They belong to the present step, or to the next one if taken before it: this step's
-        checkpoint counts them.
+        """Return the next `count` rows' indices, of the present step, or of the next one if taken
+        before it; a new epoch begins where one ends.
         """
         at_least(1, count=count)
         self.run._live()  # which knows where the last checkpoint left it
@@ -465,9 +452,7 @@ class PromptStream:
         return self._of(groups)
 
     def ahead(self, count: int) -> Prompts:
-        """Return the next `count` prompts to sample for a step that is not known yet: they are open
-        until a step trains on them (`GroupStream`).
-        """
+        """Return the next `count` prompts, open until a step trains on them (`GroupStream`)."""
         run, rows = self.rows.run, self.rows
         run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=None)
         return self._of(groups)
@@ -512,11 +497,10 @@ class Step:
     ) -> Rollouts:
         """Return `n` conversations about each prompt with the present weights, led or judged by the
         environment or by an episode, `async def episode(row, policy) -> Outcome` (None: as the
-        config's `reward` and `rollout` say).
+        config says).
 
-        Their random numbers depend on the run's seed and the numbers of their groups, so they are
-        the same after a resume. Prompts that have no number, or were sampled before, get new ones.
-        params: None for `config.generation`'s.
+        Their random numbers follow from the run's seed and the numbers of their groups. Prompts
+        without a number, or sampled before, get new ones. params: None for `config.generation`'s.
 
         Raises: ValueError for prompts of a step that has ended.
         """
@@ -546,8 +530,7 @@ class Step:
         self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
 
     def aged(self, conversations: Iterable[Conversation], *, most: int) -> None:
-        """Add to the metrics of staleness: how many steps older the weights are that sampled a
-        token than the ones that this step trains.
+        """Add the ages of tokens, in steps, to the metrics of staleness.
 
         Raises: RuntimeError for a token that is older than `most`.
         """
@@ -580,10 +563,9 @@ class Step:
         metrics: Mapping[str, Metric | float],
         samples: Rollouts | Samples | None = None,
     ) -> None:
-        """Add measurements of this step: numbers, or metrics as a training step returns them, of
-        which those of one name are combined, and a number of that name is logged as
-        environment/NAME. samples: for the sample log; of `Rollouts` mean and
-        spread of the reward, accuracy and length are logged as well, and equal rewards warned of.
+        """Add measurements of this step: numbers, or metrics of a training step, of which those of
+        one name are combined, and a number of that name is logged as environment/NAME. samples:
+        for the sample log; `Rollouts` are measured as well.
         """
         if isinstance(samples, Rollouts):
             sets = by_set(samples, set_names(self.run.config.data.train))
@@ -685,7 +667,7 @@ class Steps(Iterator[Step]):
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
                 " them: call run.trainer.train_step(batch, loss_fn)"
             )
-        if self.run.sampler.schedule is not None and not self.run.sampler.streams:
+        if self.run.sampler.ahead and not self.run.sampler.streams:
             warn(
                 "async.max_staleness is set, but the loop took no groups from run.groups, so"
                 " nothing was sampled ahead: use it in place of step.sample"
@@ -715,9 +697,7 @@ class Steps(Iterator[Step]):
             self._validation()
 
     def _finish_step(self) -> None:
-        """Close the present step: a whole one is recorded, though a signal or the validation ends
-        the run.
-        """
+        """Close the present step, which is recorded though a signal ends the run."""
         step = self.step
         if step is None:
             return
@@ -726,7 +706,6 @@ class Steps(Iterator[Step]):
                 self._metrics = step.metrics()
                 self.step = None  # though a full disk may end the loop here
                 self._note_groups()  # before a checkpoint has the step
-                self.run.sampler.note_step()
                 self.run.end_step()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):

@@ -26,9 +26,8 @@ MOST_FAILURES = 4
 
 
 def measured(rollouts: Rollouts) -> dict[str, float]:
-    """Return rewards, accuracy (see `Rollouts.correct`), sampled tokens and turns of conversations
-    on average, the reward of each turn where there are several, the share of conversations that
-    failed, and their number by the kind of error. What environments measure is beside them.
+    """Return rewards, accuracy, tokens and turns of conversations on average, the reward of each
+    turn of several, the share that failed and their number by error, and what environments measure.
     """
     ends = [each.outcome for each in rollouts.failed]
     failed = [type(end.error).__name__ for end in ends if isinstance(end, Failure)]
@@ -98,8 +97,8 @@ def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
 
 
 def informative(rollouts: Rollouts, config: Any = None) -> Bool[Tensor, "batch"]:
-    """Return whether the responses to each one's prompt differ in what is compared: in the reward,
-    or with `advantage.level` turn in the return of a turn.
+    """Return whether the responses to each one's prompt differ in the reward, or with
+    `advantage.level` turn in the return of a turn.
     """
     if getattr(getattr(config, "advantage", None), "level", None) != "turn":
         return informative_groups(rollouts.rewards, rollouts.group_id)
@@ -109,8 +108,8 @@ def informative(rollouts: Rollouts, config: Any = None) -> Bool[Tensor, "batch"]
 
 
 def compared(rollouts: Rollouts, config: Any = None) -> dict[str, float]:
-    """Return `measured`, and how far the rewards differ: their standard deviation, and the share of
-    prompts whose responses differ (`informative`); neither where there is only one to compare.
+    """Return `measured`, the standard deviation of rewards, and the share of prompts whose
+    responses differ (`informative`).
     """
     found, groups = dict[str, float](), rollouts.group_id
     if len(rollouts) > 1:
@@ -176,8 +175,8 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]
 
 
 def failures_of(rollouts: Rollouts, count: int) -> Samples:
-    """Return conversations that failed, as rows of the sample log without a reward: the first one
-    of each reason, at most `count` and MOST_FAILURES.
+    """Return the first failed conversation of each reason, at most `count` and MOST_FAILURES, as
+    rows of the sample log.
     """
     first: dict[str, Conversation] = {}
     for each in rollouts.failed:
@@ -188,9 +187,7 @@ def failures_of(rollouts: Rollouts, count: int) -> Samples:
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:
-    """Return what the log has of a conversation, however it ended: tokens from the end of the first
-    prompt on, of several turns also which of them the model sampled, and `said`.
-    """
+    """Return what the log has of a conversation, however it ended."""
     turns, row = conversation.turns, conversation.row
     begin, examples = len(turns[0].prompt) if turns else 0, examples_of(turns)
     ids, logprobs, sampled = (
@@ -213,8 +210,8 @@ def _row(conversation: Conversation) -> dict[str, Any]:
 
 
 def said(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return of each turn the text that was given since the turn before, the response, its reward,
-    and where its tokens begin and end; `rewritten` where what was given is the whole prompt.
+    """Return of each turn what was given since the turn before, the response, its reward and
+    tokens; `rewritten` where what was given is the whole prompt.
     """
     rewards = getattr(conversation.outcome, "turn_rewards", ()) or [None] * len(conversation.turns)
     turns, before, end = list[dict[str, Any]](), list[int](), -len(conversation.turns[0].prompt)

@@ -16,11 +16,10 @@ from nemorl.runtime.config.metric_rules import VALIDATION, Condition, MetricWatc
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import CheckpointError
+from nemorl.runtime.store.checkpoint import CheckpointError, RandomState
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
-from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.store.state import POLICY, Run
 
 LOGGER = logging.getLogger(__name__)
@@ -88,9 +87,8 @@ class CheckpointCallback(Callback):
     step after an error.
 
     The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
-    validation is among the best is saved, too. `observers` see `on_checkpoint`. With `background`,
-    for runs without a ranking, the run goes on while a checkpoint is written, and learns of its end
-    when a later step begins or ends.
+    validation is among the best is saved, too. With `background`, without a ranking, the run goes
+    on while a checkpoint is written, and learns of its end when a later step begins or ends.
     """
 
     def __init__(
@@ -215,7 +213,7 @@ class CheckpointCallback(Callback):
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
         samples = directory.samples / f"step_{step}.jsonl"
-        for file in (directory.metrics, directory.groups, directory.schedule, samples):
+        for file in (directory.metrics, directory.groups, samples):
             if file.exists():
                 flush(file)
         publish = checkpoint.begin(

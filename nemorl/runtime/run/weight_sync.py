@@ -49,16 +49,11 @@ class SendsWeights(Protocol):
 
 
 class TrainerWeights(WeightSource):
-    """The newest weights of a trainer, those after its last step.
+    """The weights of a trainer after its last step; their version is its `step`.
 
-    A step that raises midway may have changed some of them: they are sent as they are, under the
-    version of the step before.
-
-    They are read between two of the trainer's calls, whichever thread reads: from the first
-    TrainerWeights on, `train_step`, `optim_step`, `load_checkpoint` and the trainer's other methods
-    wait for `send`, and `send` waits for them. So no collective of a reader meets one of a step.
-    The iterator of `newest` may be suspended, and holds nothing up; it raises RuntimeError at the
-    next tensor, or at its end, if a step has come between. The version is the trainer's `step`.
+    From the first TrainerWeights on, the trainer's methods wait for `send`, and `send` for them: no
+    collective of a reader meets one of a step. The iterator of `newest` holds nothing up, and
+    raises RuntimeError if a step comes between.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -133,11 +128,8 @@ def _held(lock: threading.RLock, method: Callable[..., T]) -> Callable[..., T]:
 def sync_weights(
     trainer: Any, generator: GenerationBackend, *, in_flight: InFlight = "keep"
 ) -> None:
-    """Give the generator the trainer's newest weights, unless it has them already; their version,
-    which completions carry, is the trainer's `step`. Blocks, also where an event loop runs, as in a
-    notebook.
-
-    Raises what the generator raises; then nothing can be generated until an update succeeds.
+    """Give the generator the trainer's newest weights, unless it has them already. Blocks, also
+    where an event loop runs. After an error nothing can be generated until an update succeeds.
     """
     if generator.policy_version != trainer.step:
         options: Any = {} if in_flight == "keep" else {"in_flight": in_flight}

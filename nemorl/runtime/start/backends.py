@@ -25,7 +25,7 @@ from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.registry import get_training_backend, training_backend_class
 from nemorl.runtime.start.settings import model_config_of
 from nemorl.runtime.start.sharing import keeps_reference
-from nemorl.runtime.store.rng import RandomState, seed_generators
+from nemorl.runtime.store.checkpoint import RandomState, seed_generators
 from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.waiting import waiting, waiting_for_ranks
 

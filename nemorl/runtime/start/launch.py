@@ -43,8 +43,7 @@ from nemorl.runtime.start.settings import (
     within_positions,
 )
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.lock import locked
+from nemorl.runtime.store.directory import RunDirectory, locked
 from nemorl.runtime.store.record import check_algorithm
 from nemorl.runtime.watch.log import RunLog, recorded
 from nemorl.runtime.watch.loggers.base import LoggerFactory

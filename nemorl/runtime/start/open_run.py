@@ -15,9 +15,9 @@ from nemorl.runtime.start.launch import Launch, launched
 from nemorl.runtime.start.live import Live
 from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.checkpoint import RandomState
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.store.record import script_with
-from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.watch.log import event
 from nemorl.user_code import exit_is_error
 from nemorl.warn import warn

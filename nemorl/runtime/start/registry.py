@@ -59,9 +59,9 @@ GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
 Hugging Face configuration, or None before it is known.
 """
 LOGGERS: dict[str, Any] = {
-    "tensorboard": "nemorl.runtime.watch.loggers.tensorboard:TensorBoardLogger",
-    "wandb": "nemorl.runtime.watch.loggers.wandb:WandbLogger",
-    "mlflow": "nemorl.runtime.watch.loggers.mlflow:MlflowLogger",
+    "tensorboard": "nemorl.runtime.watch.loggers.services:TensorBoardLogger",
+    "wandb": "nemorl.runtime.watch.loggers.services:WandbLogger",
+    "mlflow": "nemorl.runtime.watch.loggers.services:MlflowLogger",
 }
 
 

@@ -16,13 +16,16 @@ is renamed, and last `checkpoints/latest` names it (`checkpoints/best` the best 
 import json
 import math
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
@@ -46,7 +49,6 @@ from nemorl.runtime.store.files import (
     free_space,
     write_atomically,
 )
-from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.store.state import POLICY, LoopState, Run
 from nemorl.runtime.store.temporary import sweep_temporary
 from nemorl.warn import warn
@@ -60,6 +62,44 @@ class CheckpointError(OSError):
     """A checkpoint that cannot be written or read."""
 
 
+def seed_generators(seed: int) -> None:
+    """Seed every global random generator, from which rewards and environments may draw."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class RandomState(NamedTuple):
+    """The state of every global random generator."""
+
+    values: dict[str, Any]
+    """JSON values of Python's and numpy's generators."""
+    tensors: dict[str, torch.Tensor]
+    """States of torch's generators, by device."""
+
+    @classmethod
+    def now(cls) -> "RandomState":
+        """Return the present state."""
+        kind, keys, *rest = np.random.get_state()
+        values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+        tensors = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():  # a run on the CPU should not wake the GPUs of its machine
+            states = torch.cuda.get_rng_state_all()
+            tensors |= {f"cuda:{index}": state for index, state in enumerate(states)}
+        return cls(values, tensors)
+
+    def restore(self) -> None:
+        """Set the generators to this state, but not generators of GPUs that are not here."""
+        version, internal, gauss_next = self.values["python"]
+        random.setstate((version, tuple(internal), gauss_next))
+        kind, keys, *rest = self.values["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(self.tensors["cpu"])
+        for index in range(torch.cuda.device_count()):
+            if f"cuda:{index}" in self.tensors:
+                torch.cuda.set_rng_state(self.tensors[f"cuda:{index}"], index)
+
+
 def begin(
     directory: Path,
     run: Run,
@@ -70,11 +110,11 @@ def begin(
     generators: RandomState | None = None,
     background: bool = False,
 ) -> Callable[[], Path]:
-    """Write the checkpoint of `run.state.step` aside, or with `background` copy it so that training
-    may go on, and return a function that puts it in place, in any thread, and calls `rank`.
+    """Write the checkpoint of `run.state.step` aside, or with `background` copy it, and return a
+    function that puts it in place, in any thread, and calls `rank`.
 
     generators: the random state to save, unless it is the present one.
-    Raises, as that function does, CheckpointError, and leaves the previous checkpoint as it was.
+    Raises: as that function does, CheckpointError; the previous checkpoint stays.
     """
     check_writer(directory)
     step = run.state.step
@@ -132,9 +172,8 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of the checkpoint of `step`, and keep the newest `keep`, or by `ranking`
-    the best `keep` and the newest. Later steps are of a run that went back, and go. An error is a
-    warning.
+    """Record measurements of the checkpoint of `step`; keep the newest `keep`, or by `ranking` the
+    best `keep` and the newest, and none of later steps. An error is a warning.
     """
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
@@ -158,8 +197,8 @@ def rank(
 
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:
-    """Return the checkpoint to go on from: the one that `checkpoints/latest` names, or else the
-    newest of which no file is missing or cut; None if there is none. Others are warned of.
+    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or else
+    the newest of which no file is missing or cut. Others are warned of.
     """
     found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
     return found and found[0]
@@ -220,8 +259,7 @@ def backends_of(path: Path) -> list[str]:
 
 
 def load(path: Path, run: Run) -> LoopState:
-    """Restore trainer and random generators from a checkpoint, and return the loop's state. Files
-    of other backends, which `load_backend` reads, are checked.
+    """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
     Raises:
         ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
@@ -290,9 +328,7 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed processes left unfinished, there, where no other process may write, and in
-    the temporary folder.
-    """
+    """Remove what killed processes left unfinished, there and in the temporary folder."""
     sweep_temporary()
     check_writer(directory)
     for folder in (Path(directory), Path(directory) / "checkpoints"):

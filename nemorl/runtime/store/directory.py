@@ -1,4 +1,4 @@
-"""The folder that a run writes: one place that knows the layout.
+"""The folder that a run writes, and its lock: one place that knows the layout.
 
     config.yaml              the resolved configuration, and under `environment` versions, host and
                              the seal of the code that it names
@@ -6,8 +6,6 @@
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     groups.jsonl             per line step, and numbers of groups: trained on, dropped (by reason)
                              and open at its end
-    schedule.jsonl           of a run that samples ahead: which weights sampled which tokens (see
-                             `nemorl.runtime.run.schedule`)
     samples/step_N.jsonl     a few responses of step N
     validation/step_N.jsonl  how each answer of the validation after step N was judged
     checkpoints/step_N/      see `checkpoint`
@@ -34,15 +32,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from filelock import FileLock, Timeout
+
+from nemorl.checks import require
 from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.store.files import check_writer, write_atomically, writing
+from nemorl.runtime.store.files import HOLDERS, check_writer, write_atomically, writing
 from nemorl.runtime.store.shapes import Shape, is_count, is_time, without_wrong, wrong_fields
 from nemorl.warn import warn
 
 Phase = Literal["train", "validation"]
 Resume = bool | Literal["auto"]
 """See `RunConfig.resume`."""
+LOCK_NAME = ".lock"
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 
@@ -58,7 +60,6 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.groups = path / "groups.jsonl"
-        self.schedule = path / "schedule.jsonl"
         self.record = path / "run.json"
         self.log = path / "log.jsonl"
         self.data = path / "data.json"
@@ -80,7 +81,7 @@ class RunDirectory:
     ) -> "RunDirectory":
         """Make the folder and write config.yaml, unless there are results to `resume` from.
 
-        Raises ValueError as `check_resume`, unless the run itself was `restarted`.
+        Raises: ValueError as `check_resume`, unless the run was `restarted`.
         """
         directory = cls(Path(path))
         if not restarted:
@@ -186,11 +187,6 @@ class RunDirectory:
         with writing("the numbers of the groups", self.groups):
             append_lines(self.groups, [{"step": step, **groups}])
 
-    def append_schedule(self, line: Mapping[str, Any]) -> None:
-        """Append a line to schedule.jsonl."""
-        with writing("the schedule", self.schedule):
-            append_lines(self.schedule, [line])
-
     def append_samples(
         self, step: int, samples: Iterable[Mapping[str, Any]], *, folder: str = "samples"
     ) -> None:
@@ -210,8 +206,8 @@ class RunDirectory:
         return {step: files[step] for step in sorted(files) if step >= 0}
 
     def truncate(self, step: int) -> None:
-        """Remove metrics, samples and validations of steps after `step`, which a resumed run writes
-        again; warn where the metrics of `step` are missing.
+        """Remove what a resumed run writes again: all of steps after `step`; warn where its
+        metrics are missing.
         """
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         if step > 0 and not any(line["step"] == step for line in kept):
@@ -222,11 +218,10 @@ class RunDirectory:
         if self.metrics.exists():
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             write_atomically(self.metrics, "".join(lines), "the metrics")
-        for file, what in ((self.groups, "the groups"), (self.schedule, "the schedule")):
-            if file.exists():
-                found = read_lines(file, {"step": is_count})
-                text = "".join(json.dumps(line) + "\n" for line in found if line["step"] <= step)
-                write_atomically(file, text, what)
+        if self.groups.exists():
+            found = read_lines(self.groups, {"step": is_count})
+            text = "".join(json.dumps(line) + "\n" for line in found if line["step"] <= step)
+            write_atomically(self.groups, text, "the groups")
         for folder in ("samples", "validation"):
             for number, file in self.sample_files(folder).items():
                 if number > step:
@@ -243,6 +238,44 @@ def writing_below(path: Path | str) -> Iterator[None]:
             f"run.dir must be a folder that can be written to, but {path} can't ({error}): name"
             " another one (--run.dir)"
         ) from error
+
+
+@contextmanager
+def locked(directory: Path | str) -> Iterator[None]:
+    """Hold a directory, which is made if it is missing, for this run while the block lasts.
+
+    The lock ends with the process. A fork of it may not write there (`check_writer`).
+
+    Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
+    """
+    path = Path(directory) / LOCK_NAME
+    link = path.is_symlink()
+    require(not link, "run.dir", "must hold no symbolic link as its lock", str(path), "remove it")
+    lock = FileLock(path)
+    with writing_below(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            holder = path.read_text(errors="replace") or "another process"
+            raise ValueError(
+                f"run.dir must be used by one run at a time, but {path.parent} is in use by"
+                f" {holder}: wait for it or name another one (--run.dir)"
+            ) from error
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = f"process {os.getpid()} on {platform.node()} since {since}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    owner, folder = os.getpid(), os.path.abspath(path.parent)  # noqa: PTH100
+    HOLDERS[folder] = owner
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:  # not in a forked child that leaves the block
+            del HOLDERS[folder]
+            path.unlink(missing_ok=True)
+            lock.release()
 
 
 def step_of(path: Path) -> int:
@@ -313,8 +346,8 @@ def is_phase(value: Any) -> bool:
 def read_lines(
     path: Path, needed: Mapping[str, Shape] = {}, known: Mapping[str, Shape] = {}
 ) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, if any, that have the `needed` fields, without wrong
-    ones among the `known`, and without a torn last line; what is omitted is warned of.
+    """Return the objects of a JSON lines file that have the `needed` fields, without wrong values
+    of the `known` ones and a torn last line; what is omitted is warned of.
     """
     if not path.exists():
         return []

@@ -83,8 +83,7 @@ class LoopState:
         self, name: str, order: RowOrder | StreamedRows, count: int, *, step: int | None
     ) -> tuple["LoopState", list[OpenGroup]]:
         """Return the state after the next `count` prompts of an order, and their groups, open until
-        `step` ends; None: sampled from now on, for a step that is not known yet (`assign`). Those
-        that a resumed run has yet to take again come first.
+        `step` ends; None: sampled for a step that is not known yet. Those that wait come first.
         """
         waiting = [g for g in self.open_groups if g.stream == name and g.waits][:count]
         state, rows = self.take(name, order, count - len(waiting))
@@ -99,8 +98,7 @@ class LoopState:
     def sample(self, groups: Sequence[int], count: int) -> tuple["LoopState", list[int]]:
         """Return the state after `count` prompts were sampled, and the numbers of their groups.
 
-        groups: theirs, or none. A number is sampled once: a prompt gets a new one if it has none,
-        or if its own was sampled, or closed, before.
+        groups: theirs, or none. A prompt gets a new one if its own was sampled or closed before.
         """
         fresh = {group.ordinal: group for group in self.open_groups if not group.sampled}
         found, sampled, next_number = list[int](), list[OpenGroup](), self.groups

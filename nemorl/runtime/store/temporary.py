@@ -9,9 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = ".nemorl"
-"""A file by which a folder is ours, locked as long as an owner lives: the operating system ends the
-lock with the last process that has the file open, also where process ids mean nothing (containers).
-"""
+"""A file by which a folder is ours, locked as long as a process has it open."""
 OURS = "nemorl-*"
 
 

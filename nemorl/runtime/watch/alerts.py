@@ -64,10 +64,9 @@ class SignalWatch(Callback):
 
 
 class GapWatch(Callback):
-    """Warn where sampler and trainer disagree, and end the run with a FloatingPointError where they
-    disagree too much (see `GapConfig`). Steps that train on tokens of older weights are not warned
-    of. It comes after the checkpoints, so that it can name the
-    newest one from before.
+    """Warn where sampler and trainer disagree, unless on tokens of older weights, and end the run
+    with a FloatingPointError where they disagree too much (`GapConfig`). After the checkpoints, so
+    that it can name the newest one from before.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:

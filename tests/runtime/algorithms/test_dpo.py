@@ -72,7 +72,6 @@ def test_it_learns_what_is_preferred(tmp_path: Path, name: str):
     ("loss", "expected"),
     [
         (DPOLoss(), math.log(2)),
-        (DPOLoss(beta=0.5, label_smoothing=0.3), math.log(2)),
         (DPOLoss(beta=0.5, label_smoothing=0.3, robust=True), math.log(2)),
         (IPOLoss(beta=0.25), 4.0),
         (HingeLoss(), 1.0),
@@ -103,13 +102,13 @@ def test_both_references_give_one_run(tmp_path: Path, loss):
 
 
 LAYOUTS = (
-    {"sequence_packing": True},
     {"train_micro_batch_size": 3},
     {"sequence_packing": True, "micro_batch_tokens": 64},
 )
 
 
-@pytest.mark.parametrize("loss", ["dpo", pytest.param("simpo", marks=pytest.mark.slow), "kto"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
 def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, loss):
     def losses(name: str, **trainer) -> list[float]:
         config = dpo_config(
@@ -264,15 +263,6 @@ def first_loss(tmp_path: Path, **options) -> float:
     ).history[0]["loss"]
 
 
-def test_ktos_baseline_is_measured_or_not(tmp_path: Path):
-    with_one = start(dpo_config(tmp_path / "a", steps=1, loss=KTOLoss()))
-    without = start(dpo_config(tmp_path / "b", steps=1, loss=KTOLoss(baseline="none")))
-    assert with_one.history[0]["kl_baseline"] == pytest.approx(0.0, abs=1e-4), (
-        "the policy is the reference"
-    )
-    assert "kl_baseline" not in without.history[0]
-
-
 def test_the_likelihood_term_counts(tmp_path: Path):
     plain, added, by_sequence = (
         first_loss(tmp_path, **options)
@@ -367,60 +357,32 @@ def test_ranked_completions_and_samples(tmp_path: Path):
     assert result.metrics["val_margin"] != 0
 
 
-def test_timing_and_rewards_are_metrics(tmp_path: Path):
-    line = start(dpo_config(tmp_path, steps=1)).history[0]
-    expected = {
-        "accuracy",
-        "margin",
-        "chosen_reward",
-        "rejected_reward",
-        "nll",
-        "loss",
-        "grad_norm",
-        "lr",
-        "num_tokens",
-    }
-    assert (
-        expected | {"seconds", "seconds_reference", "seconds_train", "tokens_per_second"}
-        <= line.keys()
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         *(
             ({"loss": {"name": name, "beta": 0}}, r"loss.beta must be positive, but it is 0")
-            for name in ("dpo", "ipo", "hinge", "simpo", "kto")
+            for name in ("dpo", "kto")
         ),
         (
             {"loss": {"name": "dpo", "label_smoothing": 0.5}},
             r"loss.label_smoothing must lie in 0 … 0.5 \(0.5 excluded\), but it is 0.5",
         ),
-        ({"loss": {"name": "simpo", "label_smoothing": -0.1}}, r"loss.label_smoothing must lie in"),
         (
             {"loss": {"name": "dpo", "robust": True}},
             r"loss.robust needs loss.label_smoothing, but it is True: add --loss.label-smoothing",
         ),
-        ({"loss": {"name": "orpo", "coef": 0.0}}, r"loss.coef must be positive"),
         (
             {"loss": {"name": "kto", "desirable_coef": -1.0}},
             r"loss.desirable_coef must be at least 0",
         ),
-        (
-            {"loss": {"name": "kto", "undesirable_coef": -1.0}},
-            r"loss.undesirable_coef must be at least 0",
-        ),
         ({"loss": {"name": "kto", "margin": 1.0}}, r"unknown key loss.margin"),
         ({"sft_coef": -0.5}, r"sft_coef must be at least 0"),
         ({"train_global_batch_size": 0}, r"train_global_batch_size must be at least 1"),
-        ({"max_num_steps": 0}, r"max_num_steps must be at least 1"),
-        ({"num_epochs": 0}, r"num_epochs must be at least 1"),
         (
             {"loss": "simpo", "reference": "precomputed"},
             r"reference can't be precomputed for simpo, which compares with no reference",
         ),
-        ({"loss": "orpo", "reference": "precomputed"}, r"reference can't be precomputed for orpo"),
         (
             {"generation": {"temperature": 0.5}},
             (

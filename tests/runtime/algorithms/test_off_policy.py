@@ -21,15 +21,7 @@ from nemorl.runtime.algorithms.policy_loss import make_loss
 from nemorl.runtime.config.grpo import OffPolicyConfig, OwnLoss
 from nemorl.runtime.config.own import section_of
 from nemorl.runtime.config.presets import PRESETS, preset
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.verify import verify_run
-from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import render
-from tests.runtime.algorithms.test_grpo import rollouts
-from tests.runtime.runs import grpo_config, numbers, start
-from tests.runtime.watch.test_gap import skewed
-
-__all__ = ["skewed"]
+from tests.runtime.runs import grpo_config, numbers, rollouts, start
 
 
 def at(staleness: int, **settings: Any) -> nemorl.GRPOConfig:
@@ -174,16 +166,6 @@ def test_a_loss_of_the_users_gets_the_weights_or_is_refused():
             r"^off_policy\.token_bounds must be two numbers, the first at least 0 and below",
         ),
         (
-            {"mode": "mask", "extreme_bounds": (-1.0, 0.5)},
-            {},
-            r"^off_policy\.extreme_bounds must be two numbers, the first at least 0 and below",
-        ),
-        (
-            {"mode": "mask", "geometric_bounds": (1.0, 1.0)},
-            {},
-            r"^off_policy\.geometric_bounds must be two numbers, the first at least 0 and below",
-        ),
-        (
             {"mode": "mask", "probability_bounds": (0.2, -0.2)},
             {},
             r"^off_policy\.probability_bounds must be two numbers of at least 0, but it is \(0\.2",
@@ -192,11 +174,6 @@ def test_a_loss_of_the_users_gets_the_weights_or_is_refused():
             {"geometric_bounds": (0.5, 2.0)},
             {},
             r"^off_policy\.geometric_bounds needs off_policy\.mode truncate, mask or seq",
-        ),
-        (
-            {"mode": "none", "probability_bounds": (0.5, 2.0)},
-            {},
-            r"^off_policy\.probability_bounds needs off_policy\.mode truncate, mask or seq",
         ),
         (
             {"proximal": "interpolate"},
@@ -258,26 +235,6 @@ def test_the_gap_of_an_interpolating_loss_is_of_the_present_policy_before_the_fi
     assert first["token_mult_prob_error"] > 1.3
     _, later = run(nemorl.at_version(loss_fn, version=5, present=6), batch)
     assert not {*GAP} & later.keys()
-
-
-def test_an_interpolating_run_stops_at_a_gap(tmp_path: Path, skewed):
-    skewed.factors = {2: 1.5}
-    generation = nemorl.GenerationConfig(max_new_tokens=4, backend="skewed")
-    config = grpo_config(
-        tmp_path,
-        steps=3,
-        off_policy=OffPolicyConfig(mode="truncate", proximal="interpolate"),
-        gap=nemorl.GapConfig(stop=1.3),
-        generation=generation,
-        **TWICE,
-    )
-    with pytest.raises(FloatingPointError, match=r"^step 2: .* by a factor of 1\.5"):
-        start(config)
-    gaps = [line["token_mult_prob_error"] for line in RunDirectory(tmp_path).read_metrics()]
-    assert gaps == pytest.approx([1.0, 1.5], abs=1e-4)
-    found = {each.name: each for each in verify_run(tmp_path)}["mismatch"]
-    assert found.holds is False and found.found.startswith("factor 1.5 on average in step 2")
-    assert "Sampler against trainer" in render(Gathered(tmp_path))
 
 
 def test_interpolation_needs_versions():

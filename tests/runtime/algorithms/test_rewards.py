@@ -10,7 +10,7 @@ import pytest
 
 import nemorl
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.runtime.cli.main import main, parse
+from nemorl.runtime.cli.main import main
 from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -91,30 +91,6 @@ def test_what_an_environment_took_for_the_answer_is_in_the_samples(tmp_path: Pat
         assert all(sample["extracted_answer"] == sample["response"][:1] for sample in samples)
 
 
-def test_the_weights_decide_what_is_learned(tmp_path: Path):
-    """The same two rewards with other weights: advantages, and so the weights after a step, differ;
-    doubled weights change nothing under a std.
-    """
-
-    def trained(name: str, weights: tuple[float, ...]):
-        config = replace(grpo_config(tmp_path / name, steps=1), reward_weights=weights)
-        return next(start(config, reward=[digits, lengths]).model.parameters()).detach().clone()
-
-    one, other, doubled = (
-        trained("a", (1.0, 0.0)),
-        trained("b", (0.25, 1.0)),
-        trained("c", (2.0, 0.0)),
-    )
-    assert (one - other).abs().max() > 1e-4
-    assert (one - doubled).abs().max() < 1e-5
-
-
-def test_one_reward_is_logged_as_ever(tmp_path: Path):
-    result = start(grpo_config(tmp_path, steps=1), reward=digits)
-    own = ("trainer/", "receipts/", "staleness/")
-    assert not [name for name in result.metrics if "/" in name and not name.startswith(own)]
-
-
 def test_rewards_by_name_in_the_configuration(tmp_path: Path):
     config = grpo_config(
         tmp_path, steps=1, reward=("exact_match", "contains_answer"), reward_weights=(1.0, 0.2)
@@ -154,25 +130,6 @@ def test_what_validation_and_evaluation_need_is_checked_before_a_model_is_loaded
             saved["rows"],
             reward="tests.runtime.algorithms.test_rewards:graded",
         )
-
-
-def test_rewards_on_the_command_line():
-    flags = ["--model.path", "m", "--data.train", "d"]
-    config = parse(
-        "grpo",
-        [
-            *flags,
-            "--reward",
-            "exact_match",
-            "tests.runtime.algorithms.test_rewards:plain",
-            "--reward-weights",
-            "1",
-            "0.2",
-        ],
-    )
-    assert config.reward == ("exact_match", "tests.runtime.algorithms.test_rewards:plain")
-    assert config.reward_weights == (1.0, 0.2)
-    assert parse("grpo", [*flags, "--reward", "math"]).reward in ("math", ("math",))
 
 
 def test_evaluation_with_several_rewards(saved, tmp_path: Path, capsys):

@@ -10,8 +10,7 @@ import nemorl
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.grpo import GroupAdvantage
-from tests.runtime.runs import addition_rows, grpo_config, numbers, of_phase
-from tests.runtime.watch.test_gap import samples_at
+from tests.runtime.runs import addition_rows, grpo_config, numbers, of_phase, samples_at
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -2,13 +2,8 @@
 
 import asyncio
 import itertools
-import json
-import random
 import sys
 import threading
-import time
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +11,7 @@ import pytest
 import torch
 
 import nemorl
-from nemorl.losses import policy
-from nemorl.losses.advantages import advantages, to_tokens
-from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
-from nemorl.rollout.environments.classes import ClassEnvironment
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
@@ -28,49 +19,31 @@ from nemorl.runtime.store.verify import verify_run
 from tests.examples import EXAMPLES, load_example, visiting
 from tests.runtime.runs import (
     addition_rows,
+    ahead,
     digits,
     grpo_config,
+    learn,
+    lines,
     numbers,
     of_phase,
     opened,
+    prove,
     sft_config,
     start,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def not_stuck_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemorl.rollout.schedule.STUCK_S", 30.0)
-
-
-LOSS = nemorl.policy_loss(policy.clipped, off_policy={})
-
-
-def ahead(folder: Path, staleness: int, **options: Any) -> Any:
-    """A configuration that samples ahead."""
-    section = {name: options.pop(name) for name in ("in_flight", "replay") if name in options}
-    chosen = nemorl.AsyncConfig(max_staleness=staleness, **section)
-    return grpo_config(folder, async_=chosen, **options)
-
-
-def lines(folder: Path, name: str = "groups.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def prove(folder: Path, steps: int, count: int = 6) -> None:
-    """Each group was taken once, in order, and each step has as many as it asked for."""
-    found = lines(folder)
-    assert [line["step"] for line in found] == list(range(1, steps + 1))
-    trained = [number for line in found for number in line["trained"]]
-    dropped = [n for line in found for each in line["dropped"].values() for n in each]
-    taken = Counter([*trained, *dropped, *found[-1]["open"]])
-    assert taken == Counter(range(len(taken)))
-    assert {len(line["trained"]) for line in found} == {count}
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 4])
-@pytest.mark.parametrize("in_flight", ["keep", "abort"])
+@pytest.mark.parametrize(
+    ("staleness", "in_flight"),
+    [
+        (2, "keep"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "keep"), (4, "keep"), (1, "abort"), (2, "abort"), (4, "abort"))
+        ),
+    ],
+)
 def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
     staleness: int, in_flight: str, tmp_path: Path
 ):
@@ -131,14 +104,6 @@ def test_the_example_is_the_synchronous_one_but_for_a_few_lines(tmp_path: Path):
         found = example.main(nemorl.cli(nemorl.GRPOConfig, flags))
     assert 0 < max(line["staleness/max"] for line in of_phase(found, "train")) <= 2
     prove(tmp_path / "run", 4, count=9)
-
-
-def learn(run: Any, step: Any, found: Any) -> None:
-    batch = to_token_batch(found)
-    better = to_tokens(advantages(found.rewards, found.group_id), batch.loss_mask)
-    weights = token_mean_weights(batch.loss_mask)
-    batch = replace(batch, advantages=better, loss_weights=weights)
-    step.log(run.trainer.train_step(batch, LOSS), samples=found)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -370,12 +335,11 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
 
 
 def test_rewards_of_a_batch_are_of_one_group(tmp_path: Path):
-    """Whatever takes how long, so that a replay gets the same calls."""
+    """Whatever takes how long."""
     sizes = list[int]()
 
     def slow(prompts: list[str], responses: list[str]) -> list[float]:
         sizes.append(len(responses))
-        time.sleep(0.01)
         return [digits("", each) for each in responses]
 
     start(ahead(tmp_path, 2, steps=4), reward=slow)
@@ -384,29 +348,17 @@ def test_rewards_of_a_batch_are_of_one_group(tmp_path: Path):
 
 def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Path):
     """A slow judge is not waited for once for each group."""
-    at_once, most = [0], list[int]()
+    asked, several = list[str](), asyncio.Event()
 
     async def slow(prompt: str, response: str) -> float:
-        at_once[0] += 1
-        most.append(at_once[0])
-        await asyncio.sleep(0.05)
-        at_once[0] -= 1
+        asked.append(response)
+        if len(asked) > 4:
+            several.set()
+        await several.wait()
         return digits(prompt, response)
 
     start(ahead(tmp_path, 2, steps=4, num_prompts_per_step=12), reward=slow)
-    assert len(most) == 4 * 12 * 4 and max(most) > 4
-
-
-def test_the_generator_is_awake_inside_of_sampling(tmp_path: Path):
-    with opened(ahead(tmp_path, 2, steps=3)) as run:
-        prompts = run.prompts()
-        groups = run.groups(prompts, count=6, n=4)
-        for step in run.steps(3):
-            with run.sampling():
-                found = groups.next()
-                more = step.sample(prompts.next(2), n=2)
-            assert len(more) == 4
-            learn(run, step, found)
+    assert len(asked) == 4 * 12 * 4
 
 
 def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
@@ -437,7 +389,7 @@ def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
 def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
     """The embedded engine, which has the same model, waits meanwhile."""
     with opened(ahead(tmp_path, 2, steps=4)) as run:
-        prompts = run.prompts()
+        prompts, mixed = run.prompts(), run.prompts(name="mixed")
         for step in run.steps(4):
             with run.sampling():
                 if step.number == 1:
@@ -445,8 +397,9 @@ def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
                 found = groups.next()
                 for _ in range(3):
                     run.trainer.get_logprobs(to_token_batch(found))
+                assert len(step.sample(mixed.next(2), n=2)) == 4
             learn(run, step, found)
-    prove(tmp_path, 4)
+    prove(tmp_path, 4, count=8)
 
 
 def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
@@ -482,26 +435,23 @@ def loop(config: Any) -> None:
 
 
 @pytest.mark.parametrize("train", [start, loop])
-@pytest.mark.parametrize("file", ["groups", "schedule"])
-def test_groups_that_can_not_be_written_are_not_lost(file: str, train: Any, tmp_path: Path):
+def test_groups_that_can_not_be_written_are_not_lost(train: Any, tmp_path: Path):
     """The step has no checkpoint then, and the run goes on from the one before."""
-    append, calls = getattr(RunDirectory, f"append_{file}"), itertools.count(1)
+    append, calls = RunDirectory.append_groups, itertools.count(1)
 
     def full(self: Any, *line: Any) -> None:
         if next(calls) == 3:
-            with writing("a line", getattr(self, file)):
+            with writing("a line", self.groups):
                 raise OSError(28, "No space left on device")
         append(self, *line)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunDirectory, f"append_{file}", full)
+        patch.setattr(RunDirectory, "append_groups", full)
         with pytest.raises(NotWritten, match="No space left on device"):
             train(ahead(tmp_path, 2, steps=6, run={"save_period": 1}))
     assert all(each.holds is not False for each in verify_run(tmp_path))
     train(ahead(tmp_path, 2, steps=6, run={"resume": True}))
     prove(tmp_path, 6)
-    written = [line["step"] for line in lines(tmp_path, "schedule.jsonl") if "groups" in line]
-    assert written == [*range(1, 7)]
 
 
 def test_a_loop_that_takes_too_few_is_told(tmp_path: Path):
@@ -538,104 +488,3 @@ def test_refusals(tmp_path: Path):
         pytest.raises(RuntimeError, match="there is no step now"),
     ):
         run.groups(run.prompts(), count=2).next()
-
-
-async def waits(prompt: str, response: str) -> float:
-    """A reward that takes a time of its own, which no seed decides."""
-    await asyncio.sleep(random.SystemRandom().random() / 50)
-    return digits(prompt, response)
-
-
-class Talk:
-    """An environment of several turns, each after a time of its own."""
-
-    max_turns = 3
-
-    async def step(self, response: str) -> nemorl.TurnResult:
-        await asyncio.sleep(random.SystemRandom().random() / 50)
-        done = response[:1] in "0123"
-        return nemorl.TurnResult(observation="go on", reward=digits("", response), done=done)
-
-
-@pytest.mark.parametrize("in_flight", ["keep", "abort"])
-def test_a_recorded_schedule_is_repeated_bit_for_bit(in_flight: str, tmp_path: Path):
-    """Though turns and rewards take times that no seed decides."""
-    options: dict[str, Any] = {
-        "in_flight": in_flight,
-        "steps": 6,
-        "generation": nemorl.GenerationConfig(max_new_tokens=6, max_batch_size=8),
-        "data": nemorl.DataConfig(max_total_sequence_length=60),
-        "run": {"val_period": 2},
-    }
-    given: dict[str, Any] = {"validation": addition_rows(7)}
-    for name, more in (("first", {}), ("other", {}), ("replay", {"replay": True})):
-        if more:
-            more = {"replay": str(tmp_path / "first" / "schedule.jsonl")}
-        config = ahead(tmp_path / name, 2, **options, **more)
-        nemorl.run(
-            config,
-            model=tiny_model(scale=2.0),
-            tokenizer=tiny_tokenizer(),
-            train=addition_rows(),
-            environment=ClassEnvironment(Talk),
-            **given,
-        )
-    first, other, replay = (
-        list(map(numbers, lines(tmp_path / name, "metrics.jsonl")))
-        for name in ("first", "other", "replay")
-    )
-    assert replay == first and other != first
-    files = [tmp_path / name / "samples/step_6.jsonl" for name in ("first", "replay")]
-    assert files[0].read_text() == files[1].read_text()
-    schedules = [tmp_path / name / "schedule.jsonl" for name in ("first", "replay")]
-    assert schedules[0].read_text() == schedules[1].read_text()
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recorded")
-    start(ahead(folder, 1, steps=3))
-    return folder / "schedule.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"steps": 4}, r"max_num_steps must be 3, as in the run of async.replay, but it is 4"),
-        ({"staleness": 2}, r"async.max_staleness must be 1, as in the run of async.replay"),
-        (
-            {"generation": nemorl.GenerationConfig(backend="vllm", max_new_tokens=4)},
-            r"generation.backend must be torch with async.replay, .* but it is 'vllm'",
-        ),
-        ({"file": "groups.jsonl"}, r"async.replay must be the schedule.jsonl of a run, but it is"),
-        ({"file": "none.jsonl"}, r"async.replay must be the schedule.jsonl of a run, but it is"),
-    ],
-)
-def test_what_can_not_be_repeated(
-    options: dict[str, Any], error: str, recorded: Path, tmp_path: Path
-):
-    """It is refused before the model is loaded."""
-    options = {"steps": 3, "staleness": 1, "file": recorded.name, **options}
-    file = recorded.parent / options.pop("file")
-    config = ahead(tmp_path / "run", options.pop("staleness"), replay=str(file), **options)
-    with pytest.raises(ValueError, match=error):
-        start(config, hidden_size=128, head_dim=32)
-
-
-def test_a_schedule_of_a_resumed_run_is_refused(tmp_path: Path):
-    start(ahead(tmp_path / "run", 1, steps=2))
-    resumed = ahead(tmp_path / "run", 1, steps=3, run={"resume": True})
-    start(resumed)
-    file = str(tmp_path / "run/schedule.jsonl")
-    resumed = ahead(tmp_path / "run", 1, steps=4, run={"resume": True}, replay=file)
-    with pytest.raises(ValueError, match=r"run.resume must be false with async.replay"):
-        start(resumed)
-    config = ahead(tmp_path / "again", 1, steps=3, replay=file)
-    with pytest.raises(ValueError, match=r"async.replay must be of a run that was not resumed"):
-        start(config)
-
-
-def test_a_replay_of_other_data_says_where_it_differs(recorded: Path, tmp_path: Path):
-    config = ahead(tmp_path, 1, steps=3, replay=str(recorded))
-    with pytest.raises(RuntimeError, match=r"step \d must repeat .*schedule.jsonl, but its "):
-        start(config, rows=addition_rows()[::-1], scale=1.0)

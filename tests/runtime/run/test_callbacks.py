@@ -6,6 +6,7 @@ import torch
 from nemorl.runtime.run.callbacks import (
     Callback,
     StopTraining,
+    check_callbacks,
     closing,
     notify,
     notify_of_error,
@@ -42,10 +43,6 @@ def test_callbacks_are_called_in_order():
     log: list[str] = []
     notify([Recorder("a", log), Recorder("b", log)], "on_step_end", tiny_run(), 1, {"loss": 0.5})
     assert log == ["a 1 {'loss': 0.5}", "b 1 {'loss': 0.5}"]
-
-
-def test_what_is_not_overridden_does_nothing():
-    notify([Recorder("a", [])], "on_train_begin", tiny_run())
 
 
 def test_every_callback_is_closed_when_the_run_raises():
@@ -128,3 +125,23 @@ def test_what_a_hook_adds_to_the_metrics_is_a_number():
     with pytest.raises(ValueError, match=r"Adds\.on_step_end must add numbers .* mood is 'good'"):
         notify([Adds(), Recorder("a", [])], "on_step_end", tiny_run(), 1, metrics)
     assert metrics == {"reward": 0.5, "one": 1.0}
+
+
+def named(name: str) -> Callback:
+    return type("Typo", (Callback,), {name: lambda self, trainer, step, metrics: None})()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (Callback(), r"callbacks must be a list of them, but it is <.*brackets"),
+        ([print], "callbacks must be instances of classes derived from"),
+        *(
+            ([named(name)], rf"Typo has {name}; did you mean on_step_end\?")
+            for name in ("on_step_ends", "onStepEnd", "step_end", "on_stepend")
+        ),
+    ],
+)
+def test_what_would_never_be_called_is_refused(callbacks, message):
+    with pytest.raises(ValueError, match=message):
+        check_callbacks(callbacks)

@@ -14,21 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nemorl
-from nemorl.data.batch import take
-from nemorl.losses import policy
-from nemorl.losses.advantages import to_tokens
-from nemorl.losses.masks import token_mean_weights
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.tree import from_dict, to_dict
-from nemorl.runtime.run.callbacks import check_callbacks
 from nemorl.runtime.run.data import warn_of_unknown
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.state import LoopState
 from tests.examples import forgetting_own
 from tests.parallel.batches import random_batch
+from tests.runtime import runs
 from tests.runtime.runs import (
+    LOSS,
     TRAINER,
     addition_rows,
     grpo_config,
@@ -38,20 +34,13 @@ from tests.runtime.runs import (
     sft_config,
     start,
 )
-from tests.runtime.store.test_checkpoint import flip_a_bit
+from tests.runtime.tiny import flip_a_bit
 from tests.tiny_models import tiny_model
-
-LOSS = nemorl.policy_loss(policy.clipped)
 
 
 def learn(run, step, prompts) -> Any:
     """A step that samples and trains; its batch."""
-    responses = step.sample(prompts.next(4), n=2)
-    batch = to_token_batch(responses)
-    advantages = to_tokens(responses.rewards, batch.loss_mask)
-    batch = replace(batch, advantages=advantages, loss_weights=token_mean_weights(batch.loss_mask))
-    step.log(run.trainer.train_step(batch, LOSS), samples=responses)
-    return batch
+    return runs.learn(run, step, step.sample(prompts.next(4), n=2))
 
 
 def whole(config, steps: int = 4, **given) -> list[dict[str, Any]]:
@@ -201,22 +190,6 @@ def batch_of_rewards() -> nemorl.TokenBatch:
 BATCH = batch_of_rewards()
 
 
-def test_gradients_add_up_over_two_batches(tmp_path: Path):
-    found = []
-    for name in ("at once", "in two"):
-        with opened(grpo_config(tmp_path / name)) as run:
-            for step in run.steps(1):
-                if name == "at once":
-                    step.log(run.trainer.train_step(BATCH, LOSS))
-                    continue
-                for row in (torch.tensor([0]), torch.tensor([1])):
-                    step.log(run.trainer.forward_backward(take(BATCH, row), LOSS))
-                step.log(run.trainer.optim_step())
-        found.append(run.result.metrics)
-    for name in ("loss", "grad_norm", "num_tokens", "entropy", "token_mult_prob_error"):
-        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4)
-
-
 def test_what_a_loop_may_not_do(tmp_path: Path):
     with opened(grpo_config(tmp_path / "a")) as run:
         prompts = run.prompts()
@@ -299,20 +272,6 @@ def test_another_models_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
         opened(grpo_config(tmp_path / "d")) as run,
     ):
         run.backend("teacher", model=tiny_model(), trains=False, optimizer=cosine)
-
-
-def test_parts_come_in_any_order(tmp_path: Path):
-    """The trainer before the loop, the prompts and the generator; the same numbers."""
-    expected = whole(grpo_config(tmp_path / "usual", steps=2), 2)
-    with opened(grpo_config(tmp_path / "other", steps=2)) as run:
-        assert run.trainer.step == 0
-        steps = run.steps(2)
-        with run.sampling() as generator:
-            assert generator is run.generator
-        prompts = run.prompts()
-        for step in steps:
-            learn(run, step, prompts)
-    assert [numbers(line) for line in run.result.history] == expected
 
 
 def test_a_run_says_whether_it_samples(tmp_path: Path):
@@ -480,12 +439,6 @@ def test_equal_rewards_are_noticed_in_a_loop_of_one_s_own(tmp_path: Path):
     assert line["reward_std"] > 0 and line["informative_groups"] == 0
 
 
-@pytest.mark.parametrize("callback", [print, object()])
-def test_what_is_no_callback_is_refused(callback, tmp_path: Path):
-    with pytest.raises(ValueError, match="callbacks must be instances of classes derived from"):
-        whole(grpo_config(tmp_path), callbacks=[callback])
-
-
 def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
     config = grpo_config(tmp_path / "script", steps=2)
     whole(config, 1)
@@ -507,22 +460,6 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
     )
     with pytest.raises(ValueError, match=ours):
         whole(replace(config, run=replace(config.run, resume=True)))
-
-
-def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):
-    class Typo(nemorl.Callback):
-        def on_step_ends(self, trainer, step, metrics): ...
-
-    with pytest.raises(ValueError, match=r"Typo has on_step_ends; did you mean on_step_end\?"):
-        whole(grpo_config(tmp_path), callbacks=[Typo()])
-    for name in ("onStepEnd", "step_end", "on_stepend"):
-        other = type("Other", (nemorl.Callback,), {name: lambda self, trainer, step, metrics: None})
-        with pytest.raises(ValueError, match=rf"Other has {name}; did you mean on_step_end\?"):
-            whole(grpo_config(tmp_path), callbacks=[other()])
-    with pytest.raises(
-        ValueError, match=r"callbacks must be a list of them, but it is <.*brackets"
-    ):
-        check_callbacks(nemorl.Callback())
 
 
 @pytest.mark.parametrize("where", ["loss", "advantage", "callback"])

@@ -1,31 +1,33 @@
 """2N steps == N steps + kill + resume + N steps, bit for bit on a CPU, for every loop."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.runtime.runs import TIMES
+from tests.runtime.killed import (
+    STEPS,
+    KillInTurn,
+    assert_equal_outcomes,
+    kill_and_resume,
+    process,
+    talk,
+)
+from tests.runtime.runs import lines, prove, sft_config, start
 
-STEPS = 6
-ALGORITHMS = {
+STREAM = {"streaming": True, "shuffle_buffer": 7}
+REFERENCE = {"kl": {"coef": 0.1}}
+UPDATES = {"train_global_batch_size": 8, "num_updates_per_batch": 2, "dynamic_sampling": True}
+CASES: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},
     "grpo": {"algorithm": "grpo"},
     "grpo with minibatches, a reference and dynamic sampling": {
         "algorithm": "grpo",
-        "options": {
-            "train_global_batch_size": 8,
-            "num_updates_per_batch": 2,
-            "dynamic_sampling": True,
-            "kl": {"coef": 0.1},
-        },
+        "options": UPDATES | REFERENCE,
     },
     "dpo with a reference at hand": {"algorithm": "dpo"},
     "dpo with a reference computed before, at once again after the kill": {
@@ -37,90 +39,79 @@ ALGORITHMS = {
         "algorithm": "sft",
         "options": {"lora": {"rank": 2, "dropout": 0.3}},
     },
-    "sft of a stream": {
-        "algorithm": "sft",
-        "options": {"data": {"streaming": True, "shuffle_buffer": 7}},
-    },
+    "sft of a stream": {"algorithm": "sft", "options": {"data": STREAM}},
     "grpo of a stream": {
         "algorithm": "grpo",
-        "options": {"data": {"streaming": True, "shuffle_buffer": 7}, "dynamic_sampling": True},
+        "options": {"data": STREAM, "dynamic_sampling": True},
     },
     "grpo with adapters and a reference": {
         "algorithm": "grpo",
-        "options": {"lora": {"rank": 2}, "kl": {"coef": 0.1}},
+        "options": {"lora": {"rank": 2}} | REFERENCE,
     },
 }
-
-FRESH = {"grpo with minibatches, a reference and dynamic sampling"}
-"""Whose last process has a seed of hashing of its own, on which nothing may depend."""
-QUICK = {
-    *FRESH,
-    "dpo with a reference computed before, at once again after the kill",
-    "sft with adapters and dropout in them",
-    "grpo of a stream",
-}
-
-
-def in_a_process(python: Path | str, *, killed: bool = False, **settings) -> None:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    command = [python, "-m", "tests.runtime.runs", json.dumps({"steps": STEPS, **settings})]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr
-
-
-def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor], list[str]]:
-    """Every number that the run left behind: metrics but for times, the last checkpoint's tensors,
-    the samples.
-    """
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-    trainer = folder / "checkpoints" / f"step_{STEPS}" / "policy"
-    tensors = {
-        f"{file.name}/{name}": value
-        for file in trainer.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
-    return metrics, tensors, [path.read_text() for path in sorted(folder.glob("samples/*.jsonl"))]
-
-
-def assert_equal_outcomes(a: Path, b: Path) -> None:
-    (metrics, tensors, samples), (others, other_tensors, other_samples) = outcome(a), outcome(b)
-    assert (metrics, samples, tensors.keys()) == (others, other_samples, other_tensors.keys())
-    for name in tensors:
-        assert torch.equal(tensors[name], other_tensors[name]), name
+FRESH = "grpo with minibatches, a reference and dynamic sampling"
+"""The fast case, whose last process has a seed of hashing of its own."""
+KILLS = [("between", 3), ("checkpoint", 4)]
+"""Checkpoints come every second step: the first kill loses step 3, the second leaves half of step
+4's checkpoint, so step 2's is used again.
+"""
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALGORITHMS]
+    "name", [n if n == FRESH else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
 def test_killed_between_two_steps_and_in_a_checkpoint(name: str, forked: Path, tmp_path: Path):
-    """Checkpoints come every second step.
-
-    The first kill loses step 3; the second leaves half of step 4's checkpoint, so step 2's is used
-    again.
-    """
-    python = forked / "python"
-    straight, folder = tmp_path / "straight", tmp_path / "killed"
-    in_a_process(python, **ALGORITHMS[name], folder=str(straight), resume=False)
-    settings = {**ALGORITHMS[name], "folder": str(folder)}
-    in_a_process(python, **settings, killed=True, resume=False, kill="between", at=3)
-    assert [path.name for path in folder.glob("checkpoints/step_*")] == ["step_2"]
-    in_a_process(python, **settings, killed=True, resume=True, kill="checkpoint", at=4)
-    assert not (folder / "checkpoints" / "step_4").exists()
-    in_a_process(sys.executable if name in FRESH else python, **settings, resume=True)
-    assert_equal_outcomes(straight, folder)
+    last = sys.executable if name == FRESH else None
+    kill_and_resume(forked / "python", tmp_path, KILLS, last=last, **CASES[name])
 
 
-def test_the_comparison_can_fail(forked: Path, tmp_path: Path):
-    """One flipped bit in one weight is noticed."""
-    in_a_process(forked / "python", algorithm="sft", folder=str(tmp_path / "a"), resume=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["prompts", "responses"])
+def test_a_loop_that_works_ahead_goes_on_after_a_kill(how: str, forked: Path, tmp_path: Path):
+    """What was taken, or sampled, for a later step is in the checkpoint."""
+    kills = [("amid", 3), ("amid", 4)]
+    found = kill_and_resume(forked / "python", tmp_path, kills, algorithm="grpo", loop=how)
+    state = json.loads((found / f"checkpoints/step_{STEPS}/state.json").read_text())
+    taken_for = [(group["stream"], group["step"]) for group in state["open_groups"]]
+    assert taken_for == [("train", STEPS + 1)] * 3
+    assert state["cursors"]["train"] == 3 * (STEPS + 1)
+
+
+@pytest.mark.slow
+def test_a_run_that_samples_ahead_loses_and_doubles_no_prompt(forked: Path, tmp_path: Path):
+    """Killed in whatever turn, or ended by SIGTERM or Ctrl-C: it can't end before."""
+    times, folders = 4, (tmp_path / "killed", tmp_path / "straight")
+    steps = times * (2 + KillInTurn.TURNS // 12) + 1  # of 12 turns or more
+    for seed in range(1, times + 1):
+        done = process(
+            forked / "python", algorithm="talk", folder=str(folders[0]), steps=steps, seed=seed
+        )
+        in_order = done.returncode == 128 + signal.SIGTERM or "KeyboardInterrupt" in done.stderr
+        assert in_order or done.returncode == -signal.SIGKILL, done.stderr
+    for folder in folders:
+        talk(folder, steps=steps, seed=None)
+        prove(folder, steps, count=3)
+    metrics, other = (lines(folder, "metrics.jsonl") for folder in folders)
+    assert [line["step"] for line in metrics] == [line["step"] for line in other]
+    prompts = [
+        {
+            (file.name, line["group"], line["prompt"])
+            for file in folder.glob("samples/*")
+            for line in map(json.loads, file.read_text().splitlines())
+        }
+        for folder in folders
+    ]
+    assert prompts[0] == prompts[1] and len(prompts[0]) == 3 * steps
+
+
+def test_the_comparison_can_fail(tmp_path: Path):
+    """One flipped bit in one weight is noticed; saving in the background is not."""
+    start(sft_config(tmp_path / "a", steps=2))
+    start(sft_config(tmp_path / "background", steps=2, run={"async_save": True}))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert_equal_outcomes(tmp_path / "a", tmp_path / "b")
-    file = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "policy" / "model.safetensors"
+    for name in ("b", "background"):
+        assert_equal_outcomes(tmp_path / "a", tmp_path / name)
+    file = tmp_path / "b" / "checkpoints" / "step_2" / "policy" / "model.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)

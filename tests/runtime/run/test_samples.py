@@ -14,6 +14,8 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ConversationFailed, Limits, Outcome
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import TurnResult
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.samples import (
     MOST_FAILURES,
@@ -26,9 +28,35 @@ from nemorl.runtime.run.samples import (
     samples_of,
 )
 from nemorl.runtime.watch.report.gather import Gathered
-from tests.rollout.test_turns import PROMPTS, SAMPLING, TOKENIZER, Count
 from tests.runtime.runs import addition_rows, digits, grpo_config, start
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
+PROMPTS = Prompts(
+    ROWS,
+    [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS],
+    tokenizer=TOKENIZER,
+    limits=Limits(max_tokens=60),
+)
+SAMPLING = SamplingParams(n=3, max_new_tokens=5, temperature=0.8)
+
+
+class Count:
+    """Counts to three; its rewards are 1, 2, 3."""
+
+    def reset(self, answer: str) -> str:
+        self.turn, self.answer = 0, answer
+        return "7"
+
+    def step(self, response: str) -> TurnResult:
+        self.turn += 1
+        return TurnResult(
+            observation="1+",
+            reward=float(self.turn),
+            done=self.turn == 3,
+            metrics={"turn": self.turn},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -279,26 +307,6 @@ def test_training_is_measured_by_data_set_and_environment(tmp_path):
         assert found["games/reward"] == found["chess/reward"] and "chess/accuracy" in found
         both = (found["sums/reward"] + found["games/reward"]) / 2
         assert found["reward"] == pytest.approx(both)
-
-
-def test_held_out_rows_have_the_names_of_their_sets(tmp_path):
-    names = [str(tmp_path / f"{name}.jsonl") for name in ("sums", "more")]
-    for name in names:
-        Path(name).write_text("".join(json.dumps(row) + "\n" for row in addition_rows(12)))
-    data = nemorl.DataConfig(train=tuple(names), held_out=8, max_total_sequence_length=32)
-    config = grpo_config(tmp_path / "run", steps=1, data=data)
-    given = {"model": tiny_model(scale=2.0), "tokenizer": TOKENIZER, "reward": digits}
-    lines = nemorl.run(config, **given).history
-    (validation,) = (line for line in lines if line["phase"] == "validation")
-    assert {"sums/reward", "more/reward"} <= validation.keys()
-
-
-def test_a_column_environment_that_is_no_name_is_left_alone(generator):
-    rows = [{**row, "environment": {"size": 3}} for row in PROMPTS.rows]
-    found = collect(
-        generator, make_environment(Ends), replace(PROMPTS, rows=rows), SAMPLING, seed=1
-    )
-    assert by_set(found, ["sums"]) == {}
 
 
 def test_groups_are_informative_by_what_is_compared(generator):

@@ -74,15 +74,6 @@ def test_checkpoints_come_by_period_and_at_the_end(directory, period, steps, exp
     assert steps_of(directory) == expected
 
 
-def test_checkpoint_at_the_end_is_not_written_twice(directory, monkeypatch):
-    written, begin = [], checkpoint.begin
-    monkeypatch.setattr(
-        checkpoint, "begin", lambda *args, **options: written.append(1) or begin(*args, **options)
-    )
-    walk([CheckpointCallback(directory, period=2)], dict.fromkeys(range(1, 5), 0.0))
-    assert len(written) == 2
-
-
 RISES_AND_FALLS = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.7, 5: 0.2}
 
 
@@ -187,13 +178,6 @@ def test_killed_between_a_checkpoint_and_its_ranking(directory, ranking, kept, l
     assert steps_of(directory) == kept[last]
     if ranking:
         assert checkpoint.best(directory.path).name == "step_3"
-
-
-def test_without_a_ranking_nothing_is_called_best(directory):
-    walk([by_reward(directory, 1)], {1: 0.3, 2: 0.1})
-    walk([CheckpointCallback(directory, period=1, keep=1)], {3: 0.1}, first=2)
-    assert steps_of(directory) == [3]
-    assert not (directory.checkpoints / "best").exists()
 
 
 def test_checkpoints_know_what_was_measured(directory):
@@ -330,13 +314,6 @@ def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
     assert steps_of(directory) == [4]
 
 
-def test_what_is_saved_is_not_saved_again(directory, monkeypatch):
-    run, saver, error = fail_after(directory, 3, period=3)
-    monkeypatch.setattr(checkpoint, "begin", None)
-    notify([saver], "on_exception", run, error)
-    assert "has a checkpoint of step 3" in error.__notes__[0]
-
-
 def test_an_error_before_the_first_step_leaves_nothing(directory):
     saver, error = CheckpointCallback(directory), RuntimeError("a mishap")
     notify([saver], "on_exception", tiny_run(), error)
@@ -415,13 +392,6 @@ def test_a_validation_that_is_made_up_for_after_a_resume_is_ranked(directory):
     assert steps_of(directory) == [2, 4]
 
 
-def test_a_validation_of_the_untrained_model_has_no_checkpoint_to_be_added_to(directory):
-    saver = CheckpointCallback(directory, ranking=Ranking(metric="val_accuracy"))
-    notify([saver], "on_train_begin", tiny_run())
-    notify([saver], "on_validation_end", tiny_run(), 0, {"accuracy": 0.9})
-    assert steps_of(directory) == []
-
-
 @pytest.mark.parametrize("ends", ["on_train_end", "on_exception"])
 def test_the_validation_at_an_early_end_leaves_the_metrics_of_the_step(directory, ends):
     saver, run = CheckpointCallback(directory), tiny_run(step=3)
@@ -487,16 +457,6 @@ def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
     assert steps_of(directory) == runs.told == [2, 3]
     assert [weight_of(directory, step) for step in (2, 3)] == [2.0, 3.0]
     runs.saver.close()
-
-
-def test_a_checkpoint_waits_for_the_one_before_and_the_end_for_the_last(directory):
-    runs = Runs(directory)
-    for step in range(1, 6):
-        runs.to(step)
-    notify([runs.saver], "on_train_end", runs.run, {})
-    assert steps_of(directory) == runs.told == [1, 2, 3, 4, 5]
-    assert [weight_of(directory, step) for step in runs.told] == runs.told
-    assert checkpoint.latest(directory.path).name == "step_5"
 
 
 def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, monkeypatch):

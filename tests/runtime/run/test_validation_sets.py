@@ -5,7 +5,6 @@ import pytest
 import yaml
 
 import nemorl
-from nemorl.runtime.cli.main import main
 from nemorl.runtime.run.data import first_of_each, reward_for
 from tests.data.known_samples import hub
 from tests.runtime.runs import TRAINER, addition_rows, of_phase
@@ -110,16 +109,3 @@ def test_the_first_rows_of_each_set():
 
     rows = [Row({"n": n}, source=n // 4) for n in range(7)]
     assert [row["n"] for row in first_of_each(rows, 2)] == [0, 1, 4, 5]
-
-
-def test_the_command_line(tmp_path, monkeypatch, capsys):
-    hub(tmp_path, monkeypatch)
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    command = ["grpo", "--model", str(tmp_path / "model"), "--run.dir", str(tmp_path / "run")]
-    few = ["--max-num-steps", "1", "--num-prompts-per-step", "2", "--max-new-tokens", "2"]
-    sets = ["--data.train", "openai/gsm8k", "--data.validation", "cais/mmlu"]
-    assert main([*command, *few, *sets, "--device", "cpu"]) == 2
-    assert "reward must be given for data sets that differ" in capsys.readouterr().err
-    assert main([*command, *few, *sets[:2], "--device", "cpu", "--run.no-plots"]) == 0
-    assert saved(tmp_path)["reward"] == "last_number"

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import resource
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from nemorl.models.checked_files import checksum, read_manifest, write_manifest
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
-from tests.runtime.tiny import TinyTrainer, save, seed_everything, tiny_run
+from tests.runtime.tiny import TinyTrainer, flip_a_bit, save, seed_everything, tiny_run
 
 SMALL_FILES = ("state.json", "rng.json", "rng.safetensors")
 
@@ -110,12 +109,6 @@ def test_killed_at_any_point_of_writing(forked, tmp_path, scenario):
     assert seen == {1.0, 2.0}
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -197,12 +190,6 @@ def test_pointer_decides_if_it_can(tmp_path, pointer):
     saved(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "latest").write_text(pointer)
     assert checkpoint.latest(tmp_path).name == ("step_1" if pointer == "step_1" else "step_2")
-
-
-def test_newest_counts_as_a_number_and_without_a_pointer(tmp_path):
-    saved(tmp_path, 9, 10)
-    (tmp_path / "checkpoints" / "latest").unlink()
-    assert checkpoint.latest(tmp_path).name == "step_10"
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -290,12 +277,6 @@ def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
     for file in (file for file in path.rglob("*") if file.is_file()):
         assert file.suffix in (".json", ".safetensors")
         assert file.suffix != ".json" or json.loads(file.read_text()) is not None
-
-
-def test_a_moved_run_directory_still_loads(tmp_path):
-    saved(tmp_path / "a", 1, 2)
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    assert loaded(checkpoint.latest(tmp_path / "b")) == (2, 2.0)
 
 
 class Checking(TinyTrainer):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.runtime.store.lock import LOCK_NAME, locked
+from nemorl.runtime.store.directory import LOCK_NAME, locked
 
 HOLD = """
 import os, sys, time
-from nemorl.runtime.store.lock import locked
+from nemorl.runtime.store.directory import locked
 with locked(sys.argv[1]):
     child = os.fork()
     if child == 0:
@@ -93,7 +93,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, monkeypatch, when
     if when == "before":
         link()
     else:
-        monkeypatch.setattr("nemorl.runtime.store.lock.FileLock.acquire", link)
+        monkeypatch.setattr("nemorl.runtime.store.directory.FileLock.acquire", link)
     with pytest.raises(ValueError, match=r"run\.dir must .*\.lock"), locked(tmp_path):
         pass
     assert other.read_text() == "mine"

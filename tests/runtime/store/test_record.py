@@ -1,4 +1,3 @@
-import json
 import os
 import time
 import warnings
@@ -70,13 +69,6 @@ def test_a_killed_process_leaves_an_interrupted_run(directory):
 def test_a_damaged_record_is_none(directory, text):
     directory.record.write_text(text)
     assert RunRecord.read(directory) is None
-
-
-def test_fields_of_another_version_are_left_out(directory):
-    RunRecord(run_id="3f9a01bc", algorithm="sft").write(directory)
-    known = json.loads(directory.record.read_text())
-    directory.record.write_text(json.dumps({**known, "mood": "good"}))
-    assert RunRecord.read(directory) == RunRecord(run_id="3f9a01bc", algorithm="sft")
 
 
 def test_a_resume_by_another_algorithm_leaves_the_run_what_it_is(directory):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.runtime.store.rng import RandomState, seed_generators
+from nemorl.runtime.store.checkpoint import RandomState, seed_generators
 
 
 def draws() -> tuple[float, float, float]:

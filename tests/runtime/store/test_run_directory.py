@@ -17,9 +17,7 @@ from nemorl.runtime.store import directory as run_directory
 from nemorl.runtime.store.directory import (
     RunDirectory,
     git_commit,
-    hardware,
     read_lines,
-    to_json,
 )
 from nemorl.runtime.store.files import NotWritten, write_atomically, writing
 
@@ -37,11 +35,6 @@ def test_config_comes_with_its_environment(directory):
     assert config["max_num_steps"] == 7
     assert environment["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert environment.keys() >= {"python", "system", "nemorl", "transformers", "cpus", "memory"}
-
-
-def test_a_source_tree_that_is_not_installed_has_no_version():
-    assert run_directory.version_of("torch") == torch.__version__
-    assert run_directory.version_of("no-such-package") == "not installed"
 
 
 def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
@@ -172,13 +165,6 @@ def test_metrics_that_lack_the_step_to_go_on_from_are_warned_of(directory, conte
     directory.truncate(3)  # without a word
 
 
-def test_to_json_takes_anything():
-    scalar = torch.tensor(1.5)
-    assert to_json({"path": Path("a"), 3: {1}, "flag": True, "none": None, "scalar": scalar}) == {
-        "path": "a", "3": [1], "flag": True, "none": None, "scalar": 1.5,
-    }  # fmt: skip
-
-
 def test_write_atomically_leaves_the_old_contents_when_it_fails(tmp_path, monkeypatch):
     file = tmp_path / "file"
     write_atomically(file, "old")
@@ -209,14 +195,6 @@ def test_errors_of_writing_name_what_and_where(tmp_path, error, named):
     assert named or caught.value is error
     said = f"it could not be written to {tmp_path} ({error}; "
     assert str(caught.value).startswith(said) is named
-
-
-def test_gpus_are_named_where_torch_sees_them(monkeypatch):
-    assert ("gpus" in hardware()) == torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
-    assert hardware()["gpus"] == "Card 0, Card 1"
 
 
 def test_two_runs_at_once_get_two_folders(tmp_path):

@@ -44,6 +44,7 @@ def test_steps_without_a_signal_are_warned_of_ever_more_rarely():
     assert ["num_updates 0" in str(warning.message) for warning in caught] == [0, 0, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.filterwarnings("ignore:step .*nothing to learn from")
 def test_a_run_whose_groups_are_all_rejected_ends(tmp_path: Path, staleness: int):

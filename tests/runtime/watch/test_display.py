@@ -251,17 +251,6 @@ def test_samples_are_the_best_and_the_worst_of_a_group():
     assert console.file.getvalue().count("12+34=") == 1, "the prompt of a group is shown once"
 
 
-def test_live_panel_of_other_runs():
-    """SFT has no reward, and a run may not know its end."""
-    console = Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
-    shown = LiveDisplay(None, console)
-    console.print(shown.render())
-    shown.on_step_end(tiny_run(step=1), 1, {"loss": float("nan"), "lr": 1e-5})
-    console.print(shown.render())
-    text = console.file.getvalue()
-    assert "step 1 " in text and "nan" in text and "reward" not in text
-
-
 @pytest.mark.parametrize(
     ("mode", "terminal", "term", "expected"),
     [

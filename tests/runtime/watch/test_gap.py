@@ -16,7 +16,7 @@ import nemorl
 from nemorl.data.batch import take
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.algorithms.sampling import worst_row
+from nemorl.runtime.algorithms.grpo import worst_row
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.samples import worst_tokens
 from nemorl.runtime.start.registry import GENERATION_BACKENDS
@@ -25,7 +25,7 @@ from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
-from tests.runtime.runs import grpo_config, start
+from tests.runtime.runs import grpo_config, rollouts, samples_at, start
 from tests.runtime.tiny import tiny_run
 from tests.tiny_models import tiny_tokenizer
 
@@ -81,13 +81,6 @@ def train_lines(result: nemorl.TrainResult) -> list[dict[str, Any]]:
     return [line for line in result.history if line["phase"] == "train"]
 
 
-def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()
-    ]
-
-
 FILTERED = {"temperature": 0.7, "top_p": 0.9}
 SAMPLING = {
     "plain": {},
@@ -97,7 +90,12 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "filtered", pytest.param("vllm", marks=pytest.mark.xdist_group("ray"))]
+    "name",
+    [
+        "plain",
+        "filtered",
+        pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
+    ],
 )
 def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -> None:
     """Also packed and in microbatches; and the sample log has what both say of each token."""
@@ -189,8 +187,6 @@ def test_a_token_without_a_logprob_is_the_worst() -> None:
 
 
 def test_what_is_not_trained_on_is_not_the_worst() -> None:
-    from tests.runtime.algorithms.test_grpo import rollouts
-
     batch = to_token_batch(rollouts([1.0, 0.0, 0.0]))
     assert batch.generation_logprobs is not None
     prev = batch.generation_logprobs.clone()
@@ -289,12 +285,3 @@ def test_where_no_good_checkpoint_is_left_none_is_promised(tmp_path: Path) -> No
     assert "No checkpoint from before the gap is left" in caught.value.__notes__[0]
     watch.on_exception(tiny_run(), other := KeyError("answer"))
     assert not hasattr(other, "__notes__")
-
-
-def test_thresholds_are_checked() -> None:
-    for name in ("warn", "stop"):
-        for wrong in (1.0, 0.05, math.nan):
-            with pytest.raises(
-                ValueError, match=rf"gap\.{name} must be above 1 or None, but it is"
-            ):
-                nemorl.GapConfig(**{name: wrong})

@@ -1,8 +1,7 @@
 """The interface of a logger, and the callback that drives all of a run's loggers.
 
-The files of the run's own directory are always written; `run.loggers` names other loggers. One of
-your own is made with a `LoggedRun`, has the methods of `MetricLogger`, and becomes `run.loggers
-mine` with `register_logger("mine")`.
+One of your own is made with a `LoggedRun`, has the methods of `MetricLogger`, and becomes
+`run.loggers mine` with `register_logger("mine")`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +69,7 @@ class JsonlLogger:
 class Recorder(Callback):
     """Hand metrics and samples to every logger.
 
-    A logger that fails to open ends the run before its first step. One that fails later is warned
-    of once: a lost record is worth less than the training that it shows.
+    One that fails to open ends the run before its first step; later it is warned of once.
     """
 
     def __init__(self, factories: Mapping[str, LoggerFactory], run: LoggedRun) -> None:

@@ -35,7 +35,6 @@ from nemorl.runtime.watch.metrics import (
     thin,
 )
 from nemorl.runtime.watch.report.gather import STATISTICS, Gathered
-from nemorl.runtime.watch.report.receipts import depth_profile
 from nemorl.runtime.watch.report.samples import modes, sample_data
 
 HERE = Path(__file__).parent
@@ -170,7 +169,6 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         failures=failures(runs[0]),
         receipts=[each for each in runs[0].receipts if each.holds is not None],
         unproved=[each for each in runs[0].receipts if each.holds is None],
-        depths=Markup(depth_profile(runs[0].metrics)),
         tests=paired_tests(runs),
         groups=grouped(curves),
         modes=modes(*runs),
@@ -273,7 +271,7 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
     """Return how each other run's last validation differs from the first run's: lines of
-    `comparison` over the rows that both answered (`by_prompt`), with the run's name.
+    `comparison` over the rows that both answered.
     """
     found: list[dict[str, Any]] = []
     for run in runs[1:]:
@@ -333,9 +331,7 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 
 
 def failures(run: Gathered) -> list[dict[str, Any]]:
-    """Return why conversations failed, the most frequent error first: how many in training and in
-    validations, the steps from the first to the last, and what it said for example.
-    """
+    """Return why conversations failed, the most frequent error first, with an example."""
     samples = [line for lines in run.samples.values() for line in lines]
     said = {
         each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each

@@ -12,7 +12,7 @@ from nemorl.runtime.start.registry import chosen_loggers
 from nemorl.runtime.store.directory import RunDirectory, read_lines
 from nemorl.runtime.watch.loggers.base import JsonlLogger
 from tests.runtime.runs import grpo_config, start
-from tests.runtime.tiny import recorder, tiny_run
+from tests.runtime.tiny import recorder, tiny_run, walk
 
 
 class Memory:
@@ -37,19 +37,6 @@ class Memory:
 @pytest.fixture
 def directory(tmp_path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", "")
-
-
-def walk(callback, steps, *, end: bool = True) -> None:
-    """A run that does nothing but notify."""
-    notify([callback], "on_train_begin", tiny_run(step=steps.start - 1))
-    samples = [{"prompt": str(index)} for index in range(12)]
-    for step in steps:
-        run = tiny_run(step=step)
-        notify([callback], "on_samples", run, step, samples)
-        notify([callback], "on_step_end", run, step, {"loss": 1 / step})
-        notify([callback], "on_validation_end", run, step, {"loss": 2 / step})
-    if end:
-        notify([callback], "on_train_end", tiny_run(step=steps.stop - 1), {})
 
 
 def test_every_logger_hears_everything_and_how_it_ended(directory):
@@ -84,13 +71,6 @@ def test_failed_conversations_are_kept_beside_the_groups(directory):
     notify([callback], "on_samples", tiny_run(step=2), 2, samples[12:])
     written = [read_lines(directory.samples / f"step_{step}.jsonl") for step in (1, 2)]
     assert written == [samples[:8] + samples[12:], samples[12:]]
-
-
-def test_no_samples_no_file(directory):
-    callback = recorder(directory)
-    notify([callback], "on_train_begin", tiny_run())
-    notify([callback], "on_samples", tiny_run(step=1), 1, [])
-    assert not directory.samples.exists()
 
 
 def test_a_logger_that_fails_loses_its_own_records_only(directory):
@@ -144,11 +124,6 @@ def test_chosen_loggers(monkeypatch):
     for name in ("tensorboard", "wandb", "mlflow"):
         with pytest.raises(ValueError, match=rf"name {name}, because.*pip install 'nemorl"):
             chosen_loggers((name,))
-
-
-def test_names_that_can_not_be():
-    with pytest.raises(ValueError, match=r"unknown logger 'tensorbord'; did you mean tensorboard"):
-        chosen_loggers(("tensorbord",))
 
 
 def test_a_folder_is_no_package(monkeypatch):

@@ -8,10 +8,9 @@ from mlflow import MlflowClient
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import LoggedRun
-from nemorl.runtime.watch.loggers.mlflow import MlflowLogger
+from nemorl.runtime.watch.loggers.services import MlflowLogger
 from tests.runtime.runs import grpo_config, start
-from tests.runtime.tiny import recorder
-from tests.runtime.watch.loggers.test_base import walk
+from tests.runtime.tiny import recorder, walk
 
 
 @pytest.fixture(scope="module")

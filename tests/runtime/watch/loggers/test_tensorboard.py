@@ -3,9 +3,8 @@ from tensorboard.summary.writer import event_file_writer
 
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.loggers.tensorboard import TensorBoardLogger
-from tests.runtime.tiny import recorder
-from tests.runtime.watch.loggers.test_base import walk
+from nemorl.runtime.watch.loggers.services import TensorBoardLogger
+from tests.runtime.tiny import recorder, walk
 
 
 def test_events_of_repeated_steps_are_hidden(tmp_path, monkeypatch):

@@ -13,10 +13,9 @@ from wandb.proto import wandb_internal_pb2
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import LoggedRun
-from nemorl.runtime.watch.loggers.wandb import WandbLogger
+from nemorl.runtime.watch.loggers.services import WandbLogger
 from tests.runtime.runs import grpo_config, start
-from tests.runtime.tiny import recorder
-from tests.runtime.watch.loggers.test_base import walk
+from tests.runtime.tiny import recorder, walk
 
 
 @pytest.fixture(autouse=True)
@@ -61,16 +60,6 @@ def records_of(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, last
             yield record
             record = b""
-
-
-def test_a_record_that_is_not_whole_yet_is_left_out():
-    def part(content: bytes, kind: int) -> bytes:
-        return struct.pack("<IHB", 0, len(content), kind) + content
-
-    data = bytes(7) + part(b"one", 1) + part(b"tw", 2) + part(b"o", 4)
-    assert list(records_of(data)) == [b"one", b"two"]
-    for missing in range(1, 9):
-        assert list(records_of(data[:-missing])) == [b"one"]
 
 
 def history(records) -> list[dict]:

@@ -1,6 +1,5 @@
 """Conversations of several turns, and why some failed, on the page."""
 
-import json
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import failures, render
 from nemorl.runtime.watch.report.samples import compact
 from tests.runtime.runs import addition_rows, grpo_config, start
-from tests.runtime.watch.report.test_page import EVIL, Page
+from tests.runtime.watch.report.pages import EVIL, Page
 
 
 class Guess:
@@ -100,9 +99,3 @@ def test_a_single_response_is_as_before():
     assert "turns" not in found and found["logprobs"] == [-1.0, -0.5]
     assert found["chips"] == {"tokens": "2", "end": "cut by rollout.max_turns"}
     assert compact(row | {"finish_reason": "length"})["chips"]["end"] == "cut at the limit"
-
-
-def test_tokens_that_are_not_trained_on_are_known():
-    row = {"prompt": "1+1=", "token_ids": [1, 2], "trained": [True, False]}
-    assert compact(row)["trained"] == [True, False]
-    assert json.dumps(compact(row)).count("trained") == 1

@@ -46,7 +46,7 @@ def test_everything_of_a_run(run):
     found = Gathered(run.path)
     assert (found.name, found.status, found.step) == ("sums", "finished", 4)
     assert found.config["max_num_steps"] == 4 and "environment" not in found.config
-    assert "torch" in found.environment and 0 < found.seconds < 60
+    assert "torch" in found.environment and found.seconds > 0
     assert list(found.samples) == [1, 2, 3, 4] and found.sample_steps == 4
     assert any(line["event"] == "train_begin" for line in found.log)
     assert found.changed["max_num_steps"] == 100

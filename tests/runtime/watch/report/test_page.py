@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -17,61 +16,9 @@ from nemorl.runtime.watch.report import gather
 from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import MOST_POINTS, curves_of, grouped, render, write_report
-from nemorl.runtime.watch.report.samples import sample_data, text
+from nemorl.runtime.watch.report.samples import sample_data
 from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
-
-EVIL = (
-    '</script><script>alert("x")</script><img src=x onerror="alert(1)"> \u202e \x00\x1b[31m & " \''
-    " `${1}` <!-- ]]>"
-)
-
-
-class Page(HTMLParser):
-    """What a browser would make of a page: its elements, all text, all ids; markup that is out of
-    order is an error.
-    """
-
-    VOID = ("meta", "input", "wbr")
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict]] = []
-        self.texts: list[tuple[str, str]] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append((self.open[-1] if self.open else "", data))
-
-    def all(self, tag: str) -> list[dict]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def text(self) -> str:
-        return "".join(data for where, data in self.texts if where not in ("script", "style"))
-
-    @property
-    def handlers(self) -> list[str]:
-        names = [name for _, attributes in self.elements for name in attributes]
-        return [name for name in names if name.startswith("on")]
-
-    @property
-    def script(self) -> str:
-        return [data for where, data in self.texts if where == "script"][-1]
-
-    @property
-    def data(self) -> dict:
-        return json.loads(next(data for where, data in self.texts if where == "script"))
+from tests.runtime.watch.report.pages import EVIL, Page
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +125,6 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     assert "--run.resume" in page_of(directory).text
 
 
-def test_a_run_before_it_had_a_record(run, tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "max_num_steps: 3")
-    directory.append_metrics(1, {"loss": 1.0})
-    page = page_of(directory)
-    assert "no record of its end" in page.text and "only what differs" not in page.text
-
-
 def test_sft_and_its_statistics(tmp_path):
     start(sft_config(tmp_path / "run", steps=2), validation=addition_rows(4))
     numbers = {"count": 1234, "padded_fill": 0.5, "histogram": [[8, 1000], [16, 234]]}
@@ -216,20 +156,10 @@ def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
     assert [sample["chips"].get("advantage") for sample in samples] == [None, "0.5", None]
 
 
-def test_a_sample_knows_its_group(tmp_path):
-    one, two = shown(tmp_path, {"group": 3, "prompt": "1+1="}, {"prompt": "1+1="})
-    assert one["group"] == 3 and "group" not in two and "group" not in one["chips"]
-
-
 def test_a_long_response_is_cut_and_says_so(tmp_path):
     (sample,) = shown(tmp_path, {"token_ids": [1] * 5000, "logprobs": [-1.0] * 5000})
     assert (sample["chips"]["tokens"], sample["cut"]) == ("5000", 1000)
     assert len(sample["logprobs"]) == 4000
-
-
-def test_a_message_without_text():
-    assert text([{"role": "assistant", "content": None}]) == "assistant: "
-    assert (text(None), text(3)) == ("", "3")
 
 
 def test_the_same_warning_is_shown_once(tmp_path):

@@ -11,7 +11,7 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import paired_tests
 from tests.runtime.runs import addition_rows, grpo_config, start
-from tests.runtime.watch.report.test_page import Page
+from tests.runtime.watch.report.pages import Page
 
 
 def judged(

@@ -161,7 +161,8 @@ def _command(folder: str, python: str, arguments: Sequence[str], limits: Limits)
     sizes = {"AS": limits.memory, "FSIZE": limits.disk, "NOFILE": DESCRIPTORS, "CORE": 0}
     sizes["NPROC"] = limits.processes + 2 * (not root)  # bubblewrap's own are of the same user
     given = (
-        {"CPU": (limits.cpu, limits.cpu + 1)} | {name: (size, size) for name, size in sizes.items()},
+        {"CPU": (limits.cpu, limits.cpu + 1)}
+        | {name: (size, size) for name, size in sizes.items()},
         where,
         f"size={limits.disk},nr_inodes={FILES},mode=777",
         root and 20_000 + next(NUMBERS) % 40_000,

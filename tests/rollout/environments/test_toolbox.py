@@ -177,21 +177,6 @@ def test_programs_wait_for_a_place(monkeypatch):
         run("3")
 
 
-def test_a_machine_without_a_sandbox_is_refused_before_the_run(monkeypatch):
-    def missing():
-        raise RuntimeError("no sandbox works here")
-
-    environments = [make_environment("exact_match", environment=e) for e in (PythonTool, Toolbox)]
-    rows = [{"prompt": "1+1=", "answer": "2"}]
-    for environment in environments:
-        environment.check(rows)
-    monkeypatch.setattr(toolbox, "find_sandbox", missing)
-    for environment in environments:
-        with pytest.raises(RuntimeError, match="no sandbox works here"):
-            environment.check(rows)
-    make_environment("exact_match", environment=Calculator).check(rows)
-
-
 def as_llama(name: str, **arguments) -> str:
     return json.dumps({"name": name, "parameters": arguments})
 

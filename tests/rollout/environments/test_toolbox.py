@@ -19,8 +19,7 @@ from nemorl.rollout.environments import make_environment, toolbox
 from nemorl.rollout.environments.toolbox import Calculator, PythonTool, Toolbox
 from nemorl.rollout.environments.tools import schemas_of, tools_of
 from nemorl.rollout.sandbox import Limits
-from tests.rollout.environments.test_tools import call, played
-from tests.rollout.test_context import tokenizer_of
+from tests.rollout.chats import call, played, tokenizer_of
 
 SMALL = Limits(cpu=1, wall=60, output=10_000, memory=256 << 20)
 calculate, run = Calculator().calculate, PythonTool(limits=SMALL).python

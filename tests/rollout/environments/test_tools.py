@@ -1,7 +1,5 @@
 """Environments of tools, as TRL documents its `environment_factory`, and classes of SkyRL-Gym."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -15,71 +13,14 @@ from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 from trl.experimental.harbor._env import HarborBashEnv
 
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import ConversationFailed, Limits
+from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import ClassEnvironment, TurnResult
 from nemorl.rollout.environments.tools import as_json
-from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
-from tests.rollout.test_context import tokenizer_of
-
-TOKENIZER = tokenizer_of("qwen2_5")
-SAMPLING = SamplingParams(n=2, max_new_tokens=200)
-
-
-class Scripted:
-    """An engine that answers text with text."""
-
-    policy_version = 1
-
-    def __init__(self, answer: Callable[[str], str], tokenizer: Any = TOKENIZER) -> None:
-        self.answer, self.tokenizer = answer, tokenizer
-
-    async def sample(self, prompt, params):
-        text = self.answer(self.tokenizer.decode(list(prompt)))
-        ids = (*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id)
-        said = Completion(
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            finish_reason="stop",
-            text=text,
-            tokenizer=self.tokenizer,
-        )
-        return [said] * params.n
-
-    def setup(self, config):
-        pass
-
-    def update_weights(self, source):
-        pass
-
-    def shutdown(self):
-        pass
-
-
-def call(name: str, **arguments) -> str:
-    asked = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{asked}\n</tool_call>"
-
-
-def played(
-    environment,
-    answer: Callable[[str], str],
-    *rows: dict,
-    tokenizer: Any = TOKENIZER,
-    sampling: SamplingParams = SAMPLING,
-    **limits,
-) -> Rollouts:
-    rows = [{"prompt": [{"role": "user", "content": "Go."}], **row} for row in rows or ({},)]
-    ids = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
-        for row in rows
-    ]
-    prompts = Prompts(rows, ids, tokenizer=tokenizer, limits=Limits(**limits))
-    generator = as_generation_backend(Scripted(answer, tokenizer))
-    return collect(generator, environment, prompts, sampling, seed=1)
+from tests.rollout.chats import SAMPLING, TOKENIZER, Scripted, call, played
 
 
 class IncrementEnv:

@@ -26,7 +26,7 @@ from nemorl.runtime.run.samples import (
     samples_of,
 )
 from nemorl.runtime.watch.report.gather import Gathered
-from tests.rollout.test_turns import PROMPTS, SAMPLING, TOKENIZER, Count
+from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Count
 from tests.runtime.runs import addition_rows, digits, grpo_config, start
 from tests.tiny_models import tiny_model
 

@@ -1,7 +1,5 @@
 """What every GenerationBackend must do."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -90,22 +88,6 @@ def test_samples_of_a_group_differ_and_seeds_repeat(make):
     )
     assert [c.token_ids for c in again] == [c.token_ids for c in first]
     assert [c.token_ids for c in other] != [c.token_ids for c in first]
-
-
-def test_completions_come_prompt_by_prompt(make):
-    """With prompts that continue in one way only: which completion belongs to which prompt can be
-    seen.
-    """
-    model = tiny_model(scale=3.0)
-    prompts = random_prompts(5, seed=8)
-    params = [SamplingParams(temperature=0.0, n=n, max_new_tokens=4 + n) for n in (2, 1, 3, 1, 2)]
-    completions = make(model, 3).generate(prompts, params)
-    expected = [
-        make(model).generate([prompt], replace(p, n=1))[0].token_ids
-        for prompt, p in zip(prompts, params, strict=True)
-        for _ in range(p.n)
-    ]
-    assert [c.token_ids for c in completions] == expected
 
 
 @pytest.mark.parametrize(
@@ -228,12 +210,6 @@ def test_new_weights_change_the_answers_and_the_version(make):
     )
 
 
-def test_weights_of_another_model_are_refused(make):
-    other = tiny_model(hidden_size=16)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
-        update(make(), ((name, p.detach()) for name, p in other.named_parameters()), version=1)
-
-
 def test_nothing_is_generated_after_an_update_that_failed(make):
     model = tiny_model(scale=3.0)
     backend, weights = (
@@ -311,10 +287,6 @@ def test_the_models_positions_end_a_response(make):
     completions = make().generate([[2] * 250, [2] * 3], SamplingParams(max_new_tokens=10, seed=0))
     assert [len(c.token_ids) for c in completions] == [6, 10]
     assert completions[0].finish_reason == "length"
-
-
-def test_nothing_to_do(make):
-    assert make().generate([], SamplingParams()) == []
 
 
 @pytest.mark.parametrize(

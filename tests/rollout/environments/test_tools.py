@@ -214,14 +214,6 @@ def test_a_judge_changes_the_rewards_of_all_and_measures_them():
     }
 
 
-def test_two_tools_of_one_name_are_refused():
-    class Twice(IncrementEnv):
-        add = IncrementEnv.increment
-
-    with pytest.raises(ValueError, match="names of their own, but there are two 'increment'"):
-        make_environment(reward_func, environment=Twice)
-
-
 def test_a_factory_is_tried_once_and_what_it_makes_is_closed():
     open_ones = []
 
@@ -283,18 +275,6 @@ def test_a_class_that_ships_with_trl():
     assert environment.has("bash") and environment.kind is HarborBashEnv
     with pytest.raises(ModuleNotFoundError, match="harbor"):
         played(environment, lambda prompt: "x", {"task_dir": "nowhere"})
-
-
-def test_what_is_no_tool():
-    class Bare:
-        def reset(self, **kwargs):
-            return None
-
-        def add(self, a, b):
-            return a + b
-
-    with pytest.raises(ValueError, match="tool 'add' must have annotated parameters, and a docst"):
-        make_environment(reward_func, environment=Bare)
 
 
 def test_skyrl_environments_of_one_turn():
@@ -411,39 +391,50 @@ def test_metrics_of_turns_and_of_the_end_are_both_kept():
     assert found.metrics == {"moves": 3.0, "score": 1.0}
 
 
-def test_settings_of_rewards_beside_an_environment_that_rewards_itself_are_refused():
-    for given in ({"settings": {"limit": 5}}, {"weights": (2.0, 3.0)}):
-        with pytest.raises(ValueError, match=r"^reward_\w+ must be left out with an environment"):
-            make_environment(Scored, **given)
+class Twice(IncrementEnv):
+    add = IncrementEnv.increment
 
 
-def test_a_class_in_place_of_an_object_or_an_object_in_place_of_a_class_is_named():
-    with pytest.raises(ValueError, match="must have get_reward"):
-        make_environment(IncrementEnv)
-    with pytest.raises(ValueError, match=": give the class itself"):
-        make_environment(reward_func, environment=IncrementEnv())
-    with pytest.raises(ValueError, match=r"judges batches.*give Environment\w+\(\)"):
-        make_environment(reward_func, environment=EnvironmentInterface, chosen=False)
-
-    def made(number) -> Any:
-        return IncrementEnv()
-
-    with pytest.raises(ValueError, match=r"missing 1 required .* annotate it, as -> MyEnvironment"):
-        make_environment(reward_func, environment=made)
+class Bare(IncrementEnv):
+    def add(self, a, b):
+        return a + b
 
 
-def test_a_tool_without_names_for_its_arguments_is_refused():
-    class Adds(IncrementEnv):
-        def add(self, *numbers: int) -> int:
-            """Add.
+class Adds(IncrementEnv):
+    def add(self, *numbers: int) -> int:
+        """Add.
 
-            Args:
-                numbers: To add.
-            """
-            return sum(numbers)
+        Args:
+            numbers: To add.
+        """
+        return sum(numbers)
 
-    with pytest.raises(ValueError, match=r"tool 'add' must have parameters with names"):
-        make_environment(reward_func, environment=Adds)
+
+def made(number) -> Any:
+    return IncrementEnv()
+
+
+@pytest.mark.parametrize(
+    ("reward", "given", "message"),
+    [
+        (reward_func, {"environment": Twice}, "names of their own, but there are two 'increment'"),
+        (reward_func, {"environment": Bare}, "'add' must have annotated parameters, and a docst"),
+        (reward_func, {"environment": Adds}, "tool 'add' must have parameters with names"),
+        (reward_func, {"environment": IncrementEnv()}, ": give the class itself"),
+        (reward_func, {"environment": made}, "missing 1 required .* annotate it, as -> MyEnviron"),
+        (
+            reward_func,
+            {"environment": EnvironmentInterface, "chosen": False},
+            r"judges batches.*give Environment\w+\(\)",
+        ),
+        (IncrementEnv, {}, "must have get_reward"),
+        (Scored, {"settings": {"limit": 5}}, "^reward_kwargs must be left out with an environment"),
+        (Scored, {"weights": (2.0, 3.0)}, "^reward_weights must be left out with an environment"),
+    ],
+)
+def test_refusals(reward, given, message):
+    with pytest.raises(ValueError, match=message):
+        make_environment(reward, **given)
 
 
 def test_results_of_tools_are_told_as_they_are():

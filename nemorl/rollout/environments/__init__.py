@@ -83,10 +83,7 @@ def _led(
     chosen: bool,
     workers: Callable[[], Workers] | None,
 ) -> Environment:
-    """Return an environment that leads conversations; `judge()` gives the reward that it lacks.
-
-    given: settings of reward functions.
-    """
+    """Return an environment that leads conversations."""
     if isinstance(environment, str):
         require_environment(environment)
         named = ENVIRONMENTS.get(environment, environment)

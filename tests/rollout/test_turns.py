@@ -243,8 +243,8 @@ def test_an_environment_that_takes_too_long_fails(generator):
         async def step(self, response):
             await asyncio.sleep(60)
 
-    limited = replace(PROMPTS, limits=Limits(timeout_s=0.05))
-    with pytest.raises(TimeoutError, match=r"'Slow': step must end within 0.05 s \(rollout.timeo"):
+    limited = replace(PROMPTS, limits=Limits(timeout_s=1))
+    with pytest.raises(TimeoutError, match=r"'Slow': step must end within 1 s \(rollout.timeo"):
         collect(generator, make_environment(Slow), limited, SAMPLING, seed=1)
 
 
@@ -417,16 +417,6 @@ def test_a_timeout_of_the_environments_own_is_not_ours(generator):
 
     with pytest.raises(TimeoutError, match=r"^timed out during the handshake\n"):
         collect(generator, make_environment(Lost), PROMPTS, SAMPLING, seed=1)
-
-
-def test_an_environment_of_batches_returns_one_of_everything(generator):
-    class Few(Batched):
-        def step(self, message_log_batch, metadata):
-            found = super().step(message_log_batch, metadata)
-            return replace(found, observations=found.observations[1:])
-
-    with pytest.raises(ValueError, match="environment 'Few' must return one of observations per"):
-        collect(generator, Few(), PROMPTS, SAMPLING, seed=1)
 
 
 def test_an_environment_of_batches_that_is_cancelled_fails(generator):

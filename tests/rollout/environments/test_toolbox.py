@@ -128,7 +128,6 @@ def test_what_it_refuses(expression: str, error: str):
         ("while True: pass", "Failed: time"),
         ("while True: print('x' * 1000)", "Failed: output"),
         ("x = 'x' * 10**10", "Failed: memory"),
-        ("import os; os.fork()", "PermissionError"),
         ("open('/etc/hostname').read()", "Error"),
     ],
 )

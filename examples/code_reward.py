@@ -8,7 +8,7 @@ run this with reference solutions of your own data before you train on it. Each 
 """
 
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.sandbox import find_sandbox
+from nemorl.rollout.sandbox import check_sandbox
 
 HEAD = 'def largest(xs: list) -> int:\n    """Return the largest of some numbers."""\n'
 ROWS = [
@@ -46,7 +46,7 @@ WRONG = {
 def main() -> None:
     environment = make_environment("code", settings={"limits": {"cpu": 1}})
     environment.check(ROWS)
-    print(f"sandbox: {find_sandbox()}")
+    check_sandbox()
     for name, programs in {"right": RIGHT, **WRONG}.items():
         logs = [
             [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": program}]

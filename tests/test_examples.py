@@ -18,6 +18,7 @@ BRIEFLY = {
     "custom_backend.py": ("2", "differs by a factor of 1.0000"),
     "custom_reward.py": ("2", "first_try/solved: "),
     "custom_training_backend.py": ("5", "from the start"),
+    "puzzle.py": ("--steps 1", "2x2, of boards held out and others: solved [0."),
     "several_devices.py": ("2", "the trained model, whole again: runs/several_devices/run/hf"),
     "tools.py": ("--sft 4 --grpo 1", "held-out greedy accuracy: 0."),
 }
@@ -28,7 +29,6 @@ ELSEWHERE = {
     "demo.py": "tests/test_demo.py",
     "math_reward.py": "test_mathematics_is_judged",
     "judge.py": "tests/rollout/test_judge.py",
-    "puzzle.py": "tests/rollout/environments/test_sliding_puzzle.py",
     "quickstart.py": "tests/test_documentation.py",
     "custom_loss.py": "tests/test_scripts.py",
     "grpo_loop.py": "tests/test_scripts.py",
@@ -84,6 +84,13 @@ def test_a_small_model_learns_to_use_the_calculator(tmp_path: Path, monkeypatch,
     assert run_example("tools.py") == 0
     before, _, after = capsys.readouterr().out.splitlines()[-1].rpartition(": ")[2].split()
     assert float(before) < 0.6 and float(after) > 0.85
+
+
+@pytest.mark.slow
+def test_a_model_learns_puzzles_from_nothing(tmp_path: Path):
+    before, after = load_example("puzzle").main(steps=25, dir=str(tmp_path / "run"))[1::2]
+    assert before < 0.2
+    assert after > before + 0.4
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("custom_*.py")), ids=lambda path: path.stem)

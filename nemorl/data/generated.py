@@ -1,4 +1,4 @@
-"""Rows that are generated: tasks of reasoning-gym, and sliding puzzles."""
+"""Rows that are generated: tasks of reasoning-gym."""
 
 from typing import Any
 from urllib.parse import parse_qsl
@@ -6,19 +6,10 @@ from urllib.parse import parse_qsl
 import yaml
 
 from nemorl.checks import closest, require
-from nemorl.data.sliding_puzzle import boards, optimal_moves, shown
 
-PREFIX, PUZZLES = "reasoning_gym:", "sliding_puzzle:"
+PREFIX = "reasoning_gym:"
 APART = 10**9
 """Row i is made of the seed + i; the rows of "validation" of seeds that are so much larger."""
-
-
-PROMPT = """\
-Slide the tiles into order, with the gap (0) last. In each turn name where a tile beside the gap \
-goes: U (up), D (down), L (left) or R (right).
-
-"""
-"""Of a puzzle."""
 
 
 def task_of(name: str, **settings: Any) -> Any:
@@ -46,33 +37,23 @@ def task_of(name: str, **settings: Any) -> Any:
 def is_generated(source: Any) -> bool:
     """Return whether `generated` makes the rows of a source.
 
-    >>> is_generated("sliding_puzzle:2x2"), is_generated("sums.jsonl")
+    >>> is_generated("reasoning_gym:leg_counting"), is_generated("sums.jsonl")
     (True, False)
     """
-    return isinstance(source, str) and source.startswith((PREFIX, PUZZLES))
+    return isinstance(source, str) and source.startswith(PREFIX)
 
 
 def generated(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a task or puzzle: 1,000, or the setting `size`, if there are as many.
+    """Return the rows of a task: 1,000, or the setting `size`, if there are as many.
 
     Those of a task have `prompt`, `answer`, `metadata`, and `task`, which judges them. Those of the
-    split "validation" are of other seeds; a task of few questions may still repeat some. Those of
-    a puzzle: docs/puzzle.md.
+    split "validation" are of other seeds; a task of few questions may still repeat some.
 
     >>> len(generated("reasoning_gym:leg_counting?size=3", "train"))
     3
     """
     known, remedy = split in ("train", "validation"), "there is no other"
     require(known, "the split of a task", 'must be "train" or "validation"', split, remedy)
-    if source.startswith(PUZZLES):
-        shape, _, given = source.removeprefix(PUZZLES).partition("?")
-        try:
-            found = boards(shape, split=split, **_settings(given))
-        except TypeError as error:
-            raise ValueError(f"{source}: {error}: change the setting") from error
-        board, optimal = map(shown, found), map(len, map(optimal_moves, found))
-        made = zip(board, optimal, strict=True)
-        return [{"prompt": PROMPT + b, "board": b, "optimal": n} for b, n in made]
     task = task_of(name := source.removeprefix(PREFIX))
     if split == "validation":
         task = task_of(name, seed=task.seed + APART)

@@ -286,7 +286,6 @@ ENVIRONMENTS = {
     "calculator": "nemorl.rollout.environments.toolbox:Calculator",
     "python": "nemorl.rollout.environments.toolbox:PythonTool",
     "toolbox": "nemorl.rollout.environments.toolbox:Toolbox",
-    "sliding_puzzle": "nemorl.rollout.environments.sliding_puzzle:SlidingPuzzle",
 }
 """Environments by name."""
 

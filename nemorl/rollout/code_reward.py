@@ -14,8 +14,7 @@ from typing import Any
 
 from nemorl.checks import short
 from nemorl.data.datasets import as_messages
-from nemorl.rollout.sandbox import Limits, ProgramResult, find_sandbox, run_program
-from nemorl.rollout.syntax import parse
+from nemorl.rollout.sandbox import Limits, ProgramResult, check_sandbox, parse, run_program
 
 SIDES = Path(__file__).with_name("code_sides.py").read_text()
 FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
@@ -187,7 +186,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
                 "code needs the column entry_point, the function that a test's check(candidate) is"
                 f" called with, but has {', '.join(row)}"
             )
-    find_sandbox()
+    check_sandbox()
 
 
 vars(code_tests).update(check_row=_check_row, reads_messages=True)

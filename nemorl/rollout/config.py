@@ -27,7 +27,7 @@ class RolloutConfig:
     """How conversations with an environment are led."""
 
     environment: str | None = None
-    """calculator, python, toolbox, sliding_puzzle, or a class with turns or tools, as module:Class
+    """calculator, python, toolbox, or a class with turns or tools, as module:Class
     or ./file.py:Class (docs/environments.md). Default: one response to each prompt, judged by
     `reward`.
     """

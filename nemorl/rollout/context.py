@@ -78,9 +78,6 @@ class Context:
         return (*tokens, *_ids(self.tokenizer, rest))
 
     def _require_said(self, message: Message, text: str) -> None:
-        """Raise ValueError for a role that the template does not know, and for a message that it
-        leaves out; it may leave out what the model said before.
-        """
         said = message.get("content")
         if self.plain or message.get("role") == "assistant" or not isinstance(said, str):
             return
@@ -141,9 +138,7 @@ class Context:
         return self.tokenizer.decode(list(ids), **options)
 
     def _as_sampled(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with each answer's text as it was sampled: no template writes a call of a
-        tool exactly as the model did.
-        """
+        """Return messages with each answer's text as it was sampled."""
         left, found = list(self._said), []
         for message in reversed(messages):  # the first ones may be of the row, or left out
             spoken = message.get("role") == "assistant"

@@ -218,9 +218,7 @@ def _example(turns: Sequence[Turn]) -> Example:
 
 
 def _experts(turns: Sequence[Turn]) -> "Tensor | None":
-    """Return the experts, `[computed, layers, topk]`, that computed each token first: a later turn
-    computes those of earlier ones again, perhaps with other weights. None: a turn has none.
-    """
+    """Return the experts, `[computed, layers, topk]`, that computed each token first."""
     parts: list[Tensor] = []
     length = 0
     for turn in turns:

@@ -214,14 +214,15 @@ class FunctionalRewardWrapper:
         rows: Sequence[Metadata],
     ) -> tuple[list[float], list[Exception | None]]:
         calls = [self.signature.arguments(*one, row) for one, row in zip(given, rows, strict=True)]
-        results: list[Callable[[], Any]]
+        results: Iterable[Callable[[], Any]]
+        judged = self._processes.run(calls) if self._processes else None
         if self.signature.awaited:
             answers = self._loop.run(self._awaited(calls, texts))
             results = [lambda each=each: each for each in answers]  # type: ignore[misc]
-        elif self._processes is None:
+        elif judged is None:
             results = [partial(self.fn, **call) for call in calls]
         else:
-            results = [self._processes.start((), call).result for call in calls]
+            results = (future.result for future in judged)
         rewards, failures = list[float](), list[Exception | None]()
         late: list[str] = []
         try:
@@ -239,10 +240,9 @@ class FunctionalRewardWrapper:
                     late.append(shown)
                 rewards.append(0.0 if found is LATE else self._number(found, *text))
                 failures.append(failure)
-        except BaseException:
-            if self._processes:
-                self._processes.end()
-            raise
+        finally:
+            if judged:
+                judged.close()
         if self._processes and late:
             warn(
                 f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"

@@ -53,9 +53,7 @@ class Server:
 
 
 def _check(server: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless the first row's answer is judged; once, as each row of a stream is
-    checked.
-    """
+    """Raise a ValueError unless the first row's answer is judged."""
     for row in rows[: "checked" not in vars(server)]:
         answer = str(row.get("answer", ""))
         try:

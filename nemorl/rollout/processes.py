@@ -1,44 +1,39 @@
-"""Calls in processes that end with a time limit: for rewards that are slow or may never return.
+"""Calls in processes that end with a time limit: for rewards that are slow or may never return."""
 
-A server, which has imported nothing but what the function needs, forks a worker for each CPU: see
-`process_server`. The workers end with the server, and the server with the connection to the process
-that started it, which also watches that the server answers.
-"""
-
-import builtins
-import contextlib
-import json
 import os
-import secrets
+import pickle
 import signal
-import socket
 import subprocess
 import sys
-import threading
+import time
+import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from contextlib import suppress
+from importlib import import_module
+from math import isnan
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, TypeVar
 
 import cloudpickle
 import psutil
 
-from nemorl.checks import require
-from nemorl.rollout.process_server import LARGEST_ANSWER, LOADING_S, NUMBER_SIZE
+from nemorl.checks import as_number, require, short
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LIMIT = "_limit_in_processes"
-TICK_S, SILENT_S, ENDING_S = 1.0, 60.0, 10.0
-"""How often the server is looked after, and how long it may be silent and end."""
-MARK = "NEMORL_PROCESSES"
-"""An environment variable by which the processes of a server are known after its death."""
-SERVER = """
+LOADING_S = 600.0
+"""Longest time to load the function and its modules."""
+ENDED = "its process ended: it called os._exit, crashed in C, or needed too much memory"
+LATE = object()
+"""The result of a call that was ended at its time limit."""
+WORKER = """
 import sys
 sys.path[:] = sys.argv[2:]
-from nemorl.rollout.process_server import serve
-serve(int(sys.argv[1]))
+from nemorl.rollout.processes import work
+work(int(sys.argv[1]))
 """
 
 
@@ -47,9 +42,10 @@ def judged_in_processes(
 ) -> Callable[[Function], Function]:
     """Have a reward of one response judged in processes, in parallel, with a time limit for each.
 
-    A response that takes longer than `seconds` gets reward 0, with a warning. The function is
-    pickled, and may be one of a script, a notebook or a module. `imports`: modules that it imports
-    when it is called, whose import should take none of its time.
+    A response that takes longer than `seconds` gets reward 0, with a warning, and its process is
+    killed with what it has started. The function is pickled, and may be one of a script, a notebook
+    or a module. `imports`: modules that it imports when it is called, whose import should take none
+    of its time.
 
     >>> @judged_in_processes(seconds=2)
     ... def slow(prompt, response):
@@ -64,154 +60,159 @@ def judged_in_processes(
     return with_limit
 
 
-LATE = object()
-"""The result of a call that was ended at its time limit."""
-
-
-@dataclass(frozen=True)
-class Other:
+class Other(str):
     """A result other than a number, as errors show it."""
 
-    shown: str
+    __repr__ = str.__str__
 
-    def __repr__(self) -> str:
-        return self.shown
+
+class _Worker:
+    """A process that calls the function, in a session of its own: signals are for the run."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.connection, theirs = Pipe()
+        self.ready, self.deadline = False, time.monotonic() + LOADING_S
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(theirs.fileno()), *sys.path],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,  # it closes where the run ends
+            start_new_session=True,
+        )
+        theirs.close()
+        self.connection.send((cloudpickle.dumps(fn), getattr(fn, LIMIT)[1]))
+
+    def call(self, arguments: Mapping[str, Any], seconds: float) -> None:
+        with suppress(OSError):  # it has ended, as `receive` finds
+            self.connection.send_bytes(cloudpickle.dumps(arguments))
+        self.deadline = time.monotonic() + seconds
+
+    def receive(self) -> tuple[Any, BaseException | None] | None:
+        """Return a result and an error; None once the function is loaded."""
+        try:
+            found = self.connection.recv()
+        except (EOFError, OSError):
+            self.ready, found = False, (None, RuntimeError(ENDED))
+        self.ready |= found is None
+        return found
+
+    def kill(self) -> None:
+        """Kill it with its session, and what has left that."""
+        left: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            left = psutil.Process(self.process.pid).children(recursive=True)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for child in left:
+            with suppress(psutil.Error):
+                child.kill()
+        self.process.communicate()
+        self.connection.close()
 
 
 class Processes:
     """Calls one function in other processes, from any thread; they end with this object."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.seconds: float = getattr(fn, LIMIT)[0]
-        self._fn = fn
-        self._lock, self._count = threading.Lock(), 0
-        self._server: subprocess.Popen | None = None
-        self.end: Callable[[], Any] = lambda: None
-        """Ends the processes; a later call starts others."""
+        self.fn, self.seconds = fn, getattr(fn, LIMIT)[0]
+        self._most = len(os.sched_getaffinity(0))
+        self._idle: list[_Worker] = []
+        weakref.finalize(self, _end, self._idle, os.getpid())
 
-    def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future:
-        """Start a call; its future has a number, an `Other`, LATE, or what the function raised."""
-        call, answer = cloudpickle.dumps((args, kwargs)), Future[Any]()
-        with self._lock:
-            if self._server is None or self._server.poll() is not None:
-                self._start_server()
-            self._count += 1
-            self._answers[self._count] = answer
-            try:
-                self._connection.send((self._count, call))
-            except OSError:
-                _fail(self._answers, "ended")
-        return answer
+    def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Future[Any]]:
+        """Yield a future for the arguments of each call, in order, once it is done: with a number,
+        an `Other`, LATE, or what the function raised. Calls that go on end with the iterator.
+        """
+        futures = [Future[Any]() for _ in calls]
+        waiting = deque(zip(futures, calls, strict=True))
+        busy: dict[Any, tuple[_Worker, Future[Any], Mapping[str, Any]]] = {}
+        try:
+            for future in futures:
+                while not future.done():
+                    while waiting and len(busy) < self._most:
+                        worker = self._free()
+                        busy[worker.connection] = worker, *waiting.popleft()
+                        if worker.ready:
+                            worker.call(busy[worker.connection][2], self.seconds)
+                    self._advance(busy)
+                yield future
+        finally:
+            for worker, *_ in busy.values():
+                worker.kill()
 
-    def _start_server(self) -> None:
-        work = cloudpickle.dumps(self._fn), *getattr(self._fn, LIMIT)
-        self._connection, theirs = Pipe()
-        number, mark = theirs.fileno(), secrets.token_hex(8)
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(number), *sys.path],
-            pass_fds=[number],
-            env={**os.environ, "OMP_NUM_THREADS": "1", MARK: mark},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # signals are for the process that trains
-        )
-        theirs.close()
-        whose = self._connection, mark, os.getpid()
-        self.end = weakref.finalize(self, _end, self._server, *whose)
-        self._answers: dict[int, Future] = {}
-        threading.Thread(
-            target=_receive,
-            args=(self._connection, self._server, self._answers, mark),
-            daemon=True,
-        ).start()
-        self._connection.send(work)
+    def _free(self) -> _Worker:
+        with suppress(IndexError):  # none, or another thread has it
+            return self._idle.pop()
+        return _Worker(self.fn)
+
+    def _advance(self, busy: dict[Any, tuple[_Worker, Future[Any], Mapping[str, Any]]]) -> None:
+        """Wait for an answer or a deadline."""
+        nearest = min(worker.deadline for worker, *_ in busy.values())
+        answered = wait([*busy], max(0.0, nearest - time.monotonic()))
+        for connection, (worker, future, call) in [*busy.items()]:
+            if connection in answered:
+                found = worker.receive()
+            elif time.monotonic() >= worker.deadline:
+                slow = RuntimeError(f"its process did not load it within {LOADING_S:g} s")
+                found = (LATE, None) if worker.ready else (None, slow)
+                worker.ready = False
+            else:
+                continue
+            if found is None:
+                worker.call(call, self.seconds)
+                continue
+            del busy[connection]
+            if worker.ready:
+                self._idle.append(worker)
+            else:
+                worker.kill()
+            value, error = found
+            future.set_exception(error) if error else future.set_result(value)
 
 
-def _end(server: subprocess.Popen, connection: Connection, mark: str, owner: int) -> None:
-    """Have a server end its workers and itself, unless this process is only a fork of the one it is
-    for; kill it and what it leaves if it does not.
+def _end(workers: list[_Worker], owner: int) -> None:
+    while workers and os.getpid() == owner:  # not in a fork
+        workers.pop().kill()
+
+
+def work(descriptor: int) -> None:
+    """Load the function and answer calls, in a child; the parent kills the session after the run's
+    end.
     """
-    if os.getpid() != owner:
-        return
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_RDWR)
-    _revive(server)
+    connection = Connection(descriptor)
+    if os.fork():
+        connection.close()
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGKILL)
+    own = os.getpid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    pickled, modules = connection.recv()
     try:
-        server.wait(ENDING_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-    if server.wait() != 0:
-        _kill_marked(mark)
+        for name in modules:
+            with suppress(ImportError):  # the function says what it lacks
+                import_module(name)
+        fn = pickle.loads(pickled)
+    except BaseException as error:
+        reason = f"it can't be loaded in another process: {error!r}"
+        return connection.send((None, RuntimeError(reason)))
+    connection.send(None)
+    with suppress(EOFError):
+        while True:
+            answer = _answer(fn, connection.recv_bytes())
+            if os.getpid() != own:  # the function has forked, and this is the child
+                os._exit(0)
+            connection.send(answer)
 
 
-def _revive(server: subprocess.Popen) -> None:
-    """Continue a server that a call may have stopped."""
-    server.send_signal(signal.SIGCONT)
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill the processes that have the environment of a server."""
-    found = True
-    while found:
-        found = False
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == mark and process.status() != "zombie":
-                    process.kill()
-                    found = True
-
-
-def _receive(
-    connection: Connection, server: subprocess.Popen, answers: dict[int, Future], mark: str
-) -> None:
-    """Give the answers to those who wait, until the server has ended, or is silent too long."""
-    reason, silent, limit = "ended", 0.0, LOADING_S
-    with contextlib.suppress(EOFError, OSError):
-        while silent < limit:
-            if not connection.poll(TICK_S):  # ticks, as the machine may sleep
-                silent = silent + TICK_S if answers else 0.0
-                if answers:
-                    _revive(server)
-                continue
-            message = connection.recv_bytes(NUMBER_SIZE + LARGEST_ANSWER)
-            content = message[NUMBER_SIZE:]
-            silent, limit = 0.0, SILENT_S
-            future = answers.pop(int.from_bytes(message[:NUMBER_SIZE]), None)
-            if future is None:  # all is well, or the call has failed
-                continue
-            try:
-                future.set_result(_result(json.loads(content)) if content else LATE)
-            except BaseException as error:  # also the SystemExit of a sys.exit
-                future.set_exception(error)
-        else:
-            doing = "load the function" if limit == LOADING_S else "answer"
-            reason = f"did not {doing} within {limit:g} s"
-    _end(server, connection, mark, os.getpid())
-    _fail(answers, reason)
-
-
-def _result(answer: Mapping[str, Any]) -> Any:
-    """Return the result in an answer. Raises the error in it."""
-    if "number" in answer:
-        return answer["number"]
-    if "shown" in answer:
-        return Other(answer["shown"])
-    text = f"{answer['kind']}: {answer['message']}"
-    error: BaseException = RuntimeError(text)
-    if answer["kind"] == "ConversationFailed":
-        from nemorl.rollout.conversation import ConversationFailed  # rewards start without torch
-
-        error = ConversationFailed(answer["message"])
-    kind: Any = getattr(builtins, answer["kind"], None)
-    known = isinstance(kind, type) and issubclass(kind, Exception | SystemExit)
-    if known and answer["args"] is not None:
-        error = kind(*answer["args"])
-    if answer["note"]:
-        error.add_note(answer["note"])
-    raise error
-
-
-def _fail(answers: dict[int, Future], reason: str) -> None:
-    while answers:
-        with contextlib.suppress(KeyError):  # another thread has it
-            error = RuntimeError(f"the server of its processes {reason}")
-            answers.popitem()[1].set_exception(error)
+def _answer(fn: Callable[..., Any], arguments: bytes) -> tuple[Any, BaseException | None]:
+    try:
+        value = fn(**pickle.loads(arguments))
+        number = as_number(value)
+        return Other(short(value)) if isnan(number) else number, None
+    except BaseException as error:
+        found: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
+        with suppress(Exception):
+            if isinstance(error, Exception | SystemExit) and pickle.loads(pickle.dumps(error)):
+                found = error
+        found.add_note(f"In a process of its own:\n{traceback.format_exc()}")
+        return None, found

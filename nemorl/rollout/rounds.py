@@ -259,9 +259,7 @@ class Rounds:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _judge(self, function: Callable, requests: list[Request]) -> None:
-        """Have a function called in a thread, once its last call has ended; with what other groups
-        ask until then.
-        """
+        """Have a function called in a thread, once its last call has ended."""
         owner, shared = self._owners[function], self._shared
         key = function if owner is None else id(owner)
         shared.together.setdefault(key, []).append((function, requests))
@@ -363,9 +361,7 @@ _LOCKS: dict[int, threading.RLock] = {}
 
 
 def _locked(owner: Any, function: Callable[[list[Any]], T], items: list[Any]) -> T:
-    """Call a function while no other thread calls one of the same owner: a validation may judge
-    beside what is sampled ahead.
-    """
+    """Call a function while no other thread calls one of the same owner."""
     with _LOCKS.setdefault(id(owner), threading.RLock()):
         return function(items)
 

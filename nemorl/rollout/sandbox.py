@@ -1,5 +1,6 @@
-"""Run programs that nobody has read: `run_program`."""
+"""Python that models wrote: parsed by any number of threads, and run in bubblewrap."""
 
+import ast
 import functools
 import itertools
 import os
@@ -13,18 +14,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import Any
 
 from nemorl.checks import at_least
-from nemorl.warn import warn
 
-SANDBOXES = "bubblewrap", "rlimits", "rlimits without Landlock"
-JAIL = Path(__file__).with_name("jail.py").read_text()
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"
 DEVICES = "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
-THREADS, FILES, DESCRIPTORS = 64, 1024, 256
+FILES, DESCRIPTORS = 1024, 64
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 NUMBERS = itertools.count(os.getpid())
+ELSEWHERE = "judge them by an async reward that calls a sandbox behind a URL (docs/code.md)"
+LAUNCH = """
+import ctypes, os, resource, sys
+limits, folder, tmpfs, uid = eval(sys.argv[1])
+for name, pair in limits.items():
+    kind = getattr(resource, f"RLIMIT_{name}")
+    most = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, pair if most < 0 else tuple(min(most, each) for each in pair))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, tmpfs.encode()):
+    raise OSError(ctypes.get_errno(), "can't mount a folder in memory")
+os.chdir(folder)
+if uid:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+libc.prctl(47, 4, 0, 0, 0)  # capabilities end with `execv`
+os.write(2, b"\\0")  # all is shut
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Started in bubblewrap, it sets limits, and becomes the program."""
+_ONE_AT_A_TIME = Lock()
+"""CPython before 3.11.8 and 3.12.2 counts the depths of all threads' trees in one number, and ends
+with SystemError where a garbage collection lets another thread in (gh-106905)."""
+
+
+def parse(text: str, mode: str = "exec") -> Any:
+    """Return the syntax tree of a text, as `ast.parse`. Raises: SyntaxError, ValueError."""
+    with _ONE_AT_A_TIME:
+        return ast.parse(text, mode=mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +70,9 @@ class Limits:
     output: int = 1 << 20
     """Bytes of stdout and stderr."""
     disk: int = 64 << 20
-    """Bytes of files, held in memory. With rlimits none is written."""
-    processes: int = 1
-    """1: no others, but threads; else both together. With rlimits always 1."""
+    """Bytes of files, held in memory."""
+    processes: int = 4
+    """Processes and threads together."""
 
     def __post_init__(self) -> None:
         at_least(1, cpu=self.cpu, wall=self.wall, output=self.output)
@@ -61,7 +91,6 @@ class ProgramResult:
     outcome: str
     """ok, error, or the limit that ended it: time, memory, output."""
     seconds: float
-    sandbox: str
 
 
 def run_program(
@@ -72,18 +101,15 @@ def run_program(
     limits: Limits | None = None,
     python: str = sys.executable,
     descriptors: Sequence[int] = (),
-    sandbox: str | None = None,
 ) -> ProgramResult:
-    """Run a Python program in a sandbox, from any thread.
+    """Run a Python program in bubblewrap, from any thread.
 
-    descriptors: open files that it gets, too. sandbox: one of SANDBOXES (default: the best).
-    Raises: RuntimeError where it can't be shut in.
+    descriptors: open files that it gets, too. Raises: RuntimeError where it can't be shut in.
 
     >>> run_program("print(int(input()) + 1)", stdin="41").stdout
     '42\\n'
     """
-    sandbox, limits = sandbox or find_sandbox(python), limits or Limits()
-    begin = time.monotonic()
+    limits, begin = limits or Limits(), time.monotonic()
     with TemporaryDirectory(prefix="nemorl-") as folder:
         Path(folder, "empty").mkdir()
         for name, text in (("program.py", source), ("stdin", stdin)):
@@ -93,7 +119,7 @@ def run_program(
         with (
             path.open("rb") as given,
             subprocess.Popen(
-                _command(sandbox, folder, python, arguments, limits),
+                _command(folder, python, arguments, limits),
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -110,7 +136,10 @@ def run_program(
     seconds, code = time.monotonic() - begin, process.returncode
     begun, stderr = err.startswith(b"\0"), err.removeprefix(b"\0").decode(errors="replace")
     if not begun and not cut:
-        raise RuntimeError(f"no program can be run in the sandbox {sandbox!r}: {stderr[-500:]}")
+        raise RuntimeError(
+            f"programs that a model wrote run only in bubblewrap, which does not work here:"
+            f" {stderr.strip()[-500:]}: allow user namespaces, or {ELSEWHERE}"
+        )
     code = 128 - code if code < 0 else code
     if not cut and code:
         cut = "error"
@@ -118,31 +147,27 @@ def run_program(
             cut = "time"
         elif code == 137 or stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
             cut = "memory"
-    return ProgramResult(out.decode(errors="replace"), stderr, code, cut or "ok", seconds, sandbox)
+    return ProgramResult(out.decode(errors="replace"), stderr, code, cut or "ok", seconds)
 
 
-def _command(
-    sandbox: str, folder: str, python: str, arguments: Sequence[str], limits: Limits
-) -> list[str]:
-    inside, root = sandbox == "bubblewrap", os.getuid() == 0
-    alone = limits.processes == 1 or not inside
-    where, program = f"{folder}/empty", f"{folder}/program.py"
+def _command(folder: str, python: str, arguments: Sequence[str], limits: Limits) -> list[str]:
+    bwrap = shutil.which("bwrap", path=PLACES)
+    if bwrap is None:
+        raise RuntimeError(
+            "programs that a model wrote run only in bubblewrap, but there is no bwrap on the PATH:"
+            f" apt install bubblewrap (or dnf, pacman, apk), or {ELSEWHERE}"
+        )
+    root, where, program = os.getuid() == 0, f"{folder}/empty", f"{folder}/program.py"
     sizes = {"AS": limits.memory, "FSIZE": limits.disk, "NOFILE": DESCRIPTORS, "CORE": 0}
-    if inside:  # elsewhere others of the same user would count
-        sizes["NPROC"] = (THREADS if alone else limits.processes) + 2 * (not root)
+    sizes["NPROC"] = limits.processes + 2 * (not root)  # bubblewrap's own are of the same user
+    given = (
+        {"CPU": (limits.cpu, limits.cpu + 1)}
+        | {name: (size, size) for name, size in sizes.items()},
+        where,
+        f"size={limits.disk},nr_inodes={FILES},mode=777",
+        root and 20_000 + next(NUMBERS) % 40_000,
+    )
     readable = [*SYSTEM, *DEVICES, *_prefixes(python)]
-    given = {
-        "limits": {"CPU": (limits.cpu, limits.cpu + 1)} | {k: (v, v) for k, v in sizes.items()},
-        "folder": where,
-        "alone": alone,
-        "tmpfs": inside and f"size={limits.disk},nr_inodes={FILES},mode=777",
-        "parent": 1 if inside else os.getpid(),
-        "uid": inside and root and 20_000 + next(NUMBERS) % 40_000,
-        "readable": sandbox == "rlimits" and [*readable, folder],
-    }
-    jail = [python, "-I", "-S", "-c", JAIL, repr(given), python, "-I", "-B", program, *arguments]
-    if not inside:
-        return jail
     above = sorted({str(up) for path in [*readable, where] for up in Path(path).parents[:-1]})
     binds = [("--dev-bind-try" if p in DEVICES else "--ro-bind-try", p, p) for p in readable]
     options = [
@@ -152,8 +177,8 @@ def _command(
         *(("--cap-add", f"CAP_{name}") for name in ("SYS_ADMIN", *["SETUID", "SETGID"] * root)),
         *((f"--unshare-{kind}",) for kind in ("ipc", "pid", "net", "uts", *["user"] * (not root))),
     ]
-    bwrap = shutil.which("bwrap", path=PLACES) or "bwrap"
-    return [bwrap, "--die-with-parent", *itertools.chain(*options), *jail]
+    launch = [python, "-I", "-S", "-c", LAUNCH, repr(given), python, "-I", "-B", program]
+    return [bwrap, "--die-with-parent", *itertools.chain(*options), *launch, *arguments]
 
 
 @functools.cache
@@ -191,25 +216,6 @@ def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> tuple
 
 
 @functools.cache
-def find_sandbox(python: str = sys.executable) -> str:
-    """Return the first of SANDBOXES that works here; warns of another than the first.
-
-    Raises: RuntimeError if none does.
-    """
-    reasons = []
-    for name in SANDBOXES:
-        try:
-            result = run_program("", python=python, sandbox=name)
-        except (RuntimeError, OSError) as error:
-            reasons.append(str(error))
-            continue
-        if result.outcome != "ok":
-            reasons.append(f"{name}: {result.outcome}, {result.stderr[-500:]}")
-            continue
-        if reasons:
-            warn(
-                f"programs run in the sandbox {name!r}, because {reasons[0]}: install bubblewrap;"
-                " docs/code.md says what it does not shut"
-            )
-        return name
-    raise RuntimeError(f"no sandbox works here, as {'; '.join(reasons)}: use Linux, bubblewrap")
+def check_sandbox() -> None:
+    """Raise RuntimeError, with the remedy, where no program can be run."""
+    run_program("")

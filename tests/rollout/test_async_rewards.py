@@ -131,11 +131,6 @@ def test_an_async_reward_is_one_of_several():
     assert result.components == {"right": [1.0, 0.0], "long": [1.0, 1.0]}
 
 
-def test_processes_take_no_async_function():
-    with pytest.raises(ValueError, match="to be judged in processes, but it is 'async': make"):
-        FunctionalRewardWrapper(nemorl.judged_in_processes()(right))
-
-
 def test_training_and_evaluation_take_async_rewards(tmp_path):
     """The same step as with a plain function, and the same judgement."""
     tiny_model().save_pretrained(tmp_path / "model")

@@ -109,15 +109,6 @@ def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
             assert found.policy_versions[1][found.loss_mask[1]].tolist() == expected
 
 
-def test_an_exit_in_an_environment_is_its_error(generator):
-    class Exits(FunctionalRewardWrapper):
-        def step(self, message_log_batch, metadata):
-            raise SystemExit(0)
-
-    with pytest.raises(RuntimeError, match="environment 'Exits' must not end the run, but it"):
-        collect(generator, Exits(first_digit), PROMPTS, SAMPLING, seed=1)
-
-
 def test_a_group_draws_from_its_own_seed(generator, rolled):
     """In parts, in another order, with other numbers: a group's responses follow its number."""
     environment = FunctionalRewardWrapper(first_digit)
@@ -241,14 +232,6 @@ def test_components_come_along(generator):
     }
 
 
-def test_one_reward_has_no_components(generator):
-    rolled = collect(
-        generator, FunctionalRewardWrapper(lambda response: 2.0), PROMPTS, SAMPLING, seed=1
-    )
-    assert rolled.reward_metrics() == {"reward": 2.0, "accuracy": 1.0}
-    assert rolled.correct.all()
-
-
 def test_the_environment_sees_the_batch_and_changes_it(generator):
     class Ranked(FunctionalRewardWrapper):
         """Rewards by rank among all, and a metric."""
@@ -332,10 +315,6 @@ def test_an_environment_that_forgets_a_conversation_is_refused(generator):
         match="'Careless' must return finite rewards, but it returned nan for conversation 8",
     ):
         collect(generator, Careless(first_digit), PROMPTS, SAMPLING, seed=1)
-
-
-def test_greedy_logprobs_are_of_the_model_itself():
-    assert kind_of(SamplingParams(temperature=0.0)) == LogprobKind()
 
 
 @given(

@@ -1,73 +1,18 @@
 """A law over chat templates: what is trained on was sampled, and its context is the template's."""
 
-import re
 import string
-from importlib.resources import files
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemorl.rollout.context import Context, following
 from nemorl.rollout.conversation import Turn, examples_of
 from nemorl.rollout.generation import Completion
-from tests.data.tokenizers_small import CHATML, FORGETFUL, STRIPPING
+from tests.rollout.chats import NAMES, OURS, tokenizer_of
 
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content +"
-    " ' [/INST]' }}{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
-)
-"""As Mistral 7B Instruct's: a space before an answer, which is trimmed."""
-NAMES = {
-    "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "qwen3_instruct_2507": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "llama3_1": "<|eot_id|>",
-    "llama3_2": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "gemma3": "<end_of_turn>",
-    "phi3": "<|end|>",
-    "phi3_5": "<|end|>",
-    "gptoss": "<|end|>",
-    "deepseek_r1_distill": "<｜end▁of▁sentence｜>",
-    "glm4moe": "<|user|>",
-    "cohere": "<|END_OF_TURN_TOKEN|>",
-}
-"""Templates of models, by TRL's names, and the token that ends an answer."""
-OURS = {"chatml": CHATML, "stripping": STRIPPING, "forgetful": FORGETFUL, "mistral": MISTRAL}
-SPECIAL = re.compile(r"<[|｜][^|｜<>\n]+[|｜]>|</?s>|<(?:start|end)_of_turn>|<[be]os>|\[/?INST\]")
 SAFE = "".join(set(string.printable) - set("<>[]|{}")) + "é–"
-
-
-def text_of(name: str) -> str:
-    if name in OURS:
-        return OURS[name]
-    return (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
-
-
-def tokenizer_of(name: str, *, listed: bool = True) -> PreTrainedTokenizerFast:
-    """A token a character, and one for each special token of the template, `listed` or not."""
-    template, end = text_of(name), NAMES.get(name, "<|im_end|>" if name != "mistral" else "</s>")
-    special = sorted({end, "<|im_start|>", "<bos>", "<pad>", *SPECIAL.findall(template)})
-    letters = dict.fromkeys([*special, *string.printable, "é", "–"])
-    vocabulary = {token: number for number, token in enumerate(letters)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(special)
-    named = ("<pad>", "<bos>", end)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token=end,
-        extra_special_tokens=[each for each in special if listed and each not in named],
-    )
-    fast.chat_template = template
-    return fast
 
 
 @pytest.fixture(scope="module")

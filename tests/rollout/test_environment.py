@@ -12,7 +12,6 @@ import torch
 from nemorl.checks import short
 from nemorl.rollout.answers import REWARDS, contains_answer, exact_match
 from nemorl.rollout.environment import (
-    EnvironmentInterface,
     EnvironmentReturn,
     FunctionalRewardWrapper,
     check_counts,
@@ -24,34 +23,6 @@ from nemorl.rollout.environments import make_environment
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 OTHER = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
-
-
-def test_columns_are_passed_by_name():
-    def reward(prompt, response, answer, *, weight=1.0):
-        return weight * (prompt == "1+1=" and response == answer)
-
-    environment = FunctionalRewardWrapper(reward)
-    assert environment.step(
-        [LOG, LOG], [{"answer": "2", "weight": 3.0, "other": None}, {"answer": "3"}]
-    ).rewards == [3.0, 0.0]
-
-
-def test_all_columns_for_a_function_that_takes_any():
-    seen = {}
-
-    def reward(prompt, response, **columns):
-        seen.update(columns)
-        return 0.5
-
-    FunctionalRewardWrapper(reward).step([LOG], [{"prompt": "1+1=", "answer": "2", "level": 3}])
-    assert seen == {"answer": "2", "level": 3}
-
-
-def test_a_conversation_is_over_after_one_response():
-    result = FunctionalRewardWrapper(exact_match).step([LOG], [{"answer": 2}])
-    assert isinstance(result, EnvironmentReturn)
-    assert (result.terminateds, result.rewards) == ([True], [1.0])
-    assert isinstance(FunctionalRewardWrapper(exact_match), EnvironmentInterface)
 
 
 def test_rewards_by_hand():
@@ -87,18 +58,12 @@ NO_NUMBERS = [
     float("nan"),
     float("inf"),
     "x",
-    "1.0",
     None,
     [1.0],
-    {"score": 1.0},
     1j,
     torch.ones(2),
-    np.ones(2),
-    np.float64("nan"),
     torch.tensor(np.inf),
-    1e39,
     np.float64(-1e39),
-    10**400,
     Fraction(10**400),
     10**5000,
 ]
@@ -142,15 +107,6 @@ def test_a_batch_function_returns_one_number_per_response(values):
     )
     with pytest.raises(ValueError, match=message):
         FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}])
-
-
-@pytest.mark.parametrize(
-    "value", [1.0, None, "12", {"score": 1.0}, {1.0, 2.0}, torch.tensor(1.0)], ids=repr
-)
-def test_a_batch_function_returns_a_list_and_nothing_else(value):
-    message = "must return a list with one number per response, but it returned .* for a batch of 2"
-    with pytest.raises(ValueError, match=message):
-        FunctionalRewardWrapper(lambda prompts, responses: value).step([LOG, OTHER], [{}, {}])
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -222,21 +178,6 @@ def test_an_exit_where_a_reward_is_imported_is_its_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RuntimeError, match=r"reward exits_at_once must not end the run, but it"):
         make_environment("exits_at_once:fn")
-
-
-def test_long_texts_are_shown_by_their_ends():
-    log = [
-        {"role": "user", "content": "begin" + "x" * 1000},
-        {"role": "assistant", "content": "y" * 1000 + "end"},
-    ]
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"prompt 'beginx+ … 507 characters … x+' and response 'y+ … 505 characters … y+end'"
-        ),
-    ) as caught:
-        FunctionalRewardWrapper(lambda response: None).step([log], [{}])
-    assert len(str(caught.value)) < 1300
 
 
 def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
@@ -364,20 +305,6 @@ def test_a_missing_column_is_named():
         FunctionalRewardWrapper(exact_match).check([{"answer": None}])
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        (lambda text: 1.0, r"must take at least \(prompt, response\)"),
-        ("exact_macth", "; did you mean exact_match"),
-        ("no_such_module:f", "there is no module 'no_such_module'"),
-        ("json:no_such_function", "has no 'no_such_function'"),
-    ],
-)
-def test_rewards_that_cannot_work_are_refused(reward, message):
-    with pytest.raises(ValueError, match=message):
-        make_environment(reward)
-
-
 def test_a_module_in_the_working_directory(tmp_path, monkeypatch):
     """An installed command has no working directory on its path.
 
@@ -389,11 +316,6 @@ def test_a_module_in_the_working_directory(tmp_path, monkeypatch):
     assert make_environment("my_rewards_here:half").step([LOG], [{}]).rewards == [0.5]
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         make_environment("my_broken_rewards:half")
-
-
-def test_rewards_of_one_name_are_numbered():
-    environment = make_environment([exact_match, "think_format", "exact_match"], (1, 0.2, 0))
-    assert environment.weights == {"exact_match": 1.0, "think_format": 0.2, "exact_match_2": 0.0}
 
 
 def test_by_name_by_import_and_as_it_is():

@@ -1,113 +1,22 @@
-"""What every GenerationBackend must do. A new backend joins by adding a maker to BACKENDS."""
-
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+"""What every GenerationBackend must do."""
 
 import pytest
 import torch
-from torch import nn
 
-from nemorl.parallel.config import BackendConfig, TrainerConfig
-from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.ranks.generator import RankedGenerator
-from tests.examples import load_example
+from tests.rollout import backends
+from tests.rollout.backends import greedy, logprob_bound, of_transformers, reference_logprobs
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model as tiny_model
-from tests.runtime.engines.shared import vllm_backend
-from tests.runtime.ranks.shared_ranks import ranked
-from tests.tiny_models import KINDS, random_prompts, tiny_tokenizer
+from tests.tiny_models import random_prompts, tiny_tokenizer
 
-
-def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
-    backend = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
-    backend.setup(GenerationConfig(max_batch_size=max_batch_size))
-    return backend
-
-
-def transformers_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
-    """Of examples/custom_backend.py."""
-    backend = load_example("custom_backend").TransformersBackend(
-        model=model, tokenizer=tiny_tokenizer()
-    )
-    backend.setup(GenerationConfig(max_batch_size=max_batch_size))
-    return backend
-
-
-def megatron_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
-    """On the two ranks of a pipeline."""
-    trainer = BackendConfig(trainer=TrainerConfig(device="cpu"))
-    backend = RankedGenerator(
-        trainer=ranked(model, trainer, backend="megatron", pp=2), tokenizer=tiny_tokenizer()
-    )
-    backend.setup(GenerationConfig(backend="megatron", max_batch_size=max_batch_size))
-    return backend
-
-
-BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {
-    "megatron": megatron_backend,
-    "torch": torch_backend,
-    "transformers": transformers_backend,
-    "vllm": vllm_backend,
-}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "make" in metafunc.fixturenames:
-        ray = pytest.mark.xdist_group("ray")
-        groups = {"vllm": [ray], "megatron": [ray, pytest.mark.slow]}
-        names = [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)]
-        metafunc.parametrize("make", names, indirect=True)
-
-
-@pytest.fixture
-def make(request: pytest.FixtureRequest) -> Callable[..., GenerationBackend]:
-    return lambda model=None, max_batch_size=64: BACKENDS[request.param](
-        model or tiny_model(scale=3.0), max_batch_size
-    )
-
-
-def reference_logprobs(
-    model: nn.Module, prompt: list[int], response: tuple[int, ...], temperature: float
-) -> torch.Tensor:
-    with torch.no_grad():
-        logits = (
-            model(torch.tensor([[*prompt, *response]]), use_cache=False)
-            .logits[0, len(prompt) - 1 : -1]
-            .float()
-        )
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-
-
-def logprob_bound(temperature: float) -> float:
-    """Return how far rounding may move a log-probability of a temperature, in nats.
-
-    With logits z that are off by up to ε each, z_i / T - log Σ exp(z_j / T) is off by up to
-    2 ε / T, whichever filter chooses the j: two sums in float32 that differ in their order, as on
-    CPUs with and without AVX-512, differ more the lower T is. 2 ε = 1e-5.
-    """
-    return 1e-5 / (temperature or 1.0)
-
-
-def of_transformers(model: nn.Module, prompt: list[int], length: int) -> list[int]:
-    """Its greedy response."""
-    ids = torch.tensor([prompt])
-    options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return found[0, len(prompt) :].tolist()
-
-
-def greedy(length: int, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_new_tokens=length, **options)
+make, pytest_generate_tests = backends.make, backends.pytest_generate_tests
 
 
 def test_it_keeps_the_protocol(make):
     assert isinstance(make(), GenerationBackend)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_greedy_tokens_equal_transformers_generate(make, kind):
     model = tiny_model(kind, scale=3.0)
     prompts = random_prompts(12, seed=1)
@@ -179,22 +88,6 @@ def test_samples_of_a_group_differ_and_seeds_repeat(make):
     )
     assert [c.token_ids for c in again] == [c.token_ids for c in first]
     assert [c.token_ids for c in other] != [c.token_ids for c in first]
-
-
-def test_completions_come_prompt_by_prompt(make):
-    """With prompts that continue in one way only: which completion belongs to which prompt can be
-    seen.
-    """
-    model = tiny_model(scale=3.0)
-    prompts = random_prompts(5, seed=8)
-    params = [SamplingParams(temperature=0.0, n=n, max_new_tokens=4 + n) for n in (2, 1, 3, 1, 2)]
-    completions = make(model, 3).generate(prompts, params)
-    expected = [
-        make(model).generate([prompt], replace(p, n=1))[0].token_ids
-        for prompt, p in zip(prompts, params, strict=True)
-        for _ in range(p.n)
-    ]
-    assert [c.token_ids for c in completions] == expected
 
 
 @pytest.mark.parametrize(
@@ -317,12 +210,6 @@ def test_new_weights_change_the_answers_and_the_version(make):
     )
 
 
-def test_weights_of_another_model_are_refused(make):
-    other = tiny_model(hidden_size=16)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
-        update(make(), ((name, p.detach()) for name, p in other.named_parameters()), version=1)
-
-
 def test_nothing_is_generated_after_an_update_that_failed(make):
     model = tiny_model(scale=3.0)
     backend, weights = (
@@ -400,10 +287,6 @@ def test_the_models_positions_end_a_response(make):
     completions = make().generate([[2] * 250, [2] * 3], SamplingParams(max_new_tokens=10, seed=0))
     assert [len(c.token_ids) for c in completions] == [6, 10]
     assert completions[0].finish_reason == "length"
-
-
-def test_nothing_to_do(make):
-    assert make().generate([], SamplingParams()) == []
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from nemorl.rollout.generation import SamplingParams, Weights
-from tests.rollout import test_generation_conformance as conformance
-from tests.rollout.test_generation_conformance import greedy, reference_logprobs
+from tests.rollout import backends
+from tests.rollout.backends import greedy, reference_logprobs
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model as tiny_model
 from tests.tiny_models import random_prompts
 
-make, pytest_generate_tests = conformance.make, conformance.pytest_generate_tests
+make, pytest_generate_tests = backends.make, backends.pytest_generate_tests
 PROMPTS = random_prompts(8, seed=3)
 PARAMS = [SamplingParams(seed=i, n=1 + i % 3, max_new_tokens=4 + 5 * i) for i in range(8)]
-LONG = [SamplingParams(seed=i, max_new_tokens=100) for i in range(8)]
+LONG = [SamplingParams(seed=i, max_new_tokens=100 if i else 4) for i in range(8)]
+"""All but the first, which ends while the others go on."""
 
 
 def begin(backend, prompts=PROMPTS, params=PARAMS):
@@ -28,9 +29,9 @@ def begin(backend, prompts=PROMPTS, params=PARAMS):
 
 
 async def in_the_middle(backend, params=LONG):
-    """Requests of which some are unfinished."""
+    """Requests of which some are unfinished, and the first of which has ended."""
     tasks = begin(backend, PROMPTS, params)
-    await asyncio.sleep(0.1)
+    await tasks[0]
     assert not all(task.done() for task in tasks)
     return tasks
 
@@ -242,7 +243,6 @@ def test_requests_in_flight_outlast_a_sleep(make):
         backend.sleep()
         with pytest.raises(RuntimeError, match="wake"):
             await backend.sample([5], greedy(3))
-        await asyncio.sleep(0.1)
         backend.wake()
         return await asyncio.gather(*tasks)
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.signature import name_of, read_signature
+from nemorl.rollout.signature import read_signature
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 seen: list[tuple] = []
@@ -176,13 +176,6 @@ def test_a_plural_makes_it_a_function_of_the_batch(name: str):
     assert fn(**given) == (["a", "b"], ["c", "d"], [1, 2])
 
 
-def test_the_response_alone_is_enough_if_it_has_its_name():
-    assert FunctionalRewardWrapper(lambda response: len(response)).step([LOG], [{}]).rewards == [
-        1.0
-    ]
-    assert FunctionalRewardWrapper(lambda completions: [7]).step([LOG], [{}]).rewards == [7.0]
-
-
 def test_batch_can_be_said_and_denied():
     assert FunctionalRewardWrapper(lambda prompt, response: [1, 2], batch=True).step(
         [LOG, LOG], [{}, {}]
@@ -193,12 +186,6 @@ def test_batch_can_be_said_and_denied():
     assert FunctionalRewardWrapper(lambda prompts, responses: 3, batch=False).step(
         [LOG, LOG], [{}, {}]
     ).rewards == [3.0, 3.0]
-
-
-def test_names():
-    functions = (with_middle, CALLS["a partial"], Judge(), lambda prompt, response: 0.0)
-    assert [name_of(fn) for fn in functions] == ["with_middle", "with_middle", "Judge", "lambda"]
-    assert FunctionalRewardWrapper(with_middle, name="mine").name == "mine"
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(correct, k):
     assert pass_at_k(correct, [0] * len(correct), k) == pytest.approx([expected])
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=20))
-def test_pass_at_1_is_accuracy_by_prompt_in_the_order_of_appearance(responses):
-    correct, groups = zip(*responses, strict=True)
-    expected = [
-        sum(c for c, g in responses if g == group) / groups.count(group)
-        for group in dict.fromkeys(groups)
-    ]
-    assert pass_at_k(correct, groups, 1) == pytest.approx(expected)
-    assert mean_by_prompt(correct, groups) == pytest.approx(expected)
-
-
 def test_pass_at_k_of_many_responses():
     assert pass_at_k([True] + [False] * 1023, [0] * 1024, 512) == pytest.approx([0.5])
 

@@ -8,8 +8,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.decoding import StopStrings
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.stops import StopStrings
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import ALPHABET, tiny_model, tiny_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.rollout.context import Context
 from nemorl.rollout.tool_calls import read_message, require_readable
-from tests.rollout.test_context import text_of, tokenizer_of
+from tests.rollout.chats import text_of, tokenizer_of
 
 ARGUMENTS: dict[str, Any] = {
     "count": -3,

@@ -13,7 +13,7 @@ from nemorl.rollout.generation import Completion, GenerationBackend, SamplingPar
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.traits import GenerationTraits
 from nemorl.rollout.wrapped import as_generation_backend
-from tests.rollout.test_generation_conformance import reference_logprobs
+from tests.rollout.backends import reference_logprobs
 from tests.rollout.updates import update
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -14,7 +14,6 @@ from nemorl.rollout.environment import (
     FunctionalRewardWrapper,
 )
 from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_of
-from nemorl.rollout.environments.tinker import TinkerEnvironment
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import Environment as Environment
 from nemorl.rollout.episodes import LeadsConversations
@@ -84,10 +83,7 @@ def _led(
     chosen: bool,
     workers: Callable[[], Workers] | None,
 ) -> Environment:
-    """Return an environment that leads conversations; `judge()` gives the reward that it lacks.
-
-    given: settings of reward functions.
-    """
+    """Return an environment that leads conversations."""
     if isinstance(environment, str):
         require_environment(environment)
         named = ENVIRONMENTS.get(environment, environment)
@@ -103,14 +99,9 @@ def _led(
         batched = hasattr(kind, "global_post_process_and_metrics")
         must, remedy = "must be an object where it judges batches", f"give {name_of(kind)}()"
         require(not batched, "environment", must, environment, remedy)
-        tinkers = any(hasattr(kind, name) for name in ("initial_observation", "make_envs"))
-        leads, own = tinkers or hasattr(kind, "step"), hasattr(kind, "get_reward")
+        leads, own = hasattr(kind, "step"), hasattr(kind, "get_reward")
         judged = judge() if not leads and (chosen or not own) else None
-        if tinkers:
-            found = TinkerEnvironment(environment)
-        else:
-            found = ClassEnvironment(environment, judged, workers and workers(), kind)
-            workers = None
+        found, workers = ClassEnvironment(environment, judged, workers and workers(), kind), None
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"
     for setting in (*["reward"] * (chosen and leads), *([] if judged else given)):

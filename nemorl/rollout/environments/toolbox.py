@@ -11,8 +11,7 @@ from threading import Semaphore
 from typing import Any
 
 from nemorl.checks import at_least, short
-from nemorl.rollout.sandbox import Limits, find_sandbox, run_program
-from nemorl.rollout.syntax import parse
+from nemorl.rollout.sandbox import Limits, check_sandbox, parse, run_program
 
 MAX_BITS, MAX_CHARACTERS = 1024, 1000
 LIMITS = Limits(cpu=5, wall=10.0)
@@ -84,7 +83,7 @@ class PythonTool:
     @staticmethod
     def check(rows: Any) -> None:
         """Raise RuntimeError where no sandbox works."""
-        find_sandbox()
+        check_sandbox()
 
     def reset(self) -> None:
         """Do nothing."""

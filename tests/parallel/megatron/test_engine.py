@@ -18,7 +18,7 @@ from nemorl.rollout.generation import Completion, SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import exported
 from tests.ranks import run_ranks
-from tests.rollout.test_generation_conformance import (
+from tests.rollout.backends import (
     greedy,
     of_transformers,
     reference_logprobs,

@@ -1,7 +1,5 @@
 """Environments of tools, as TRL documents its `environment_factory`, and classes of SkyRL-Gym."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -15,71 +13,14 @@ from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 from trl.experimental.harbor._env import HarborBashEnv
 
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import ConversationFailed, Limits
+from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import ClassEnvironment, TurnResult
 from nemorl.rollout.environments.tools import as_json
-from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
-from tests.rollout.test_context import tokenizer_of
-
-TOKENIZER = tokenizer_of("qwen2_5")
-SAMPLING = SamplingParams(n=2, max_new_tokens=200)
-
-
-class Scripted:
-    """An engine that answers text with text."""
-
-    policy_version = 1
-
-    def __init__(self, answer: Callable[[str], str], tokenizer: Any = TOKENIZER) -> None:
-        self.answer, self.tokenizer = answer, tokenizer
-
-    async def sample(self, prompt, params):
-        text = self.answer(self.tokenizer.decode(list(prompt)))
-        ids = (*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id)
-        said = Completion(
-            token_ids=ids,
-            logprobs=(-1.0,) * len(ids),
-            finish_reason="stop",
-            text=text,
-            tokenizer=self.tokenizer,
-        )
-        return [said] * params.n
-
-    def setup(self, config):
-        pass
-
-    def update_weights(self, source):
-        pass
-
-    def shutdown(self):
-        pass
-
-
-def call(name: str, **arguments) -> str:
-    asked = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{asked}\n</tool_call>"
-
-
-def played(
-    environment,
-    answer: Callable[[str], str],
-    *rows: dict,
-    tokenizer: Any = TOKENIZER,
-    sampling: SamplingParams = SAMPLING,
-    **limits,
-) -> Rollouts:
-    rows = [{"prompt": [{"role": "user", "content": "Go."}], **row} for row in rows or ({},)]
-    ids = [
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
-        for row in rows
-    ]
-    prompts = Prompts(rows, ids, tokenizer=tokenizer, limits=Limits(**limits))
-    generator = as_generation_backend(Scripted(answer, tokenizer))
-    return collect(generator, environment, prompts, sampling, seed=1)
+from tests.rollout.chats import SAMPLING, TOKENIZER, Scripted, call, played
 
 
 class IncrementEnv:
@@ -273,14 +214,6 @@ def test_a_judge_changes_the_rewards_of_all_and_measures_them():
     }
 
 
-def test_two_tools_of_one_name_are_refused():
-    class Twice(IncrementEnv):
-        add = IncrementEnv.increment
-
-    with pytest.raises(ValueError, match="names of their own, but there are two 'increment'"):
-        make_environment(reward_func, environment=Twice)
-
-
 def test_a_factory_is_tried_once_and_what_it_makes_is_closed():
     open_ones = []
 
@@ -342,18 +275,6 @@ def test_a_class_that_ships_with_trl():
     assert environment.has("bash") and environment.kind is HarborBashEnv
     with pytest.raises(ModuleNotFoundError, match="harbor"):
         played(environment, lambda prompt: "x", {"task_dir": "nowhere"})
-
-
-def test_what_is_no_tool():
-    class Bare:
-        def reset(self, **kwargs):
-            return None
-
-        def add(self, a, b):
-            return a + b
-
-    with pytest.raises(ValueError, match="tool 'add' must have annotated parameters, and a docst"):
-        make_environment(reward_func, environment=Bare)
 
 
 def test_skyrl_environments_of_one_turn():
@@ -470,39 +391,50 @@ def test_metrics_of_turns_and_of_the_end_are_both_kept():
     assert found.metrics == {"moves": 3.0, "score": 1.0}
 
 
-def test_settings_of_rewards_beside_an_environment_that_rewards_itself_are_refused():
-    for given in ({"settings": {"limit": 5}}, {"weights": (2.0, 3.0)}):
-        with pytest.raises(ValueError, match=r"^reward_\w+ must be left out with an environment"):
-            make_environment(Scored, **given)
+class Twice(IncrementEnv):
+    add = IncrementEnv.increment
 
 
-def test_a_class_in_place_of_an_object_or_an_object_in_place_of_a_class_is_named():
-    with pytest.raises(ValueError, match="must have get_reward"):
-        make_environment(IncrementEnv)
-    with pytest.raises(ValueError, match=": give the class itself"):
-        make_environment(reward_func, environment=IncrementEnv())
-    with pytest.raises(ValueError, match=r"judges batches.*give Environment\w+\(\)"):
-        make_environment(reward_func, environment=EnvironmentInterface, chosen=False)
-
-    def made(number) -> Any:
-        return IncrementEnv()
-
-    with pytest.raises(ValueError, match=r"missing 1 required .* annotate it, as -> MyEnvironment"):
-        make_environment(reward_func, environment=made)
+class Bare(IncrementEnv):
+    def add(self, a, b):
+        return a + b
 
 
-def test_a_tool_without_names_for_its_arguments_is_refused():
-    class Adds(IncrementEnv):
-        def add(self, *numbers: int) -> int:
-            """Add.
+class Adds(IncrementEnv):
+    def add(self, *numbers: int) -> int:
+        """Add.
 
-            Args:
-                numbers: To add.
-            """
-            return sum(numbers)
+        Args:
+            numbers: To add.
+        """
+        return sum(numbers)
 
-    with pytest.raises(ValueError, match=r"tool 'add' must have parameters with names"):
-        make_environment(reward_func, environment=Adds)
+
+def made(number) -> Any:
+    return IncrementEnv()
+
+
+@pytest.mark.parametrize(
+    ("reward", "given", "message"),
+    [
+        (reward_func, {"environment": Twice}, "names of their own, but there are two 'increment'"),
+        (reward_func, {"environment": Bare}, "'add' must have annotated parameters, and a docst"),
+        (reward_func, {"environment": Adds}, "tool 'add' must have parameters with names"),
+        (reward_func, {"environment": IncrementEnv()}, ": give the class itself"),
+        (reward_func, {"environment": made}, "missing 1 required .* annotate it, as -> MyEnviron"),
+        (
+            reward_func,
+            {"environment": EnvironmentInterface, "chosen": False},
+            r"judges batches.*give Environment\w+\(\)",
+        ),
+        (IncrementEnv, {}, "must have get_reward"),
+        (Scored, {"settings": {"limit": 5}}, "^reward_kwargs must be left out with an environment"),
+        (Scored, {"weights": (2.0, 3.0)}, "^reward_weights must be left out with an environment"),
+    ],
+)
+def test_refusals(reward, given, message):
+    with pytest.raises(ValueError, match=message):
+        make_environment(reward, **given)
 
 
 def test_results_of_tools_are_told_as_they_are():

@@ -30,8 +30,8 @@ from nemorl.runtime.cluster.environments import Places, RayWorkers, _class_of
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.start.settings import workers_of
 from tests.ray_session import ray_cpus
-from tests.rollout.environments.test_tools import call, played
-from tests.rollout.test_turns import PROMPTS, SAMPLING, TOKENIZER, Batched
+from tests.rollout.chats import call, played
+from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched
 from tests.runtime.cluster.processes import soon_gone
 from tests.tiny_models import tiny_model
 

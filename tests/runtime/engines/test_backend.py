@@ -19,7 +19,7 @@ from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.settings import generation_config
 from nemorl.runtime.store.directory import RunDirectory
 from tests.ray_session import ray_cpus
-from tests.rollout.test_generation_conformance import logprob_bound
+from tests.rollout.backends import logprob_bound
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import (
     CACHE,

@@ -14,8 +14,6 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ConversationFailed, Limits, Outcome
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import TurnResult
-from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.samples import (
     MOST_FAILURES,
@@ -28,35 +26,9 @@ from nemorl.runtime.run.samples import (
     samples_of,
 )
 from nemorl.runtime.watch.report.gather import Gathered
+from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Count
 from tests.runtime.runs import addition_rows, digits, grpo_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
-
-TOKENIZER = tiny_tokenizer()
-ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
-PROMPTS = Prompts(
-    ROWS,
-    [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS],
-    tokenizer=TOKENIZER,
-    limits=Limits(max_tokens=60),
-)
-SAMPLING = SamplingParams(n=3, max_new_tokens=5, temperature=0.8)
-
-
-class Count:
-    """Counts to three; its rewards are 1, 2, 3."""
-
-    def reset(self, answer: str) -> str:
-        self.turn, self.answer = 0, answer
-        return "7"
-
-    def step(self, response: str) -> TurnResult:
-        self.turn += 1
-        return TurnResult(
-            observation="1+",
-            reward=float(self.turn),
-            done=self.turn == 3,
-            metrics={"turn": self.turn},
-        )
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Sampled numbers of tensors, by which two holders of a model's weights are compared."""
+"""Checksums and sampled numbers of tensors, by which two holders of a model's weights are compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -12,8 +12,21 @@ SIDE = 8
 """A receipt of weights has so many rows and columns of each matrix, as many as most models are cut
 into by tensor parallelism, and the square of it of each vector.
 """
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STRIDE = 2654435761
 """Odd and large: the positions of consecutive versions are spread over the tensor."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of a tensor's bits, an int64 on its device, which is the same on all kinds:
+    `Σᵢ (2i + 1) Σⱼ bits[i, j]` modulo 2^64, over the rows of its last dimension.
+
+    >>> checksum(torch.tensor([[1, 2], [3, 4]])), checksum(torch.tensor([[3, 4], [1, 2]]))
+    (tensor(24), tensor(16))
+    """
+    bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
+    rows = bits.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1).sum(1, dtype=torch.int64)
+    return (rows * torch.arange(1, 2 * len(rows), 2, device=rows.device)).sum()
 
 
 def spread(size: int, count: int, shift: int = 0) -> list[int]:

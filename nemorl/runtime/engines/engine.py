@@ -21,12 +21,13 @@ import torch
 
 from nemorl.checks import closest
 from nemorl.models.adapters import write_adapters
+from nemorl.models.digest import checksum
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
-from nemorl.runtime.engines.spec import EngineSpec, Numbers, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, unpacked
 from nemorl.runtime.store.temporary import temporary_folder
 
@@ -241,17 +242,21 @@ class Engine:
         self._llm.collective_rpc("update_weights", args=(info,))
 
     def finish_weights(
-        self, version: int, shapes: dict[str, tuple[int, ...]], adapters: Bucket | None = None
-    ) -> dict[str, tuple[str, Numbers]]:
+        self, version: int, adapters: Bucket | None = None
+    ) -> list[list[tuple[str, int]]]:
         """Use the new weights, also for unfinished samples, whose cache is computed again.
 
         adapters: the newest, for weights that are the same or have just come.
-        Returns what `read_weights` does.
+        Returns names and checksums of what came, of each worker that got other ones than those
+        before it.
         """
-        self.usable = False
+        self.usable, workers = False, list[list[tuple[str, int]]]()
         if self._updating:
             self._llm.collective_rpc("finish_weight_update")
+            workers = self._llm.collective_rpc("nemorl_checksums")
         self._updating = False
+        own = [(name, int(checksum(tensor))) for name, tensor in unpacked(adapters or [])]
+        arrived = [each for i, each in enumerate(workers) if each not in workers[:i]] or [[]]
         self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
@@ -259,9 +264,8 @@ class Engine:
                 "the engine's cache must be empty before new weights are used, but vLLM keeps a"
                 " part of it: start it again"
             )
-        found = self.read_weights(version, shapes)
         self.usable = True
-        return found
+        return [each + own for each in arrived]
 
     def _take_adapters(self, adapters: Bucket | None) -> None:
         if bool(adapters) != bool(self._adapters) and self._requests:
@@ -279,20 +283,6 @@ class Engine:
             # In place: requests in flight go on with them.
             self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
             self._adapters = LoRARequest("policy", 1, folder)
-
-    def read_weights(
-        self, version: int, shapes: dict[str, tuple[int, ...]]
-    ) -> dict[str, tuple[str, Numbers]]:
-        """Return what is read back of the weights of these shapes, as `readings` has it, of all
-        workers together.
-        """
-        found: dict[str, tuple[str, Numbers]] = {}
-        for worker in self._llm.collective_rpc("nemorl_read_weights", args=(shapes, version)):
-            for name, source, values in worker:
-                before = found.get(name, (source, values))[1]
-                pairs = zip(before, values, strict=True)
-                found[name] = source, [b if a is None else a for a, b in pairs]
-        return found
 
     def sleep(self) -> None:
         """Give memory back, at level 2 that of the weights, too; unfinished samples pause."""

@@ -137,11 +137,6 @@ class Supply:
                 self._router.send(Supplied(one.id, receipt.version))
 
     def metrics(self) -> dict[str, float]:
-        """Return how many weights the last update since the last call proved to be the engines'."""
+        """Return how many weights of the last update since the last call came as they were sent."""
         last, self._receipt = self._receipt, None
-        if last is None:
-            return {}
-        return {
-            "weights/proved": float(last.num_weights - len(last.unproved)),
-            "weights/unproved": float(len(last.unproved)),
-        }
+        return {} if last is None else {"weights/proved": float(last.num_weights)}

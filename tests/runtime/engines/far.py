@@ -129,7 +129,7 @@ def stages(folder: Path) -> None:
             "nodes": ids,
             "stages": placement.nodes,
             "tokens": tokens,
-            "unproved": backend.metrics()["weights/unproved"],
+            "proved": backend.metrics()["weights/proved"],
             "old": asyncio.run(changed_in_flight(backend)),
         }
         print(json.dumps(facts))

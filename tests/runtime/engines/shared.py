@@ -236,6 +236,37 @@ class SharedEngine:
         return ray.get(self.begin(prompt, **params)).samples
 
 
+def model_of(kind: str = "qwen2", *, seed: int = 0, tied: bool = True) -> nn.Module:
+    """With sharp predictions, and norms and biases that are not all ones and zeros."""
+    model = small_model(kind, seed=seed, tied=tied, scale=3.0, intermediate_size=96)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand_like(parameter) * 0.5)
+    return model
+
+
+def weights_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def gap(engine: SharedEngine, model: Any, precision: str = "float32") -> float:
+    """The largest difference between the engine's logprobs of what it samples and the model's."""
+    prompts = random_prompts(4, seed=3)
+    answers = ray.get([engine.begin(prompt, max_new_tokens=8, seed=5) for prompt in prompts])
+    worst, model = 0.0, model.to(getattr(torch, precision))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(answer.samples[0].token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+        expected = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        difference = expected - torch.tensor(answer.samples[0].logprobs)
+        worst = max(worst, difference.abs().max().item())
+    model.float()
+    return worst
+
+
 def raised(call: Any) -> Exception:
     """The actor's own exception of a call that fails."""
     try:

@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_emptied_ends_an_update():
         llm.reset_prefix_cache, llm.collective_rpc = lambda **_: False, lambda *args: None
         try:
             engines.begin_weights()
-            engines.finish_weights(0, {})
+            engines.finish_weights(0)
         finally:
             del llm.reset_prefix_cache, llm.collective_rpc
 

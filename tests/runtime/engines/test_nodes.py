@@ -56,7 +56,7 @@ def test_an_engine_whose_stages_are_on_different_nodes(tmp_path: Path):
     seen = printed("tests.runtime.engines.far", tmp_path, "stages", timeout=400)
     assert seen["stages"] == seen["nodes"]
     assert seen["tokens"][0] == seen["tokens"][1]
-    assert seen["unproved"] == 0
+    assert seen["proved"] > 0
     assert 0 < min(seen["old"]) <= max(seen["old"]) < 400
 
 

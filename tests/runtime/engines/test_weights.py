@@ -37,42 +37,11 @@ from nemorl.runtime.engines.weights import (
 from nemorl.runtime.run.weight_sync import check_agreement
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
-from tests.runtime.engines.shared import SharedEngine, raised, small_model
+from tests.runtime.engines.shared import SharedEngine, gap, model_of, raised, weights_of
 from tests.tiny_models import KINDS, random_prompts, tiny_model
 
 pytestmark = pytest.mark.xdist_group("ray")
 CLOSE = {"float32": 1e-4, "bfloat16": 0.15}
-
-
-def model_of(kind="qwen2", *, seed=0, tied=True):
-    """With sharp predictions, and norms and biases that are not all ones and zeros."""
-    model = small_model(kind, seed=seed, tied=tied, scale=3.0, intermediate_size=96)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.rand_like(parameter) * 0.5)
-    return model
-
-
-def weights_of(model):
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def gap(engine, model, precision="float32"):
-    """The largest difference between the engine's logprobs of what it samples and the model's."""
-    prompts = random_prompts(4, seed=3)
-    answers = ray.get([engine.begin(prompt, max_new_tokens=8, seed=5) for prompt in prompts])
-    worst, model = 0.0, model.to(getattr(torch, precision))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = list(answer.samples[0].token_ids)
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
-        expected = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        expected = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        difference = expected - torch.tensor(answer.samples[0].logprobs)
-        worst = max(worst, difference.abs().max().item())
-    model.float()
-    return worst
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -295,7 +264,7 @@ def test_a_part_that_can_not_be_loaded_ends_the_update(tied, engine):
     expected = {"model.embed_tokens.weight": (3, 4)}
     failed = engine.sender(expected=expected)(0, [(*expected, torch.zeros(3, 4))]).failed
     assert list(failed) == [0]
-    error = raised(engine.actor.call.remote("finish_weights", 0, {}))
+    error = raised(engine.actor.call.remote("finish_weights", 0))
     assert "without a matching start_weight_update" in str(error)
     engine.give(model)
     assert gap(engine, model) < CLOSE["float32"]
@@ -319,7 +288,7 @@ class Store:
         for name, tensor in unpacked(info["bucket"]):
             self.sums[name] = float(tensor.double().sum()), tensor.dtype
 
-    def finish_weights(self, version, shapes):
+    def finish_weights(self, version):
         self.whole = True
         return {}
 
@@ -471,7 +440,7 @@ def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkey
     calls = [
         ("begin_weights",),
         ("load_weights", {"names": list(SHAPES)}),
-        ("finish_weights", 3, SHAPES),
+        ("finish_weights", 3),
     ]
     for index, actor in enumerate(actors):
         first, *others = ray.get(actor.seen.remote())

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemorl.models.digest import grid
+from nemorl.models.digest import checksum
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
@@ -45,6 +45,7 @@ class ToyEngine:
         self.step_s, self.faults = spec.engine["step_s"][RANK], Path(spec.engine["faults"])
         self.requests: dict[int, tuple[tuple[Sample, ...], int]] = {}
         self.weights, self.usable = float("nan"), False
+        self.arrived: list[tuple[str, int]] = []
         self.fault("start")
 
     def fault(self, where: str) -> None:
@@ -100,21 +101,19 @@ class ToyEngine:
         self.requests.clear()
 
     def begin_weights(self) -> None:
-        self.usable = False
+        self.usable, self.arrived = False, []
         self.fault("begin")
 
     def load_weights(self, info: dict[str, Any]) -> None:
         if (self.faults / f"behind-{RANK}").exists():  # it keeps the old ones, and says nothing
             return
-        _, tensor = next(unpacked(info["bucket"]))
-        self.weights = float(tensor.flatten()[0])
+        for name, tensor in unpacked(info["bucket"]):
+            self.arrived.append((name, int(checksum(tensor))))
+            self.weights = float(tensor.flatten()[0])
 
-    def finish_weights(self, version: int, shapes: Any) -> dict[str, Any]:
+    def finish_weights(self, version: int) -> list[list[tuple[str, int]]]:
         self.usable, self.version = True, version
-        sizes = {name: [len(places) for places in grid(shapes[name])] for name in shapes}
-        return {
-            name: (name, [self.weights] * rows * columns) for name, (rows, columns) in sizes.items()
-        }
+        return [self.arrived]
 
     def shutdown(self) -> None:
         self.fault("shutdown")

@@ -556,4 +556,4 @@ def test_vllm_applies_the_adapters_of_ranks(place: Path, tmp_path: Path):
     assert len(lines) == STEPS
     assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
     proved = [line.get("generation/weights/proved") for line in lines]
-    assert proved[-1] == 2 * 7 * 2 and lines[-1]["generation/weights/unproved"] == 0
+    assert proved[-1] == 2 * 7 * 2

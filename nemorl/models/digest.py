@@ -1,4 +1,4 @@
-"""Checksums and sampled numbers of tensors, by which two holders of a model's weights are compared."""
+"""Checksums and sampled numbers of tensors, by which holders of weights are compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod

@@ -106,9 +106,7 @@ def test_a_real_engine_proves_every_weight(kind, tied, precision):
 
 
 def harm(name, change):
-    """In the engine's process: replace the receiver's attribute `name` by what `change` makes of it;
-    `change` of none puts it back.
-    """
+    """In the engine's process: have `change` replace what the receiver calls `name`, or put back."""
 
     def patch(engines):
         from nemorl.runtime.engines import receiver
@@ -128,12 +126,7 @@ def on_the_way(change):
 
 
 def in_the_model(change):
-    def harmed(load):
-        return lambda self, own, weights: load(
-            self, lambda found: own(change(list(found))), weights
-        )
-
-    return "load", harmed
+    return "_noted", lambda noted: lambda self, weights: change(list(noted(self, weights)))
 
 
 def head_forgotten(finish):

@@ -21,8 +21,8 @@ from nemorl.runtime.engines.processes import (
     check_places,
     warn_softly,
 )
-from nemorl.runtime.engines.router import TICK_S, Router
 from nemorl.runtime.engines.routing import (
+    TICK_S,
     Action,
     Answered,
     Arrived,
@@ -34,6 +34,7 @@ from nemorl.runtime.engines.routing import (
     Event,
     Give,
     Reply,
+    Router,
     Start,
     Stopped,
     Warn,

@@ -13,8 +13,7 @@ from nemorl.models.digest import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, warn_softly
-from nemorl.runtime.engines.router import Router
-from nemorl.runtime.engines.routing import Broke, Held, Published, Stopped, Supplied
+from nemorl.runtime.engines.routing import Broke, Held, Published, Router, Stopped, Supplied
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.transport import Transport
 from nemorl.runtime.engines.weights import Receipt, WeightSender, expected_weights

@@ -12,7 +12,7 @@ import ray
 from nemorl.runtime.cluster import connection
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from tests.ray_session import NUM_CPUS, NUM_GPUS, ray_cpus
-from tests.runtime.cluster.test_lost import driver, facts_of
+from tests.runtime.cluster.processes import driver, facts_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 

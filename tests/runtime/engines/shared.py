@@ -4,8 +4,10 @@ each replica, in which an engine of each kind is started once.
 
 import asyncio
 import functools
+import math
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +29,7 @@ from nemorl.runtime.engines.routing import ProcessId
 from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
 from nemorl.runtime.engines.weights import WeightSender, expected_weights
 from tests import tiny_models as models
-from tests.ray_session import ray_cpus
+from tests.ray_session import ENDS, ray_cpus
 
 CACHE = {"kv_cache_memory_bytes": 2**25}
 
@@ -37,6 +39,8 @@ class Engines:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.found: dict[str, Engine] = {}
+        self.most = math.inf
+        """Once a sample has so many tokens, nothing is computed."""
         self.lost: list[Any] = []
         self.use(spec)
 
@@ -49,13 +53,43 @@ class Engines:
             self.found[key] = Engine(spec)
         self.engine = self.found[key]
         self.engine.abort_all()
-        self.engine.usable = False
+        self.engine.usable, self.most = False, math.inf
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy and max(lengths(self), default=0) < self.most
+
+    def hold(self, most: float) -> None:
+        self.most = most
 
     def apply(self, function: Callable[["Engines"], Any]) -> Any:
         return function(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+
+def lengths(engines: Engines) -> list[int]:
+    """The reported tokens of each unfinished sample: the first, and then every so many."""
+    requests = engines.engine._requests.values()
+    return [len(sample.token_ids) for samples in requests for sample in samples]
+
+
+def hold(actors: Sequence[Any], most: float = 0) -> None:
+    """Have engines compute nothing once a sample has so many tokens."""
+    ray.get([actor.call.remote("hold", most) for actor in actors])
+
+
+def begin_all(actors: Sequence[Any], count: int) -> None:
+    """Wait until each engine, which is held, has so many samples, and all have begun."""
+
+    for actor in actors:
+        while len(found := ray.get(actor.call.remote("apply", lengths))) < count:
+            time.sleep(0.01)
+        hold([actor], max(found) + 2)
+    for actor in actors:
+        while not all(ray.get(actor.call.remote("apply", lengths))):
+            time.sleep(0.01)
 
 
 class SharedActor(EngineActor):
@@ -77,6 +111,14 @@ class SharedActor(EngineActor):
 _ACTORS: dict[int, Any] = {}
 
 
+def _forget() -> None:
+    """Their cluster ends."""
+    if (last := SharedReplicas._last) is not None:
+        last.shutdown()
+    SharedReplicas._last = None
+    _ACTORS.clear()
+
+
 @functools.cache
 def log_folder() -> str:
     return tempfile.mkdtemp(prefix="nemorl-shared-")
@@ -85,6 +127,8 @@ def log_folder() -> str:
 def shared_actor(rank: int = 0) -> Any:
     if rank not in _ACTORS:
         ray_cpus()
+        if not _ACTORS:
+            ENDS.callback(_forget)
         variables = environment(1, eager=True, cuda=False)
         actor = ray.remote(SharedActor).options(
             num_cpus=0, max_concurrency=10_000, runtime_env={"env_vars": variables}
@@ -252,7 +296,7 @@ def weights_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def gap(engine: SharedEngine, model: Any, precision: str = "float32") -> float:
     """The largest difference between the engine's logprobs of what it samples and the model's."""
-    prompts = random_prompts(4, seed=3)
+    prompts = models.random_prompts(4, seed=3)
     answers = ray.get([engine.begin(prompt, max_new_tokens=8, seed=5) for prompt in prompts])
     worst, model = 0.0, model.to(getattr(torch, precision))
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig
 
 import nemorl
 from nemorl.losses.logprobs import filter_logits
@@ -109,40 +108,6 @@ def test_stops_with_many_special_tokens_inside_as_with_the_embedded_engine():
     for mine, other in zip(ours, theirs, strict=True):
         assert replace(mine, logprobs=()) == replace(other, logprobs=())
         assert (mine.finish_reason, mine.text) == ("stop", "")
-
-
-def test_adapters_are_in_the_weights():
-    model = small_model(scale=3.0)
-    requests = random_prompts(4), SamplingParams(temperature=0.0, max_new_tokens=12)
-    before = vllm_backend(model).generate(*requests)
-    model.add_adapter(
-        LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    )
-    after = vllm_backend(model).generate(*requests)
-    expected = embedded(model).generate(*requests)
-    found = [[c.token_ids for c in completions] for completions in (before, after, expected)]
-    assert found[0] != found[1] == found[2]
-
-
-def test_in_bfloat16_the_engine_is_the_trainers_to_its_rounding():
-    model = small_model(scale=2.0)
-    prompt = random_prompts(1)[0]
-    completion = vllm_backend(model, precision="bfloat16").generate(
-        [prompt], SamplingParams(max_new_tokens=40, seed=0)
-    )[0]
-    input_ids, drawn = (
-        torch.tensor([[*prompt, *completion.token_ids]]),
-        torch.tensor(completion.token_ids)[:, None],
-    )
-    for bfloat16, tolerances in ((True, (0.0, 0.1)), (False, (1e-4, 0.1))):
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
-            logits = model(input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        difference = (
-            (logits.log_softmax(-1).gather(-1, drawn)[:, 0] - torch.tensor(completion.logprobs))
-            .abs()
-            .max()
-        )
-        assert tolerances[0] <= difference < tolerances[1]
 
 
 def test_replicas_need_ray(monkeypatch):

@@ -1,6 +1,5 @@
 """One engine: what it refuses, what a sample depends on, and what errors leave behind."""
 
-import itertools
 import json
 import os
 import sys
@@ -35,13 +34,6 @@ def refusal(spec: Any) -> str:
     error = raised(shared_actor().start.remote(spec))
     assert isinstance(error, EngineStartError)
     return str(error)
-
-
-def greedy(model: Any, prompt: list[int], length: int = 8) -> list[int]:
-    ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt))
-    return model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=length, pad_token_id=0
-    )[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -229,36 +221,6 @@ def test_a_call_that_is_cancelled_leaves_nothing_and_others_go_on():
     with pytest.raises(ray.exceptions.TaskCancelledError):
         ray.get(long)
     assert engine.do(lambda engines: (len(engines.engine._requests), engines.partial)) == (0, 0)
-
-
-def test_an_answer_says_how_many_samples_of_other_prompts_are_finished():
-    engine = SharedEngine(small_model(scale=3.0))
-    lengths = [len(sample.token_ids) for sample in engine.sample(n=1, max_new_tokens=3)]
-    long = engine.begin(n=2, seed=5, max_new_tokens=200)
-    short = ray.get(engine.begin(n=1, max_new_tokens=3))
-    assert lengths == [3] and short.partial in (0, 1)
-    assert ray.get(long).partial == 0
-
-
-def test_weights_replaced_between_two_steps_keep_what_is_under_way():
-    """Samples under way end with the new weights, and nothing computed with the old ones stays in
-    the cache.
-    """
-    old, new = small_model(scale=3.0), small_model(seed=1, scale=3.0)
-    engine = SharedEngine(old)
-    calls = [engine.begin(LONG, temperature=0.0, seed=i, max_new_tokens=100) for i in range(8)]
-    wanted = greedy(old, LONG, 100)
-    for _ in itertools.takewhile(
-        lambda _: not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())),
-        range(1000),
-    ):
-        pass
-    engine.give(new)
-    for answer in ray.get(calls):
-        (sample,) = answer.samples
-        assert len(sample.token_ids) == 100
-        assert wanted[0] == sample.token_ids[0] and wanted != list(sample.token_ids)
-    assert list(engine.sample(LONG, temperature=0.0)[0].token_ids) == greedy(new, LONG)
 
 
 def test_a_cache_that_cannot_be_emptied_ends_an_update():

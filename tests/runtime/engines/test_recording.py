@@ -1,5 +1,6 @@
 """Samples of real engines have the experts that computed them, which the trainer replays."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,17 +24,18 @@ from nemorl.runtime.engines.engine import Engine, EngineStartError
 from nemorl.runtime.engines.proving import ENGINE_SIZES
 from nemorl.runtime.engines.spec import check_arguments
 from tests.ray_session import ray_cpus
+from tests.runtime.engines.families import folder_of, steps
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
+    begin_all,
+    hold,
     log_folder,
     raised,
     shared_actor,
     shared_mixtures,
     spec_of,
-    vllm_backend,
 )
-from tests.runtime.engines.test_families import folder_of, steps
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -115,15 +117,16 @@ def test_tokens_that_new_weights_compute_again_keep_their_experts():
     """The tokens behind them have those of the new weights, for all before."""
     old, new = mixture(), mixture(seed=1)
     engine = SharedEngine(old, records_experts=True)
-    calls = [engine.begin(LONG, n=2, seed=i, max_new_tokens=100) for i in range(3)]
-    while not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())):
-        pass
+    hold([engine.actor])
+    calls = [engine.begin(LONG, n=2, seed=i, max_new_tokens=40) for i in range(3)]
+    begin_all([engine.actor], 6)
     engine.sender()(1, merged_tensors(new)).check()
+    hold([engine.actor], math.inf)
     for answer in ray.get(calls):
         for sample in answer.samples:
             drawn = sample.policy_versions.count(0)
             first = len(LONG) + drawn - 1  # the token after which the new weights drew the next
-            assert 0 < drawn < 100
+            assert 0 < drawn < 40
             parts = chosen(old, LONG, sample)[:first], chosen(new, LONG, sample)[first:]
             assert_chosen(sample, torch.cat(parts))
     (sample,) = engine.sample(LONG)
@@ -132,11 +135,12 @@ def test_tokens_that_new_weights_compute_again_keep_their_experts():
 
 def test_requests_that_are_given_up_leave_no_record():
     engine = SharedEngine(mixture(), records_experts=True)
-    call = engine.begin(LONG, n=3, max_new_tokens=150)
-    while not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())):
-        pass
+    hold([engine.actor])
+    call = engine.begin(LONG, n=3, max_new_tokens=40)
+    begin_all([engine.actor], 3)
     assert engine.do(partial(records, step=False)) == 3
     ray.cancel(call)
+    hold([engine.actor], math.inf)
     engine.sample()
     assert engine.do(partial(records, step=True)) == 0
 
@@ -167,16 +171,6 @@ def test_what_an_engine_can_t_record_is_refused():
     for name in ("enable_return_routed_experts", "aux_output_config"):
         with pytest.raises(ValueError, match=f"engine's {name} must be left to nemorl"):
             check_arguments({name: True})
-
-
-def test_a_completion_has_the_experts_of_its_sample():
-    model = mixture()
-    backend = vllm_backend(model, records_experts=True)
-    prompts = [LONG, [5, 6, 7]]
-    found = backend.generate(prompts, SamplingParams(n=2, seed=0, max_new_tokens=9))
-    for prompt, completion in zip((LONG, LONG, *prompts[1:], *prompts[1:]), found, strict=True):
-        assert_chosen(completion, chosen(model, prompt, completion))
-    backend.shutdown()
 
 
 def test_replay_closes_the_gap_between_sampler_and_trainer(tmp_path: Path):

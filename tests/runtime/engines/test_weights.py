@@ -162,6 +162,8 @@ def test_ranks_that_have_no_gpus_of_their_own_take_the_object_store():
         ("llama", False, "float32"),
         ("mistral", True, "bfloat16"),
         ("qwen3", False, "bfloat16"),
+        ("mixtral", False, "float32"),
+        ("qwen3_moe", True, "float32"),
     ],
 )
 def test_after_each_update_the_engine_is_the_new_model(kind, tied, precision, monkeypatch):

@@ -13,9 +13,8 @@ from typing import Any
 
 from nemorl.models.digest import checksum
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
-from nemorl.runtime.engines.stage import StageActor
 from nemorl.runtime.engines.weights import unpacked
 
 RANK = 0

@@ -11,6 +11,7 @@ from tests.runtime.cluster.processes import driver, facts_of
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+@pytest.mark.slow
 def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked: Path):
     with driver(forked, "lost") as process:
         facts = facts_of(process)

@@ -65,6 +65,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_engine_applies_the_adapters_of_each_update(kind, sent):
     made = trainer(kind, **RANKS)
@@ -80,6 +81,7 @@ def test_the_engine_applies_the_adapters_of_each_update(kind, sent):
     assert sent == [bases | adapters, adapters, adapters], "the base goes once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter_rank", [0, 4], ids=["merged", "apart"])
 def test_a_base_in_4_bits_is_sent_as_what_it_stands_for(adapter_rank):
     pytest.importorskip("bitsandbytes")
@@ -92,6 +94,7 @@ def test_a_base_in_4_bits_is_sent_as_what_it_stands_for(adapter_rank):
         made.train_step(random_batch([5, 9, 20], seed=step), nll_loss)
 
 
+@pytest.mark.slow
 def test_adapters_of_some_layers_and_none():
     """Layers without one get no adapter; weights without adapters are sampled from as they are."""
     made = trainer("llama", target_modules=("v_proj", "layers.1.mlp.up_proj"))
@@ -111,6 +114,7 @@ def test_adapters_of_some_layers_and_none():
         update(generator, (), version=8)
 
 
+@pytest.mark.slow
 def test_a_wrong_adapter_is_noticed(monkeypatch):
     """By the receipt, as other weights are."""
     made = trainer("llama")

@@ -28,6 +28,7 @@ def trainer():
     backend.shutdown()
 
 
+@pytest.mark.slow
 def test_a_request_of_one_step_goes_on_through_the_next(trainer):
     """It is in flight while the trainer steps, and ends with the new weights; others begin."""
     generator = vllm_backend(trainer.model, colocated=False)
@@ -56,6 +57,7 @@ def test_a_request_of_one_step_goes_on_through_the_next(trainer):
         assert set(completion.policy_versions) == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_event_loop_goes_on_while_weights_travel(trainer):
     generator = vllm_backend(trainer.model, colocated=False)
     turns = []
@@ -80,6 +82,7 @@ def test_the_event_loop_goes_on_while_weights_travel(trainer):
     assert len(turns) == 20
 
 
+@pytest.mark.slow
 def test_engines_that_share_devices_sleep():
     generator = vllm_backend(small_model())
     generator.sleep()

@@ -31,26 +31,23 @@ LONG = [2 + i % 39 for i in range(100)]
 
 
 def refusal(spec: Any) -> str:
+    SharedEngine(small_model())  # the first of its process is one that can start
     error = raised(shared_actor().start.remote(spec))
     assert isinstance(error, EngineStartError)
     return str(error)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def started() -> SharedEngine:
-    """So that those that can't start are not the first of their process."""
-    return SharedEngine(small_model())
-
-
-def test_temporary_files_are_in_a_folder_that_goes_with_the_next_start(started: SharedEngine):
+@pytest.mark.slow
+def test_temporary_files_are_in_a_folder_that_goes_with_the_next_start():
     def files(engines: Any) -> tuple[str, list[str]]:
         folder = Path(tempfile.gettempdir())
         return os.environ["TMPDIR"], [str(folder), *(path.name for path in folder.iterdir())]
 
-    variable, (folder, *names) = ray.get(shared_actor().call.remote("apply", files))
+    variable, (folder, *names) = SharedEngine(small_model()).do(files)
     assert variable == folder and MARK in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
@@ -84,6 +81,7 @@ def test_arguments_that_are_not_the_users_name_the_setting(name):
         check_arguments({name: 3})
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_does_not_know_is_refused():
     spec = spec_of(small_model())
     config = {**json.loads(spec.files["config.json"]), "architectures": ["StrangeForCausalLM"]}
@@ -93,11 +91,13 @@ def test_a_model_that_vllm_does_not_know_is_refused():
     assert len(message) < 600
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_cannot_compute_here_is_refused_at_the_start():
     message = refusal(spec_of(tiny_model()))
     assert message.startswith("Unsupported CPU attention configuration: head_dim=8")
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(tmp_path):
     other = tiny_tokenizer()
     other.add_tokens(["zz"])
@@ -106,6 +106,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     assert message.startswith("the engine's tokenizer must have the trainer's tokens")
 
 
+@pytest.mark.slow
 def test_sleeping_needs_a_gpu():
     assert "generation.sleep_level must be 0 where there is no GPU, but it is 2" in refusal(
         spec_of(small_model(), sleep_level=2)
@@ -143,6 +144,7 @@ def test_the_last_error_of_an_engines_process_is_found_in_a_log(tmp_path):
     assert _last_error(Path("/dev/null")) == ""
 
 
+@pytest.mark.slow
 def test_samples_share_the_prefill_of_their_prompt():
     def record(engines):
         llm, seen = engines.engine._llm, {}
@@ -166,6 +168,7 @@ def test_samples_share_the_prefill_of_their_prompt():
     assert sorted(cached.values()) == [0, 96, 96, 96]
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_its_seed_and_number_alone():
     """vLLM's own n samples draw from seed, seed + 1, …: sample 1 would be sample 0 of the next
     request.
@@ -176,6 +179,7 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
     assert len({sample.token_ids for sample in (*four, *engine.sample(n=4, seed=8))}) == 8
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_for_all_changes_nothing():
     def count(engines):
         scheduler = engines.engine._llm.engine_core.engine_core.scheduler
@@ -200,6 +204,7 @@ def test_a_cache_too_small_for_all_changes_nothing():
     assert small.do(lambda engines: engines.dropped) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_token_outside_the_vocabulary_is_sampled(tied):
     """Inside, 42 tokens are 64: the rest of the output layer is 0, which is likely where logits are
@@ -212,6 +217,7 @@ def test_no_token_outside_the_vocabulary_is_sampled(tied):
     assert max(drawn) < 42
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cancelled_leaves_nothing_and_others_go_on():
     engine = SharedEngine(small_model(scale=3.0))
     expected = engine.sample(n=2)
@@ -223,6 +229,7 @@ def test_a_call_that_is_cancelled_leaves_nothing_and_others_go_on():
     assert engine.do(lambda engines: (len(engines.engine._requests), engines.partial)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_emptied_ends_an_update():
     engine = SharedEngine(small_model(scale=3.0))
 
@@ -240,6 +247,7 @@ def test_a_cache_that_cannot_be_emptied_ends_an_update():
     assert not engine.do(lambda engines: engines.engine.usable)
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_are_found_at_the_first_token_and_leave_nothing():
     model = small_model(scale=3.0)
     engine = SharedEngine(model)
@@ -258,6 +266,7 @@ def test_logits_that_are_not_finite_are_found_at_the_first_token_and_leave_nothi
     assert [engine.sample(prompt, max_new_tokens=100) for prompt in prompts] == expected
 
 
+@pytest.mark.slow
 def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     model = small_model(scale=3.0)
     with torch.no_grad():
@@ -271,6 +280,7 @@ def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     assert engine.sample(LONG) == expected
 
 
+@pytest.mark.slow
 def test_a_request_that_vllm_refuses_fails_alone():
     engine = SharedEngine(small_model(scale=3.0))
     expected = engine.sample(LONG)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 SIZES = {"hidden_size": 128, "head_dim": 32, "scale": 3.0}
 
 
+@pytest.mark.slow
 def test_engines_get_the_gpus_of_a_cluster_that_the_loops_machine_lacks(tmp_path: Path):
     assert printed("tests.runtime.engines.far", tmp_path, "gpus", timeout=300) == {
         **{"on_gpus": True, "sleep_level": 2},
@@ -204,6 +205,7 @@ def test_a_process_of_the_engines_that_cannot_start_says_why():
     assert set(Path("/dev/shm").glob("psm_*")) <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -181,6 +181,7 @@ def test_weights_that_do_not_get_where_they_belong_are_found(kind, fault, said):
     assert gap(engine, new) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_left_behind_ends_the_run(tmp_path):
     ray_cpus()
     with toys(tmp_path) as pair:

@@ -65,6 +65,7 @@ def assert_chosen(sample: Any, expected: torch.Tensor) -> None:
     assert experts.sort(-1).values.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "layers"),
     [
@@ -89,6 +90,7 @@ def test_the_experts_of_each_token_are_those_of_transformers(kind, settings, lay
             assert_chosen(sample, chosen(model, prompt, sample))
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_for_all_changes_no_experts():
     """Requests that lose their blocks are computed again."""
     model, size = mixture(), 17 * 2 * 2 * 2 * 32 * 32 * 4  # two long sequences and a bit
@@ -113,6 +115,7 @@ def count_preemptions(engines: Any) -> None:
     scheduler._preempt_request = counted
 
 
+@pytest.mark.slow
 def test_tokens_that_new_weights_compute_again_keep_their_experts():
     """The tokens behind them have those of the new weights, for all before."""
     old, new = mixture(), mixture(seed=1)
@@ -133,6 +136,7 @@ def test_tokens_that_new_weights_compute_again_keep_their_experts():
     assert_chosen(sample, chosen(new, LONG, sample))
 
 
+@pytest.mark.slow
 def test_requests_that_are_given_up_leave_no_record():
     engine = SharedEngine(mixture(), records_experts=True)
     hold([engine.actor])
@@ -153,6 +157,7 @@ def records(engines: Any, *, step: bool) -> int:
     return len(worker.nemorl_recorder._records)
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_unasked_or_without_experts():
     engine = SharedEngine(mixture())
     assert engine.sample()[0].routed_experts is None
@@ -161,6 +166,7 @@ def test_nothing_is_recorded_unasked_or_without_experts():
     assert SharedEngine(dense, records_experts=True).sample()[0].routed_experts is None
 
 
+@pytest.mark.slow
 def test_what_an_engine_can_t_record_is_refused():
     spec = spec_of(mixture(), records_experts=True)
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
@@ -173,6 +179,7 @@ def test_what_an_engine_can_t_record_is_refused():
             check_arguments({name: True})
 
 
+@pytest.mark.slow
 def test_replay_closes_the_gap_between_sampler_and_trainer(tmp_path: Path):
     """In bfloat16, in which the routers of both choose other experts for some tokens."""
     folder = folder_of("qwen3_moe", tmp_path / "model")
@@ -203,6 +210,7 @@ def test_of_several_ranks_one_tells_the_experts():
     backend.shutdown()
 
 
+@pytest.mark.slow
 def test_a_prefix_whose_blocks_are_gone_is_unknown():
     """Of layers that see a window alone; others come first, and parts of blocks are copied."""
     windows, whole, copied = SharedEngine(mixture()).do(with_a_runner)
@@ -254,6 +262,7 @@ def with_a_runner(engines: Any) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_gpus_engine_returns_them_itself():
     """Of all layers, of which those with experts count."""
     spec = replace(spec_of(mixture(), records_experts=True), vocabulary=None)

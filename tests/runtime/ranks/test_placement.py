@@ -7,7 +7,7 @@ import pytest
 
 from tests.runtime.cluster.processes import driver, facts_of
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -374,7 +374,7 @@ def own_folder() -> Iterator[None]:
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
-    """Raise EngineStartError for arguments that do not go with the machine, or with nemorl's."""
+    """Raise EngineStartError for arguments that do not go with the machine or nemorl's."""
     given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
     if cpu and given.get("enable_chunked_prefill"):
         raise EngineStartError(
@@ -426,7 +426,7 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
 
 
 def _stage_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Have a node of vLLM's, be it one of the cluster's or not, for each stage of a pipeline."""
+    """Have a node of vLLM's for each stage of a pipeline."""
     if spec.meeting is None:
         return {}
     address, port = spec.meeting
@@ -449,11 +449,7 @@ def _adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 def _experts(llm: Any, ended: dict[str, Any], layers: list[int] | None) -> dict[str, np.ndarray]:
-    """Return the experts of requests that have just ended, by vLLM's names of them.
-
-    ended: their last outputs. layers: the ones of vLLM's own record that have experts; None: the
-    workers have nemorl's recorder.
-    """
+    """Return experts of ended requests by name; layers: of vLLM's record, None: of our own."""
     if layers is not None:
         found = {name: part.routed_experts[:, layers] for name, part in ended.items()}
         return {name: experts.astype("int16") for name, experts in found.items()}
@@ -480,10 +476,7 @@ def _sample(tokens: _Tokens) -> Sample:
 
 
 def _unlink_memory(worker: Any = None) -> None:
-    """Remove the names of memory that vLLM's processes share, once all have opened it, or failed.
-
-    So nothing is left of it, however they end.
-    """
+    """Remove the names of memory that vLLM's processes share, so that none is left."""
     maps = Path("/proc/self/maps")
     mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
     for name in re.findall(r"/dev/shm/(?:psm_|\S+-cpushm_)\S+", mapped):
@@ -492,7 +485,7 @@ def _unlink_memory(worker: Any = None) -> None:
 
 
 def _unlink(memory: SharedMemory) -> None:
-    """SharedMemory.unlink, which raises FileNotFoundError for a name that is gone."""
+    """SharedMemory.unlink, for a name that is gone."""
     (Path("/dev/shm") / memory.name).unlink(missing_ok=True)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
 

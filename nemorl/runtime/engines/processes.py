@@ -158,7 +158,7 @@ class EngineProcesses:
         return spec
 
     async def _unless_broken(self, process: EngineProcess, call: Any) -> Any:
-        """Return the result of a call to a process. Raise what ended one of its stages before."""
+        """Return a call's result. Raise what ended one of the process's stages before."""
         own, stage = asyncio.ensure_future(call), 0
         try:
             await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)

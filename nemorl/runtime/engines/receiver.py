@@ -175,9 +175,7 @@ class WorkerExtension:
         return uuid_of(device) if device.type == "cuda" else ""
 
     def nemorl_take_stage(self) -> None:
-        """Make room for what a stage gets from the one before it, as vLLM does in a profiling run
-        that its workers on CPUs leave out.
-        """
+        """Make room for what a stage gets, which workers on CPUs leave to a profiling run."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(

@@ -115,9 +115,7 @@ class Replicas:
         await self._processes.end_all()
 
     async def _tend(self) -> None:
-        """Look after replicas that came back, and whether Ray is there, while requests are open. An
-        error ends all requests.
-        """
+        """Look after replicas that came back, and Ray, while requests are open."""
         router = self._router
         while True:
             await asyncio.sleep(TICK_S)

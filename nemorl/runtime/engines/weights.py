@@ -62,9 +62,7 @@ def _with_floats(values: dict[str, Any]) -> Any:
 
 
 def _one_by_one(model: Any) -> Stored:
-    """Return the names by which vLLM takes gpt-oss's experts one by one: tensors of all of them it
-    copies past the loaders that an update needs.
-    """
+    """Return the names by which vLLM takes gpt-oss's experts one by one, through loaders."""
     if model.config.model_type != "gpt_oss":
         return {}
     names = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -218,10 +216,7 @@ class WeightSender:
         *,
         opened: bool,
     ) -> None:
-        """Send with the other ranks, which stop reading at the same weight, or fail.
-
-        opened: whether an engine is on this rank's GPU. Raises FailedAlone.
-        """
+        """Send with the other ranks. opened: an engine is on this one's GPU. Raises FailedAlone."""
         try:
             send_by_ipc(self, checked, opened=opened)
         except (EnginesFailed, ValueError):
@@ -355,7 +350,7 @@ def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> s
 def _without_adapters(
     weights: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that are not an adapter's; note those in `adapters`, in main memory."""
+    """Yield the weights that are not an adapter's; note those in `adapters`."""
     for name, tensor in weights:
         if name.startswith(PREFIX):
             adapters[name] = tensor.detach().to("cpu", copy=True)
@@ -393,10 +388,7 @@ def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
 
 
 def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int, str]) -> None:
-    """Call it in a daemon thread.
-
-    Raises TimeoutError that says which engines failed meanwhile.
-    """
+    """Call it in a daemon thread. Raises TimeoutError."""
     done = started(function, current_device())
     if not wait([done], timeout_s).done:
         why = "".join(f"; replica {rank} failed: {reason}" for rank, reason in failed.items())

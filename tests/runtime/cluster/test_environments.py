@@ -282,33 +282,6 @@ def in_two_loops(work) -> None:
             each.result(timeout=120)
 
 
-@pytest.mark.slow
-def test_two_event_loops_share_the_processes(workers):
-    """As the conversations sampled ahead and those of a validation."""
-    begun, most, lock = 0, 0, threading.Lock()
-
-    async def converse() -> float:
-        nonlocal begun, most
-        async with workers.room(Game, Game) as make:
-            game = await make()
-            with lock:
-                begun += 1
-                most = max(most, begun)
-            await asyncio.sleep(0.05)
-            pid = (await game.get_metrics())["pid"]
-            with lock:
-                begun -= 1
-        return pid
-
-    found = set()
-
-    async def work() -> None:
-        found.update(await asyncio.gather(*[converse() for _ in range(6)]))
-
-    in_two_loops(work)
-    assert most == 2 and len(found) <= 2
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_more_places_are_taken_than_there_are(count):
     """Whichever tasks are cancelled while they wait, or just as they get a place."""

@@ -23,15 +23,3 @@ def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked:
         time.sleep(0.2)  # until its guard has ended what was left of it
         sweep_temporary()
     assert not Path(facts["session"]).exists()
-
-
-@pytest.mark.slow
-def test_two_nodes(forked: Path):
-    with driver(forked, "two_nodes", RAY_AUTH_MODE="disabled") as process:
-        facts = facts_of(process)
-        here, there = facts["here"], facts["there"]
-        assert here != there
-        assert facts["places"] == {"trainer": [here], "generation": [there], "both": [here, there]}
-        assert facts["local"] == [{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}] * 2
-        assert facts["sums"] == [3.0, 3.0] and facts["trainer"] == [1]
-        assert "worker 0 (process" in facts["died"]

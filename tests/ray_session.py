@@ -30,8 +30,11 @@ def ray_cpus() -> int:
 
 def end_ray() -> None:
     """An idle cluster takes an eighth of a core."""
+    import ray
+
     ray_cpus.cache_clear()
     ENDS.close()
+    ray.shutdown()  # of those that keep their connection until the process ends, too
 
 
 atexit.register(end_ray)

@@ -37,6 +37,8 @@ CACHE = {"kv_cache_memory_bytes": 2**25}
 class Engines:
     """One engine for each spec that was asked for; calls go to the last one."""
 
+    dropped = 0
+
     def __init__(self, spec: EngineSpec) -> None:
         self.found: dict[str, Engine] = {}
         self.most = math.inf
@@ -309,6 +311,18 @@ def gap(engine: SharedEngine, model: Any, precision: str = "float32") -> float:
         worst = max(worst, difference.abs().max().item())
     model.float()
     return worst
+
+
+def count_preemptions(engines: Engines) -> None:
+    """In the engine's process: count requests that lose their blocks."""
+    scheduler = engines.engine._llm.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    drop, engines.dropped = scheduler._preempt_request, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        engines.dropped += 1
+        return drop(*args, **kwargs)
+
+    scheduler._preempt_request = counted
 
 
 def raised(call: Any) -> Exception:

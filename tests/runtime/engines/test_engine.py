@@ -18,6 +18,7 @@ from nemorl.runtime.store.temporary import MARK
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
+    count_preemptions,
     raised,
     shared_actor,
     small_model,
@@ -181,16 +182,6 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
 
 @pytest.mark.slow
 def test_a_cache_too_small_for_all_changes_nothing():
-    def count(engines):
-        scheduler = engines.engine._llm.engine_core.engine_core.scheduler
-        drop, engines.dropped = scheduler._preempt_request, 0
-
-        def counted(*args, **kwargs):
-            engines.dropped += 1
-            return drop(*args, **kwargs)
-
-        scheduler._preempt_request = counted
-
     model = small_model(scale=2.0)
     prompts = random_prompts(6, longest=60)
     params = [{"n": 2, "seed": i, "max_new_tokens": 150} for i in range(6)]
@@ -198,7 +189,7 @@ def test_a_cache_too_small_for_all_changes_nothing():
     expected = [engine.sample(prompt, **p) for prompt, p in zip(prompts, params, strict=True)]
     blocks = 17  # two long sequences and a bit
     small = SharedEngine(model, engine={"kv_cache_memory_bytes": blocks * 2 * 2 * 2 * 32 * 32 * 4})
-    small.do(count)
+    small.do(count_preemptions)
     calls = [small.begin(prompt, **p) for prompt, p in zip(prompts, params, strict=True)]
     assert [answer.samples for answer in ray.get(calls)] == expected
     assert small.do(lambda engines: engines.dropped) > 0

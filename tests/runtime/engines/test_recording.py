@@ -29,6 +29,7 @@ from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
     begin_all,
+    count_preemptions,
     hold,
     log_folder,
     raised,
@@ -102,17 +103,6 @@ def test_a_cache_too_small_for_all_changes_no_experts():
         for sample in answer.samples:
             assert_chosen(sample, chosen(model, prompt, sample))
     assert engine.do(lambda engines: engines.dropped) > 0
-
-
-def count_preemptions(engines: Any) -> None:
-    scheduler = engines.engine._llm.engine_core.engine_core.scheduler
-    drop, engines.dropped = scheduler._preempt_request, 0
-
-    def counted(*args, **kwargs):
-        engines.dropped += 1
-        return drop(*args, **kwargs)
-
-    scheduler._preempt_request = counted
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def answer(
 
 
 class ToyEngine:
-    partial, peak, version = 0, 0, 0
+    partial, version = 0, 0
     uuids = ()
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -80,8 +80,6 @@ class ToyEngine:
             answer(prompt, params, self.weights, self.version, j) for j in range(params.n)
         )
         self.requests[id] = samples, 0
-        unfinished = sum(len(samples) for samples, _ in self.requests.values())
-        self.peak = max(self.peak, unfinished)
 
     def step(self) -> dict[int, tuple[Sample, ...]]:
         self.fault("step")
@@ -119,10 +117,6 @@ class ToyEngine:
 
     def unfinished(self) -> int:
         return len(self.requests)
-
-    def most(self) -> int:
-        """Most samples at a time."""
-        return self.peak
 
 
 class ToyActor(EngineActor):

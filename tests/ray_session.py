@@ -4,6 +4,7 @@ test of the group "ray".
 
 import atexit
 import functools
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -30,11 +31,10 @@ def ray_cpus() -> int:
 
 def end_ray() -> None:
     """An idle cluster takes an eighth of a core."""
-    import ray
-
     ray_cpus.cache_clear()
     ENDS.close()
-    ray.shutdown()  # of those that keep their connection until the process ends, too
+    if ray := sys.modules.get("ray"):
+        ray.shutdown()  # of those that keep their connection until the process ends, too
 
 
 atexit.register(end_ray)

@@ -49,8 +49,8 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     backend: str = ""
     tied: list[Any] | None = None
     kernels: Sequence[tuple[Any, Any, Any]] = ()
-    parameters: frozenset[str] = frozenset()
-    """Names of those for which weights are sent."""
+    uncounted: frozenset[str] = frozenset()
+    """Names of parameters of layers whose numbers vLLM does not count as they come."""
     loaded: set[str] | None = None
     """Names that vLLM's model says it has loaded; None: it does not say."""
     arrived: list[tuple[str, Tensor]]
@@ -68,7 +68,6 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         """Make every layer wait for new weights, and forget those of an update that failed."""
         if self.tied is None:  # can be seen only while no update is under way
             self.tied = _tied_layers(self.model)
-            self.parameters = frozenset(_loadable(self.model))
             # Also vLLM's own engines load through it.
             vars(self.model)["load_weights"] = partial(self.load, self.model.load_weights)
             if self.device.type == "cpu":
@@ -91,6 +90,13 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
                 # vLLM would wait for the rows of padding, which are never sent.
                 rows = layer.num_org_embeddings_per_partition
                 layer.weight.weight_loader_numel = rows * layer.weight.shape[1]
+        self.uncounted = frozenset(
+            f"{name}.{own}"
+            for name, layer in self.model.named_modules()
+            if not (layer in self.tied or get_layerwise_info(layer).can_load())
+            and not is_deferred_attention_layer(layer)
+            for own, _ in layer.named_parameters(recurse=False)
+        )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if "bucket" in update_info:
@@ -133,7 +139,7 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
                 "every weight of the engine must be sent, but these are incomplete:"
                 f" {', '.join(incomplete)}"
             )
-        if self.loaded is not None and (unloaded := self.parameters - self.loaded):
+        if self.loaded is not None and (unloaded := self.uncounted - self.loaded):
             raise RuntimeError(
                 "vLLM's model must load every weight, but it does not say that it has loaded"
                 f" {', '.join(sorted(unloaded))}"
@@ -205,13 +211,6 @@ def _packing_kernels(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
         method: Any = getattr(layer, "quant_method", None)
         if (kernel := getattr(method, "moe_kernel", None)) is not None:
             yield method, kernel, method.moe_quant_config
-
-
-def _loadable(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters for which weights are sent: not attention's own scales."""
-    layers = model.named_modules()
-    others = tuple(f"{name}." for name, one in layers if is_deferred_attention_layer(one))
-    yield from (name for name, _ in model.named_parameters() if not name.startswith(others))
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:

@@ -40,17 +40,6 @@ def test_the_others_obey_rank_zero(forked: Path, model_folder: Path):
 
 
 @pytest.mark.slow
-def test_weights_go_to_engines_of_a_ray_that_rank_zero_alone_has_a_part_in(
-    forked: Path, model_folder: Path
-):
-    """The others could not read an actor of it."""
-    code, text = job(forked, "engines", model_folder)
-    assert code == 0, text
-    assert text.count("weights are sent") == 1
-    assert "result of run 0" in text and "Traceback" not in text
-
-
-@pytest.mark.slow
 def test_grpo_with_an_engine_on_the_machine_of_rank_zero(forked: Path, tmp_path: Path):
     """As examples/cluster/torchrun.sh starts it, with a Ray of this run."""
     write_example_files(tmp_path)

@@ -70,12 +70,12 @@ def dying(number: int) -> Callable[[int, object], float]:
 LOSSES = {"killed": dying(1), "leader_killed": dying(0)}
 
 
-def main(what: str, folder: str, again: int = 2) -> None:
+def main(what: str, folder: str) -> None:
     say(f"process {os.getpid()}")
     plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
     limits = RuntimeConfig(timeout_s=3, start_timeout_s=3 if what == "asleep" else 60)
     config = BaseConfig(trainer=device, runtime=limits)
-    for run in range(again):  # a script may have several runs
+    for run in range(2):  # a script may have several runs
         if is_follower():
             say(f"result {follow(backends.Summing, config)}")
             continue

@@ -62,9 +62,7 @@ def beside_gpus(folder: Path) -> None:
 
 
 def stages(folder: Path) -> None:
-    """Greedy tokens of an engine with a stage on either node, and of the embedded engine; then
-    tokens of requests in which weights change.
-    """
+    """Greedy tokens of an engine with a stage on either node, and of the embedded engine."""
     nodes, ids = cluster_of({"num_cpus": 1}, {"num_cpus": 1})
     os.environ["RAY_ADDRESS"] = nodes.address
     backend = VLLMGenerationBackend(model=OLD, tokenizer=tiny_tokenizer())

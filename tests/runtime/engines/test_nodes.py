@@ -51,9 +51,7 @@ def test_an_engine_whose_stages_are_on_different_nodes(tmp_path: Path):
 
 @pytest.fixture
 def other_python(tmp_path: Path) -> tuple[str, Path]:
-    """An environment with einops of another version than the driver's; and a file in which its
-    processes leave their ids.
-    """
+    """An environment with einops of another version than the driver's."""
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     site = Path(
         sysconfig.get_path(

@@ -210,9 +210,7 @@ def test_a_prefix_whose_blocks_are_gone_is_unknown():
 
 
 def with_a_runner(engines: Any) -> list[list[int]]:
-    """What a recorder keeps of passes of a runner that is not there: blocks, of 4 tokens, tokens
-    before, experts, and copied blocks, None where the request of the pass before goes on.
-    """
+    """What a recorder keeps of passes of a runner that is not there."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
     from nemorl.runtime.engines.recording import Recorder

@@ -170,9 +170,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.at_work)
     @rule(data=st.data(), whole=st.booleans())
     def compute(self, data, whole):
-        """Of any request, all samples but one may be finished without a word; with the last one its
-        answer is on its way.
-        """
+        """Of any request, all samples but one may be finished without a word."""
         engine = self.engines[self.some(data, self.at_work)]
         number = self.some(data, engine.finished)
         if whole:

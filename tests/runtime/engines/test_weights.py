@@ -381,9 +381,7 @@ def test_all_calls_of_an_update_by_all_ranks_have_one_limit(stores):
 
 
 class FakeEngine:
-    """In the place of vLLM's own trainer's end, which needs a GPU: what it asks of its client and
-    its source, and nothing else.
-    """
+    """In the place of vLLM's own trainer's end, which needs a GPU."""
 
     hangs = False
     made: ClassVar[list] = []

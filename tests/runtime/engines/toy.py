@@ -23,9 +23,7 @@ RANK = 0
 def answer(
     prompt: tuple[int, ...], params: SamplingParams, weights: float, version: int, j: int
 ) -> Sample:
-    """A response that depends on the prompt, the seed, the weights and the number of the sample: up
-    to max_new_tokens, more often short.
-    """
+    """A response that depends on the prompt, the seed, the weights and the number of the sample."""
     digest = hashlib.sha256(repr((prompt, params.seed, weights, j)).encode()).digest()
     length = 1 + digest[0] * digest[1] % params.max_new_tokens
     tokens = tuple(digest[i % 32] % 42 for i in range(length))

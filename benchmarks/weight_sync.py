@@ -5,7 +5,7 @@ plain copy of the same bytes in memory, in turn.
 
 transport: from the trainer's tensors until another process has them as tensors. sync: until an
 engine computes with them; on a CPU vLLM repacks each matrix, whoever brings the weights. receipt:
-its part in which the engine's weights are read back. first token: from the end of a train step,
+its checksums, which sender and engine compute. first token: from the end of a train step,
 through the sync, until the engine has answered with a token.
 """
 

@@ -69,7 +69,7 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         if self.tied is None:  # can be seen only while no update is under way
             self.tied = _tied_layers(self.model)
             # Also vLLM's own engines load through it.
-            vars(self.model)["load_weights"] = partial(self.load, self.model.load_weights)
+            self.model.__dict__["load_weights"] = partial(self.load, self.model.load_weights)
             if self.device.type == "cpu":
                 self.kernels = list(_packing_kernels(self.model))
         self.arrived, self.loaded = [], set()

@@ -5,7 +5,7 @@ plain copy of the same bytes in memory, in turn.
 
 transport: from the trainer's tensors until another process has them as tensors. sync: until an
 engine computes with them; on a CPU vLLM repacks each matrix, whoever brings the weights. receipt:
-its part in which the engine's weights are read back. first token: from the end of a train step,
+its checksums, which sender and engine compute. first token: from the end of a train step,
 through the sync, until the engine has answered with a token.
 """
 
@@ -58,7 +58,7 @@ def config_of(megabytes: int) -> Any:
 class Readable:
     """The least that a receiver can do: it has the weights as tensors."""
 
-    def call(self, method: str, info: Any = None, shapes: Any = None) -> dict[str, Any]:
+    def call(self, method: str, info: Any = None) -> dict[str, Any]:
         from nemorl.runtime.engines.weights import unpacked
 
         loads = method == "load_weights"
@@ -93,6 +93,7 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from transformers import AutoModelForCausalLM
 
     from nemorl import SamplingParams
+    from nemorl.models.digest import checksum
     from nemorl.rollout.config import GenerationConfig
     from nemorl.rollout.generation import Weights
     from nemorl.rollout.wrapped import blocking
@@ -126,8 +127,7 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
             target.copy_(tensor)
 
     def receipt() -> None:
-        (replica,) = generator._running.running()
-        ray.get(replica.actor.call.remote("read_weights", trainer.step, sender.expected))
+        torch.stack([checksum(tensor) for _, tensor in weights]).tolist()
 
     def first_token() -> None:
         sync_weights(trainer, generator)

@@ -17,6 +17,7 @@ from jaxtyping import install_import_hook
 import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
 from tests import allowance
 from tests.forked import forked_python
+from tests.ray_session import end_ray, is_of_ray
 
 # A name that is no folder is refused at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -123,3 +124,10 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def fixed_seed() -> None:
     """No test depends on the one before it."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End Ray with the last test that needs it, once its fixtures are gone."""
+    if is_of_ray(item) and not is_of_ray(nextitem):
+        end_ray()

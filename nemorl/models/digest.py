@@ -1,4 +1,4 @@
-"""Sampled numbers of tensors, by which two holders of a model's weights are compared."""
+"""Checksums and sampled numbers of tensors, by which holders of weights are compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -12,8 +12,27 @@ SIDE = 8
 """A receipt of weights has so many rows and columns of each matrix, as many as most models are cut
 into by tensor parallelism, and the square of it of each vector.
 """
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STRIDE = 2654435761
 """Odd and large: the positions of consecutive versions are spread over the tensor."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of a tensor's bits, an int64 on its device, which is the same on all kinds:
+    `Σᵢ (2i + 1) Σⱼ words[i, j]` modulo 2^64, over rows of the last dimension. A word has 8 bytes
+    where these divide a row, or else those of a number.
+
+    >>> checksum(torch.tensor([[1, 2], [3, 4]])), checksum(torch.tensor([[3, 4], [1, 2]]))
+    (tensor(24), tensor(16))
+    """
+    size, width = tensor.element_size(), tensor.shape[-1] if tensor.ndim else 1
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()  # its words must be aligned
+    words = flat.view(BITS[size if width * size % 8 else 8])
+    rows = words.view(len(flat) // width if tensor.ndim > 1 else len(words), -1)
+    sums = rows.sum(1, dtype=torch.int64)
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
 
 
 def spread(size: int, count: int, shift: int = 0) -> list[int]:

@@ -213,9 +213,7 @@ def _reason(error: Exception, folder: Path, late: bool, timeout_s: float, settin
 
 
 def _private_folder() -> Path:
-    """Make a folder of this user alone: Ray opens its own to everybody, who could then put other
-    sockets in place of a run's.
-    """
+    """Make a folder of this user alone: Ray opens its own to everybody."""
     chosen = os.environ.get("RAY_TMPDIR")
     places = [chosen] if chosen else [tempfile.gettempdir(), "/tmp"]
     length = len(os.fsencode(f"/{OURS.replace('*', '12345678')}/r"))
@@ -282,9 +280,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _handlers() -> Iterator[None]:
-    """Keep the handlers of signals, of which Ray replaces some; they get a SIGTERM that came while
-    Ray's own was there.
-    """
+    """Keep the handlers of signals that Ray replaces; they get a SIGTERM that came then."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
     before = {number: signal.getsignal(number) for number in numbers}

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import at_least, require
 from nemorl.runtime.cluster.connection import check, connect, release
@@ -189,11 +191,7 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def _in_words(bundles: Sequence[Bundle]) -> str:
-    """Return the bundles of one name in words.
-
-    >>> _in_words([Bundle(cpus=2), Bundle(cpus=2), Bundle(gpus=1)])
-    '2 x (2 CPU) + 1 x (1 CPU, 1 GPU)'
-    """
+    """Return the bundles of one name in words."""
     counts = Counter[str]()
     for bundle in bundles:
         text = ", ".join(f"{amount:g} {name}" for name, amount in bundle.amounts.items())
@@ -233,3 +231,37 @@ def could_fit(bundles: Sequence[Bundle]) -> bool:
 
 def _nodes() -> list[Any]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
+    """Return the memory in bytes of the smallest GPU, of one on each node that bundles with GPUs
+    take; None where there is no room for them, or the memory of one is not known.
+    """
+    with (
+        suppress(ResourcesError, RayError),  # such as a node without nemorl
+        RayVirtualCluster({"asked": bundles}, timeout_s=timeout_s) as cluster,
+    ):
+        placement = cluster.placement("asked")
+        first = dict(zip(reversed(placement.nodes), reversed(placement.indices), strict=True))
+        asked = [
+            ray.remote(_gpu_memory)
+            .options(
+                num_cpus=0,
+                num_gpus=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement.group, placement_group_bundle_index=index
+                ),
+            )
+            .remote()
+            for index in first.values()
+        ]
+        return min(ray.get(asked, timeout=timeout_s)) or None
+    return None
+
+
+def _gpu_memory() -> int:
+    """Return the memory in bytes of this process's GPU; 0 where torch sees none."""
+    import torch
+
+    available = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory if available else 0

@@ -1,4 +1,4 @@
-"""The Ray actor around an engine, which has a thread of its own."""
+"""Ray actors around an engine, which has a thread of its own, and around its later stages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.cluster.worker_group import begin_worker
-from nemorl.runtime.engines.engine import Engine
+from nemorl.runtime.cluster.worker_group import begin_worker, free_port
+from nemorl.runtime.engines.engine import (
+    Engine,
+    engine_arguments,
+    model_folder,
+    own_folder,
+    start_errors,
+)
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
-from nemorl.runtime.engines.stage import meet
 
 
 class EngineActor:
@@ -39,7 +45,7 @@ class EngineActor:
 
     async def meet(self, spec: EngineSpec) -> EngineSpec:
         """Return the engine with this process as the one at which its stages meet."""
-        return meet(spec)
+        return replace(spec, meeting=(own_address(), free_port()))
 
     async def start(self, spec: EngineSpec) -> Place:
         """Start the engine and return where it is. Raises EngineStartError."""
@@ -125,3 +131,44 @@ class EngineActor:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
+
+
+def own_address() -> str:
+    """Return this node's address in Ray, and have vLLM's processes here use it, too."""
+    address = os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
+    return address
+
+
+class Stage:
+    """The workers of one stage, by vLLM's executor for further nodes. Raises EngineStartError."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        own_address()
+        self._own = ExitStack()
+        self._own.enter_context(own_folder())
+        with start_errors(self._own), model_folder(spec) as folder:
+            arguments, _ = engine_arguments(spec, folder)
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+            config = arguments.create_engine_config(headless=True)
+            self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def wait(self) -> None:
+        """Return when a worker has ended; the others are ended then."""
+        self._executor.start_worker_monitor(inline=True)
+
+
+class StageActor:
+    """The Ray actor around a stage."""
+
+    make = Stage
+
+    def __init__(self, name: str, log: str) -> None:
+        begin_worker(name, Path(log))
+        self._thread = ThreadPoolExecutor(1, "stage")
+
+    async def run(self, spec: EngineSpec) -> None:
+        """Start the workers and return when one has ended. Raises EngineStartError."""
+        loop = asyncio.get_running_loop()
+        stage = await loop.run_in_executor(self._thread, self.make, spec)
+        await loop.run_in_executor(self._thread, stage.wait)

@@ -148,12 +148,10 @@ class VLLMGenerationBackend:
         ]
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """The weights are gathered and sent on a thread of their own, while the event loop goes on;
-        a trainer's other methods wait until they are through. What each engine reads back is
-        compared with what was sent.
+        """Send the newest weights on a thread of their own, and compare checksums of what arrives.
 
         Raises ValueError for weights that are not the model's, and WeightsDiffer where an engine
-        holds others than it was sent; then nothing is generated until an update succeeds.
+        got others than it was sent; then nothing is generated until an update succeeds.
         """
         check_in_flight(in_flight)
         update = partial(self._update, source, in_flight)

@@ -42,9 +42,7 @@ def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]], *, opened: b
 
 @contextmanager
 def _given_back(transfer: Any) -> Iterator[None]:
-    """Give the buffer of a transfer inside the block back, as an engine does that has opened it:
-    torch counts from one, and keeps the memory until then.
-    """
+    """Give the buffer of a transfer back, as an engine does that has opened it."""
     gather, found = transfer._all_gather_and_merge_handles, list[Any]()
 
     def gathered(handles: list[dict[str, Any]]) -> Any:
@@ -90,10 +88,7 @@ def _rounds(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, T
 
 
 def _connected(transport: str, sender: Any, client: Any) -> tuple[Any, Any]:
-    """Return vLLM's transfer engine, which stays connected until the engines change, and its key.
-
-    It is put back after a transfer that succeeded.
-    """
+    """Return vLLM's transfer engine, to be put back after a transfer, and its key."""
     key = (transport, *sender.places.values())
     transfer = _CONNECTED.pop(key, None)
     if transfer is None:

@@ -21,12 +21,13 @@ import torch
 
 from nemorl.checks import closest
 from nemorl.models.adapters import write_adapters
+from nemorl.models.digest import checksum
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
-from nemorl.runtime.engines.spec import EngineSpec, Numbers, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, unpacked
 from nemorl.runtime.store.temporary import temporary_folder
 
@@ -241,17 +242,21 @@ class Engine:
         self._llm.collective_rpc("update_weights", args=(info,))
 
     def finish_weights(
-        self, version: int, shapes: dict[str, tuple[int, ...]], adapters: Bucket | None = None
-    ) -> dict[str, tuple[str, Numbers]]:
+        self, version: int, adapters: Bucket | None = None
+    ) -> list[list[tuple[str, int]]]:
         """Use the new weights, also for unfinished samples, whose cache is computed again.
 
         adapters: the newest, for weights that are the same or have just come.
-        Returns what `read_weights` does.
+        Returns names and checksums of what came, of each worker that got other ones than those
+        before it.
         """
-        self.usable = False
+        self.usable, workers = False, list[list[tuple[str, int]]]()
         if self._updating:
             self._llm.collective_rpc("finish_weight_update")
+            workers = self._llm.collective_rpc("nemorl_checksums")
         self._updating = False
+        own = [(name, int(checksum(tensor))) for name, tensor in unpacked(adapters or [])]
+        arrived = [each for i, each in enumerate(workers) if each not in workers[:i]] or [[]]
         self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
@@ -259,9 +264,8 @@ class Engine:
                 "the engine's cache must be empty before new weights are used, but vLLM keeps a"
                 " part of it: start it again"
             )
-        found = self.read_weights(version, shapes)
         self.usable = True
-        return found
+        return [each + own for each in arrived]
 
     def _take_adapters(self, adapters: Bucket | None) -> None:
         if bool(adapters) != bool(self._adapters) and self._requests:
@@ -279,20 +283,6 @@ class Engine:
             # In place: requests in flight go on with them.
             self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
             self._adapters = LoRARequest("policy", 1, folder)
-
-    def read_weights(
-        self, version: int, shapes: dict[str, tuple[int, ...]]
-    ) -> dict[str, tuple[str, Numbers]]:
-        """Return what is read back of the weights of these shapes, as `readings` has it, of all
-        workers together.
-        """
-        found: dict[str, tuple[str, Numbers]] = {}
-        for worker in self._llm.collective_rpc("nemorl_read_weights", args=(shapes, version)):
-            for name, source, values in worker:
-                before = found.get(name, (source, values))[1]
-                pairs = zip(before, values, strict=True)
-                found[name] = source, [b if a is None else a for a, b in pairs]
-        return found
 
     def sleep(self) -> None:
         """Give memory back, at level 2 that of the weights, too; unfinished samples pause."""
@@ -384,7 +374,7 @@ def own_folder() -> Iterator[None]:
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
-    """Raise EngineStartError for arguments that do not go with the machine, or with nemorl's."""
+    """Raise EngineStartError for arguments that do not go with the machine or nemorl's."""
     given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
     if cpu and given.get("enable_chunked_prefill"):
         raise EngineStartError(
@@ -436,7 +426,7 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
 
 
 def _stage_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Have a node of vLLM's, be it one of the cluster's or not, for each stage of a pipeline."""
+    """Have a node of vLLM's for each stage of a pipeline."""
     if spec.meeting is None:
         return {}
     address, port = spec.meeting
@@ -459,11 +449,7 @@ def _adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 def _experts(llm: Any, ended: dict[str, Any], layers: list[int] | None) -> dict[str, np.ndarray]:
-    """Return the experts of requests that have just ended, by vLLM's names of them.
-
-    ended: their last outputs. layers: the ones of vLLM's own record that have experts; None: the
-    workers have nemorl's recorder.
-    """
+    """Return experts of ended requests by name; layers: of vLLM's record, None: of our own."""
     if layers is not None:
         found = {name: part.routed_experts[:, layers] for name, part in ended.items()}
         return {name: experts.astype("int16") for name, experts in found.items()}
@@ -490,10 +476,7 @@ def _sample(tokens: _Tokens) -> Sample:
 
 
 def _unlink_memory(worker: Any = None) -> None:
-    """Remove the names of memory that vLLM's processes share, once all have opened it, or failed.
-
-    So nothing is left of it, however they end.
-    """
+    """Remove the names of memory that vLLM's processes share, so that none is left."""
     maps = Path("/proc/self/maps")
     mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
     for name in re.findall(r"/dev/shm/(?:psm_|\S+-cpushm_)\S+", mapped):
@@ -502,7 +485,7 @@ def _unlink_memory(worker: Any = None) -> None:
 
 
 def _unlink(memory: SharedMemory) -> None:
-    """SharedMemory.unlink, which raises FileNotFoundError for a name that is gone."""
+    """SharedMemory.unlink, for a name that is gone."""
     (Path("/dev/shm") / memory.name).unlink(missing_ok=True)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
 

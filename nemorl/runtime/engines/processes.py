@@ -19,13 +19,11 @@ from nemorl.checks import require
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
-from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.engine import environment
 from nemorl.runtime.engines.limits import check_shares
-from nemorl.runtime.engines.router import Router
-from nemorl.runtime.engines.routing import Broke, ProcessId, Started
+from nemorl.runtime.engines.routing import Broke, ProcessId, Router, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
-from nemorl.runtime.engines.stage import StageActor
 from nemorl.runtime.engines.transport import cards_of, own_place
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death, with_log
 from nemorl.runtime.store.temporary import temporary_folder
@@ -160,7 +158,7 @@ class EngineProcesses:
         return spec
 
     async def _unless_broken(self, process: EngineProcess, call: Any) -> Any:
-        """Return the result of a call to a process. Raise what ended one of its stages before."""
+        """Return a call's result. Raise what ended one of the process's stages before."""
         own, stage = asyncio.ensure_future(call), 0
         try:
             await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)

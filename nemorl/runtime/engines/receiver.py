@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer.base import (
@@ -24,7 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from nemorl.runtime.engines.readback import Reading, readings
+from nemorl.models.digest import checksum
 from nemorl.runtime.engines.recording import Recorder, expert_layers
 from nemorl.runtime.engines.transport import uuid_of
 from nemorl.runtime.engines.weights import Bucket, unpacked
@@ -47,6 +49,12 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     backend: str = ""
     tied: list[Any] | None = None
     kernels: Sequence[tuple[Any, Any, Any]] = ()
+    uncounted: frozenset[str] = frozenset()
+    """Names of parameters of layers whose numbers vLLM does not count as they come."""
+    loaded: set[str] | None = None
+    """Names that vLLM's model says it has loaded; None: it does not say."""
+    arrived: list[tuple[str, Tensor]]
+    """Names and checksums of the weights that came, in order."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -60,8 +68,11 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         """Make every layer wait for new weights, and forget those of an update that failed."""
         if self.tied is None:  # can be seen only while no update is under way
             self.tied = _tied_layers(self.model)
+            # Also vLLM's own engines load through it.
+            self.model.__dict__["load_weights"] = partial(self.load, self.model.load_weights)
             if self.device.type == "cpu":
                 self.kernels = list(_packing_kernels(self.model))
+        self.arrived, self.loaded = [], set()
         for method, _, _ in self.kernels:
             method.moe_kernel = None  # vLLM packs experts' weights only as it makes a kernel
         for layer in self.model.modules():
@@ -79,6 +90,13 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
                 # vLLM would wait for the rows of padding, which are never sent.
                 rows = layer.num_org_embeddings_per_partition
                 layer.weight.weight_loader_numel = rows * layer.weight.shape[1]
+        self.uncounted = frozenset(
+            f"{name}.{own}"
+            for name, layer in self.model.named_modules()
+            if not (layer in self.tied or get_layerwise_info(layer).can_load())
+            and not is_deferred_attention_layer(layer)
+            for own, _ in layer.named_parameters(recurse=False)
+        )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if "bucket" in update_info:
@@ -88,6 +106,22 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
 
     def receive_weights(self, update_info: Bucket) -> None:
         self.model.load_weights(unpacked(update_info))
+
+    def load(self, load: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        """Have the model load weights, whose checksums are noted."""
+        found = load(self._noted(weights))
+        self.loaded = None if found is None or self.loaded is None else self.loaded | set(found)
+        return found
+
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.arrived.append((name, checksum(tensor)))
+            yield name, tensor
+
+    def checksums(self) -> list[tuple[str, int]]:
+        """Return names and checksums of the weights that came with the last update."""
+        names, found = zip(*self.arrived, strict=True) if self.arrived else ((), ())
+        return list(zip(names, torch.stack(found).tolist() if found else (), strict=True))
 
     def finish_weight_update(self) -> None:
         """Raise RuntimeError that lists the layers without all of their weights."""
@@ -104,6 +138,11 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
             raise RuntimeError(
                 "every weight of the engine must be sent, but these are incomplete:"
                 f" {', '.join(incomplete)}"
+            )
+        if self.loaded is not None and (unloaded := self.uncounted - self.loaded):
+            raise RuntimeError(
+                "vLLM's model must load every weight, but it does not say that it has loaded"
+                f" {', '.join(sorted(unloaded))}"
             )
         for part in self._parts():
             finalize_layerwise_reload(part, self.model_config)
@@ -132,12 +171,9 @@ class WorkerExtension:
         self._weight_update_active = False  # vLLM leaves it set when an update is given up
         self.start_weight_update()  # type: ignore[attr-defined]
 
-    def nemorl_read_weights(
-        self, shapes: dict[str, tuple[int, ...]], version: int
-    ) -> list[Reading]:
-        """Return sampled numbers of the weights that this worker computes with."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        return list(readings(model, shapes, version))
+    def nemorl_checksums(self) -> list[tuple[str, int]]:
+        """Return names and checksums of the weights that came with the last update."""
+        return self.weight_transfer_engine.checksums()  # type: ignore[attr-defined]
 
     def nemorl_uuid(self) -> str:
         """Return the UUID of this worker's GPU; nothing on a CPU."""
@@ -145,9 +181,7 @@ class WorkerExtension:
         return uuid_of(device) if device.type == "cuda" else ""
 
     def nemorl_take_stage(self) -> None:
-        """Make room for what a stage gets from the one before it, as vLLM does in a profiling run
-        that its workers on CPUs leave out.
-        """
+        """Make room for what a stage gets, which workers on CPUs leave to a profiling run."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(

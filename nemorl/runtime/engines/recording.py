@@ -29,12 +29,10 @@ class _Record:
 
 
 class Recorder:
-    """Records the experts of each request's tokens, where vLLM does not: it does with its second
-    model runner, which needs Triton, and so not on a CPU.
+    """Records the experts of each request's tokens on a CPU, where vLLM does not.
 
-    A token of the prompt that another request has computed has the experts of that computation,
-    which are kept beside the keys and values. One that is computed again, after preemption or with
-    new weights, keeps its first experts: the response was drawn with them.
+    A token that another request has computed has the experts of that computation; one that is
+    computed again keeps its first experts: the response was drawn with them.
     """
 
     def __init__(self, runner: Any) -> None:

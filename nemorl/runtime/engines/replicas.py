@@ -21,8 +21,8 @@ from nemorl.runtime.engines.processes import (
     check_places,
     warn_softly,
 )
-from nemorl.runtime.engines.router import TICK_S, Router
 from nemorl.runtime.engines.routing import (
+    TICK_S,
     Action,
     Answered,
     Arrived,
@@ -34,6 +34,7 @@ from nemorl.runtime.engines.routing import (
     Event,
     Give,
     Reply,
+    Router,
     Start,
     Stopped,
     Warn,
@@ -114,9 +115,7 @@ class Replicas:
         await self._processes.end_all()
 
     async def _tend(self) -> None:
-        """Look after replicas that came back, and whether Ray is there, while requests are open. An
-        error ends all requests.
-        """
+        """Look after replicas that came back, and Ray, while requests are open."""
         router = self._router
         while True:
             await asyncio.sleep(TICK_S)

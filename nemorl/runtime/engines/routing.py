@@ -1,18 +1,22 @@
 """Which replica answers which request: a function of a frozen state and an event.
 
-It starts no process, reads no clock and sends no weights: `replicas` feeds it events and
-executes its actions.
+`decide` starts no process, reads no clock and sends no weights: the `Router` feeds it events, and
+`replicas` executes its actions.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-BLOCK = 64
+TICK_S = 0.5
+"""How often a thread that waits looks whether Ray is there, and for replicas without weights."""
+T = TypeVar("T")
 
 
 class ProcessId(NamedTuple):
@@ -32,46 +36,15 @@ class Request(NamedTuple):
     """Samples to make of it."""
 
 
-@dataclass(frozen=True)
-class Queue:
-    """Requests by their numbers. A change of a queue of 10,000 copies some 200 references."""
+def _put(waiting: tuple[Request, ...], request: Request) -> tuple[Request, ...]:
+    place = bisect_left(waiting, request)
+    return (*waiting[:place], request, *waiting[place:])
 
-    blocks: tuple[tuple[Request, ...], ...] = ()
 
-    @property
-    def first(self) -> Request | None:
-        return self.blocks[0][0] if self.blocks else None
-
-    def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self.blocks)
-
-    def put(self, request: Request) -> Queue:
-        """Return a queue that has the request, too."""
-        if not self.blocks:
-            return Queue(((request,),))
-        at = min(self._block(request.number), len(self.blocks) - 1)
-        block = self.blocks[at]
-        place = bisect_left(block, request)
-        block = (*block[:place], request, *block[place:])
-        middle = len(block) // 2
-        parts = (block,) if len(block) <= BLOCK else (block[:middle], block[middle:])
-        return Queue((*self.blocks[:at], *parts, *self.blocks[at + 1 :]))
-
-    def without(self, number: int) -> Queue:
-        """Return a queue without a request; this one, if it does not have the request."""
-        at = self._block(number)
-        if at == len(self.blocks):
-            return self
-        block = self.blocks[at]
-        place = bisect_left(block, (number,))
-        if block[place].number != number:
-            return self
-        block = (*block[:place], *block[place + 1 :])
-        return Queue((*self.blocks[:at], *((block,) if block else ()), *self.blocks[at + 1 :]))
-
-    def _block(self, number: int) -> int:
-        """Return the index of the block that has this number, if any has."""
-        return bisect_left(self.blocks, number, key=lambda block: block[-1].number)
+def _without(waiting: tuple[Request, ...], number: int) -> tuple[Request, ...]:
+    place = bisect_left(waiting, (number,))
+    there = place < len(waiting) and waiting[place].number == number
+    return waiting[:place] + waiting[place + 1 :] if there else waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +95,8 @@ class Routing:
     max_restarts: int
     """A replica whose processes end more often in a row is given up."""
     replicas: tuple[Replica, ...]
-    waiting: Queue = Queue()
+    waiting: tuple[Request, ...] = ()
+    """In the order of their numbers."""
     arrived: int = 0
     """Number of the next request."""
     held_from: int | None = None
@@ -155,7 +129,7 @@ class Routing:
 
     @property
     def _next(self) -> Request | None:
-        first = self.waiting.first
+        first = self.waiting[0] if self.waiting else None
         held = first and self.held_from is not None and first.number >= self.held_from
         return None if held else first
 
@@ -324,14 +298,14 @@ def decide(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
     state, actions = _noted(state, event)
     if state.over is not None:
         failed = [Reply(request.number, state.over) for request in state.waiting]
-        return replace(state, waiting=Queue()), (*actions, *failed)
+        return replace(state, waiting=()), (*actions, *failed)
     given: list[Action] = []
     while not state.asleep and (request := state._next):
         able = [one for one in state.replicas if one.ready and one.unfinished < state.window]
         if not able:
             break
         chosen = min(able, key=lambda one: one.unfinished)
-        state = _with(state, chosen.given(request), waiting=state.waiting.without(request.number))
+        state = _with(state, chosen.given(request), waiting=_without(state.waiting, request.number))
         given.append(Give(chosen.process, request.number))
     return state, (*actions, *given)
 
@@ -345,7 +319,7 @@ def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
             return state, ()
     match event:
         case Arrived(n):
-            waiting = state.waiting.put(Request(state.arrived, n))
+            waiting = _put(state.waiting, Request(state.arrived, n))
             state = replace(state, waiting=waiting, arrived=state.arrived + 1)
         case Cancelled(number):
             return _cancelled(state, number)
@@ -376,7 +350,7 @@ def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
 
 
 def _cancelled(state: Routing, number: int) -> tuple[Routing, tuple[Action, ...]]:
-    waiting = state.waiting.without(number)
+    waiting = _without(state.waiting, number)
     if waiting is not state.waiting:
         return replace(state, waiting=waiting), ()
     for one in state.replicas:
@@ -391,7 +365,7 @@ def _stopped(state: Routing, error: Exception) -> tuple[Routing, tuple[Action, .
         for number in one.open:
             actions += [Cancel(number), Reply(number, error)]
     idle = tuple(replace(one, open={}, samples=0, partial=0) for one in state.replicas)
-    return replace(state, waiting=Queue(), replicas=idle), tuple(actions)
+    return replace(state, waiting=(), replicas=idle), tuple(actions)
 
 
 def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
@@ -417,7 +391,7 @@ def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, 
         actions.append(Warn(message))
     waiting = state.waiting
     for request in broken.open.values():
-        waiting = waiting.put(request)
+        waiting = _put(waiting, request)
     fresh = Replica(process=following, status=status, deaths=deaths)
     return _with(state, fresh, waiting=waiting, over=over), tuple(actions)
 
@@ -431,3 +405,69 @@ def _with(state: Routing, replica: Replica, **changes: object) -> Routing:
 
 def _emptied(state: Routing) -> Routing:
     return replace(state, replicas=tuple(replace(one, version=None) for one in state.replicas))
+
+
+class Router:
+    """Notes events and has the actions executed, on its event loop.
+
+    Args:
+        act: executes an action, on the event loop; it may raise nothing.
+        check: raises where Ray is gone, so that a thread would wait forever.
+    """
+
+    def __init__(
+        self, state: Routing, act: Callable[[Action], None], check: Callable[[], None]
+    ) -> None:
+        self.state = state
+        """May be read by any thread."""
+        self.check = check
+        self._act, self._changed = act, asyncio.Event()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="router", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        """Note an event, on the event loop."""
+        self.state, actions = decide(self.state, event)
+        for action in actions:
+            self._act(action)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[Routing], bool]) -> None:
+        """Wait for a state, on the event loop."""
+        while not condition(self.state):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def send(self, event: Event) -> None:
+        """Note an event, from another thread."""
+
+        async def noted() -> None:
+            self.note(event)
+
+        self.do(noted())
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine on the event loop, for another thread.
+
+        Raises: ClusterLost.
+        """
+        try:
+            job = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the event loop is closed
+            work.close()
+            raise
+        try:
+            while not wait([job], TICK_S).done:
+                self.check()
+                if self.loop.is_closed():
+                    raise RuntimeError("the engines were shut down meanwhile")
+            return job.result()
+        except BaseException:
+            job.cancel()
+            raise
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

@@ -50,8 +50,6 @@ OURS = {
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
 """Engine arguments that are not the user's."""
-Numbers = list[float | None]
-"""`sampled` numbers of a weight that are read back; None where one can't be."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from nemorl.models.digest import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, warn_softly
-from nemorl.runtime.engines.router import Router
-from nemorl.runtime.engines.routing import Broke, Held, Published, Stopped, Supplied
+from nemorl.runtime.engines.routing import Broke, Held, Published, Router, Stopped, Supplied
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.transport import Transport
 from nemorl.runtime.engines.weights import Receipt, WeightSender, expected_weights
@@ -137,11 +136,6 @@ class Supply:
                 self._router.send(Supplied(one.id, receipt.version))
 
     def metrics(self) -> dict[str, float]:
-        """Return how many weights the last update since the last call proved to be the engines'."""
+        """Return how many weights of the last update since the last call came as they were sent."""
         last, self._receipt = self._receipt, None
-        if last is None:
-            return {}
-        return {
-            "weights/proved": float(last.num_weights - len(last.unproved)),
-            "weights/unproved": float(len(last.unproved)),
-        }
+        return {} if last is None else {"weights/proved": float(last.num_weights)}

@@ -8,7 +8,8 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nemorl.models.adapters import PREFIX, live_tensors, merged_tensors
-from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
+from nemorl.models.digest import WeightsDiffer, checksum, misfits
 from nemorl.models.stored import Stored, as_stored, shapes_of, stored_names
 from nemorl.runtime.engines.direct import DEVICE, EnginesFailed, send_by_ipc, send_by_nccl
 from nemorl.runtime.engines.spec import Place
@@ -61,9 +62,7 @@ def _with_floats(values: dict[str, Any]) -> Any:
 
 
 def _one_by_one(model: Any) -> Stored:
-    """Return the names by which vLLM takes gpt-oss's experts one by one: tensors of all of them it
-    copies past the loaders that an update needs.
-    """
+    """Return the names by which vLLM takes gpt-oss's experts one by one, through loaders."""
     if model.config.model_type != "gpt_oss":
         return {}
     names = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -106,9 +105,7 @@ class Receipt:
     failed: Mapping[int, str]
     """What went wrong. If anything did, all must be sent all weights again."""
     wrong: Mapping[int, str] = field(default_factory=dict)
-    """Weights that engines hold otherwise than they were sent."""
-    unproved: frozenset[str] = frozenset()
-    """Weights that some engine can't read back."""
+    """Weights that engines got otherwise than they were sent."""
     num_weights: int = 0
     transport: Transport | None = None
     """How they came."""
@@ -117,9 +114,8 @@ class Receipt:
         """Raise WeightsDiffer, which names the first engine and its weights, if any is wrong."""
         for rank, said in self.wrong.items():
             raise WeightsDiffer(
-                f"replica {rank} must compute with the trainer's weights of version {self.version},"
-                f" but it does not: {said}; resume the run from its last checkpoint, and"
-                " report this"
+                f"replica {rank} must get the trainer's weights of version {self.version}, but it"
+                f" did not: {said}; resume the run from its last checkpoint, and report this"
             )
 
 
@@ -157,15 +153,16 @@ class WeightSender:
     """Version of the policy; the engines' tokens carry it."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
-    readings: dict[int, Any] = field(default_factory=dict)
-    """What engines read back of their new weights."""
+    arrived: dict[int, list[list[tuple[str, int]]]] = field(default_factory=dict)
+    """Names and checksums of what each engine's workers got."""
 
     def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Return how it went: what engines read back is compared with what was sent.
+        """Return how it went: checksums of what engines got are compared with those of what was
+        sent.
 
         Raises ValueError for weights of another model.
         """
-        self = replace(self, version=version, readings={})
+        self = replace(self, version=version, arrived={})
         ranks, places = places_of_ranks(), list(self.places.values())
         several = len(ranks) > 1
         transport = choose_transport(self.transport, ranks, places)
@@ -219,10 +216,7 @@ class WeightSender:
         *,
         opened: bool,
     ) -> None:
-        """Send with the other ranks, which stop reading at the same weight, or fail.
-
-        opened: whether an engine is on this rank's GPU. Raises FailedAlone.
-        """
+        """Send with the other ranks. opened: an engine is on this one's GPU. Raises FailedAlone."""
         try:
             send_by_ipc(self, checked, opened=opened)
         except (EnginesFailed, ValueError):
@@ -237,32 +231,21 @@ class WeightSender:
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass weights on, and keep sampled numbers of each as engines are to have them."""
+        """Pass weights on as engines are to have them, and keep a checksum of each."""
         for name, tensor in weights:
-            numbers = sampled(tensor, self.version)
-            sent[name] = numbers.to(self.dtype) if numbers.is_floating_point() else numbers
-            yield name, tensor
+            cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
+            sent[name] = checksum(cast)
+            yield name, cast
 
     def _receipt(self, sent: Mapping[str, Tensor]) -> Receipt:
-        wrong, unproved = {}, set[str]()
+        sums = [each.to(next(iter(sent.values())).device) for each in sent.values()]
+        expected = dict(zip(sent, torch.stack(sums).tolist() if sums else (), strict=True))
+        wrong = {}
         for rank in self.actors:
-            readings = self.readings.get(rank) or {}
-            expected, found = dict[str, Tensor](), dict[str, Tensor]()
-            unproved |= sent.keys() - readings.keys()
-            for name, (source, values) in readings.items():
-                expected[name] = sent[source].float().cpu()
-                pairs = zip(expected[name].tolist(), values, strict=True)
-                found[name] = torch.tensor([a if b is None else b for a, b in pairs])
-                unproved |= {source} if None in values else set()
-            if differing := differences(expected, found):
-                wrong[rank] = differing
-        return Receipt(
-            version=self.version,
-            failed={},
-            wrong=wrong,
-            unproved=frozenset(unproved),
-            num_weights=len(sent),
-        )
+            for worker in self.arrived.get(rank) or [[]]:
+                if said := _otherwise(expected, worker):
+                    wrong[rank] = said
+        return Receipt(version=self.version, failed={}, wrong=wrong, num_weights=len(sent))
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
         """Call a method of each engine; return the calls by rank."""
@@ -311,7 +294,7 @@ class WeightSender:
         self.wait(self.start("load_weights", info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.readings.update(self.wait(self.start("finish_weights", self.version, self.expected)))
+        self.arrived.update(self.wait(self.start("finish_weights", self.version)))
 
     def _send_buckets(
         self,
@@ -332,20 +315,17 @@ class WeightSender:
                 calls = self.start("load_weights", stored)
         finally:  # none may come after the begin of another update
             self.wait(calls)
-        shapes = dict(self.expected if weights is not None else {})
-        shapes |= {name: tuple(tensor.shape) for name, tensor in adapters.items()}
         held = itertools.chain.from_iterable(self._buckets(self._noted(adapters.items(), sent)))
         stored = (ray.put(list(held)),) if adapters else ()
-        calls = self.start("finish_weights", self.version, shapes, *stored)
-        self.readings.update(self.wait(calls))
+        calls = self.start("finish_weights", self.version, *stored)
+        self.arrived.update(self.wait(calls))
 
     def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
         bucket: Bucket = []
         size = 0
         for name, tensor in weights:
-            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-            flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-            bucket.append((name, dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()))
+            flat = tensor.cpu().contiguous().view(-1)
+            bucket.append((name, flat.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()))
             size += flat.nbytes
             if size >= BUCKET_BYTES:
                 yield bucket
@@ -353,10 +333,24 @@ class WeightSender:
         yield bucket
 
 
+def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> str:
+    """Return which weights arrived otherwise than they were sent, in words; nothing if none did."""
+    found, counts = dict(arrived), Counter(name for name, _ in arrived)
+    wrong = [f"{name!r} did not arrive" for name in sent if name not in found]
+    wrong += [f"{name!r} was not sent" for name in found if name not in sent]
+    wrong += [f"{name!r} arrived {count} times" for name, count in counts.items() if count > 1]
+    wrong += [
+        f"{name!r} arrived with other numbers"
+        for name, number in sent.items()
+        if found.get(name, number) != number
+    ]
+    return ", ".join(wrong[:5]) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
+
+
 def _without_adapters(
     weights: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that are not an adapter's; note those in `adapters`, in main memory."""
+    """Yield the weights that are not an adapter's; note those in `adapters`."""
     for name, tensor in weights:
         if name.startswith(PREFIX):
             adapters[name] = tensor.detach().to("cpu", copy=True)
@@ -394,10 +388,7 @@ def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
 
 
 def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int, str]) -> None:
-    """Call it in a daemon thread.
-
-    Raises TimeoutError that says which engines failed meanwhile.
-    """
+    """Call it in a daemon thread. Raises TimeoutError."""
     done = started(function, current_device())
     if not wait([done], timeout_s).done:
         why = "".join(f"; replica {rank} failed: {reason}" for rank, reason in failed.items())

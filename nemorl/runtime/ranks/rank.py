@@ -127,10 +127,7 @@ class Rank:
     def _send_weights(
         self, send: Callable[[Any], Any], together: bool = False, **options: Any
     ) -> Any:
-        """Return `send`'s result and its error; all ranks go through all weights in any case.
-
-        together: all ranks call `send`.
-        """
+        """Return `send`'s result and its error; all ranks go through all weights."""
         weights = self._ready(self._name).weights(**options)
         found: tuple[Any, Any] = (None, None)
         if self.rank == 0 or together:

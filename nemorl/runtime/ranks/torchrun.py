@@ -113,9 +113,7 @@ def _together(group: dist.ProcessGroup, rank: Rank, method: str, args: Any, kwar
 
 
 def _groups(config: BaseConfig) -> tuple[dist.ProcessGroup, ...]:
-    """Return three groups: of calls, for which followers wait, of ranks that are done, and of what
-    runs in the background.
-    """
+    """Return the groups of calls, of ranks that are done, and of what runs in the background."""
     seconds = max(config.runtime.timeout_s, config.runtime.start_timeout_s)
     limit = timedelta(seconds=seconds)  # a rank that hangs ends the others' collectives
     start_process_group(config.trainer.device, timeout=limit)

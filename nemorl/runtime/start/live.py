@@ -218,13 +218,13 @@ def smallest_gpu(launch: Launch) -> int | None:
     """
     devices, config = launch.devices, launch.config
     if devices.placed and os.environ.get("RAY_ADDRESS"):
-        from nemorl.runtime.cluster import connection, gpus
+        from nemorl.runtime.cluster import connection, placement
         from nemorl.runtime.ranks.actors import rank_bundles
 
         connection.connect()
         try:
             bundles = rank_bundles(config, devices.plan.num_ranks, config.generation)
-            return gpus.smallest_of_cluster(bundles)
+            return placement.smallest_of_cluster(bundles)
         finally:
             connection.release()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))

@@ -5,7 +5,6 @@ prints a line of JSON.
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import ray
 from nemorl.runtime.cluster.connection import ClusterLost, RayClusterError
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
-from nemorl.runtime.store.errors import WorkerDied
 from nemorl.runtime.store.temporary import sweep_temporary
 from tests.runtime.cluster.conftest import TARGET
 
@@ -101,42 +99,6 @@ def set_aside() -> None:
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     devices = [one["CUDA_VISIBLE_DEVICES"] for one in found]
     show(devices=devices, same_handlers=before == after, answers=served)
-
-
-def two_nodes() -> None:
-    """Groups on either node and across both; then one of the nodes goes."""
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
-    )
-    second = nodes.add_node(num_cpus=4)
-    here, there = nodes.head_node.node_id, second.node_id
-    bundles = {
-        "trainer": [Bundle(node=here)],
-        "generation": [Bundle(node=there)],
-        "both": [Bundle(node=here), Bundle(node=there)],
-    }
-    with RayVirtualCluster(bundles, address=nodes.address) as cluster:
-        groups = {name: RayWorkerGroup(cluster.placement(name), TARGET) for name in bundles}
-        places = {
-            name: [group.info(rank).node for rank in range(len(group))]
-            for name, group in groups.items()
-        }
-        local = groups["both"].run_all("environment", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        sums = groups["both"].run_all("all_reduce", timeout_s=60)
-        pending = {0: groups["generation"].call(0, "sleep", 600)}
-        nodes.remove_node(second, allow_graceful=False)
-        died = ""
-        deadline = time.monotonic() + 60
-        while not died and time.monotonic() < deadline:
-            try:
-                groups["generation"].ready(pending, 1.0)
-            except WorkerDied as error:
-                died = str(error)
-        show(here=here, there=there, places=places, local=local, sums=sums, died=died,
-             trainer=groups["trainer"].run_all("add", 1))  # fmt: skip
-    nodes.shutdown()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ from typing import Any
 
 
 def printed(module: str, *args: object, timeout: float) -> Any:
-    """Run a module in a process of its own, and return the JSON of the last line that it prints.
-
-    timeout: in seconds.
-    """
+    """Run a module in a process of its own, and return the JSON of the last line that it prints."""
     ran = subprocess.run(
         [sys.executable, "-m", module, *map(str, args)],
         capture_output=True,
@@ -22,9 +19,7 @@ def printed(module: str, *args: object, timeout: float) -> Any:
 
 
 def cluster_of(head: dict[str, Any], *others: dict[str, Any]) -> tuple[Any, list[str]]:
-    """A cluster, and the ids of its nodes. Ray gives each node 30 s to start, which a busy machine
-    may not keep: then all start anew.
-    """
+    """A cluster, and the ids of its nodes."""
     from ray.cluster_utils import Cluster
 
     for tries_left in (2, 1, 0):

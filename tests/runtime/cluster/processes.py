@@ -1,7 +1,15 @@
-"""Whether processes are there."""
+"""Whether processes are there, and programs whose facts tests read."""
 
+import json
+import os
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
 
 
 def alive(*pids: int) -> list[int]:
@@ -22,3 +30,28 @@ def soon_gone(*pids: int, timeout_s: float = 120) -> bool:
     while alive(*pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not alive(*pids)
+
+
+@contextmanager
+def driver(
+    forked: Path,
+    *arguments: str,
+    module: str = "tests.runtime.cluster.drivers",
+    **variables: str,
+) -> Iterator[subprocess.Popen]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [forked / "python", "-m", module, *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**environment, **variables}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def facts_of(process: subprocess.Popen) -> dict[str, Any]:
+    """The line of JSON; Ray may print others."""
+    line = next((line for line in process.stdout if line.startswith("{")), "")
+    assert line, f"exit code {process.wait()}"
+    return json.loads(line)

@@ -12,7 +12,7 @@ import ray
 from nemorl.runtime.cluster import connection
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from tests.ray_session import NUM_CPUS, NUM_GPUS, ray_cpus
-from tests.runtime.cluster.test_lost import driver, facts_of
+from tests.runtime.cluster.processes import driver, facts_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -63,6 +63,7 @@ def test_what_does_not_fit_is_shown_with_what_there_is(bundles, row: str):
     )
 
 
+@pytest.mark.slow
 def test_bundles_that_others_hold_are_waited_for():
     with RayVirtualCluster({"held": [Bundle(cpus=0, gpus=NUM_GPUS - 2)]}):
         assert soon_free(2)
@@ -72,6 +73,7 @@ def test_bundles_that_others_hold_are_waited_for():
         RayVirtualCluster({"small": [Bundle(cpus=0, gpus=0.5)]}).shutdown()  # nothing else is held
 
 
+@pytest.mark.slow
 def test_a_gpu_can_be_set_aside_in_a_cluster_that_serves_nobody_without_its_token(
     forked: Path, tmp_path: Path
 ):
@@ -85,11 +87,13 @@ def test_a_gpu_can_be_set_aside_in_a_cluster_that_serves_nobody_without_its_toke
     assert not (tmp_path / ".ray").exists()  # where Ray keeps a token for all clusters
 
 
+@pytest.mark.slow
 def test_a_connection_that_this_process_had_before_stays(forked: Path):
     with driver(forked, "found") as process:
         assert facts_of(process) == {"total": [3], "value": 7}
 
 
+@pytest.mark.slow
 def test_an_address_where_nothing_listens_is_an_error_at_once(forked: Path):
     with driver(forked, "nowhere", RAY_ADDRESS="127.0.0.1:1") as process:
         facts = facts_of(process)
@@ -98,6 +102,7 @@ def test_an_address_where_nothing_listens_is_an_error_at_once(forked: Path):
     assert "is it running" in facts["error"] and "RAY_ADDRESS" in facts["error"]
 
 
+@pytest.mark.slow
 def test_a_token_that_is_missing_is_named(forked: Path, tmp_path: Path):
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -35,6 +35,8 @@ from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched
 from tests.runtime.cluster.processes import soon_gone
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 
 class Game:
     """Three turns. Rows say what happens in the second, once or in all of the row's."""
@@ -121,6 +123,7 @@ def test_processes_change_nothing(generator, workers, tmp_path):
     assert pids(again) == pids(found)  # they are used again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
@@ -141,6 +144,7 @@ def test_a_conversation_fails_alone(generator, workers, tmp_path, does, reason):
     assert not after.failed and len(pids(after)) == 2
 
 
+@pytest.mark.slow
 def test_a_python_with_packages_of_its_own(generator, tmp_path):
     ray_cpus()
     venv.create(tmp_path, symlinks=True)
@@ -194,6 +198,7 @@ def counted(environments, **columns) -> list[float]:
     return [float(each.count) for each in environments]
 
 
+@pytest.mark.slow
 def test_tools_and_what_a_reward_reads_of_them(workers):
     environment = make_environment(counted, environment=Counter, workers=lambda: workers)
     answers = {"Go.": call("increment", step=3), "3": "done"}
@@ -216,6 +221,7 @@ class Marked(Counter):
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_path, several):
     sizes = list[int]()
@@ -244,6 +250,7 @@ def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_
     assert after.rewards.tolist() == [0.0] * 3 and not after.failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "reason", "number"),
     [(True, "the cluster has too little", 0), (False, "a process was not up within 2 s", 2)],
@@ -273,32 +280,6 @@ def in_two_loops(work) -> None:
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(lambda: asyncio.run(work())) for _ in range(2)]:
             each.result(timeout=120)
-
-
-def test_two_event_loops_share_the_processes(workers):
-    """As the conversations sampled ahead and those of a validation."""
-    begun, most, lock = 0, 0, threading.Lock()
-
-    async def converse() -> float:
-        nonlocal begun, most
-        async with workers.room(Game, Game) as make:
-            game = await make()
-            with lock:
-                begun += 1
-                most = max(most, begun)
-            await asyncio.sleep(0.05)
-            pid = (await game.get_metrics())["pid"]
-            with lock:
-                begun -= 1
-        return pid
-
-    found = set()
-
-    async def work() -> None:
-        found.update(await asyncio.gather(*[converse() for _ in range(6)]))
-
-    in_two_loops(work)
-    assert most == 2 and len(found) <= 2
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -359,6 +340,7 @@ def test_a_place_is_not_left_to_a_closed_loop():
     asyncio.run(first())
 
 
+@pytest.mark.slow
 def test_an_environment_of_a_file(generator, workers, tmp_path, monkeypatch):
     """It is not where the processes look for modules."""
     (tmp_path / "game_in_a_file.py").write_text(
@@ -385,6 +367,7 @@ def test_settings_that_do_not_fit():
         make_environment("math", workers=some)
 
 
+@pytest.mark.slow
 def test_conversations_that_wait_for_a_process_stop_none_that_wait_for_a_reward(workers):
     """More than there are processes; each keeps its own until it is judged."""
     threads = []

@@ -1,48 +1,17 @@
 """A cluster's head or a node goes: each in a process and on a cluster of its own."""
 
-import json
-import os
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemorl.runtime.store.temporary import sweep_temporary
-
-ROOT = Path(__file__).parents[3]
+from tests.runtime.cluster.processes import driver, facts_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 
-@contextmanager
-def driver(
-    forked: Path,
-    *arguments: str,
-    module: str = "tests.runtime.cluster.drivers",
-    **variables: str,
-) -> Iterator[subprocess.Popen]:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [forked / "python", "-m", module, *arguments]
-    with subprocess.Popen(
-        command, cwd=ROOT, env={**environment, **variables}, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def facts_of(process: subprocess.Popen) -> dict[str, Any]:
-    """The line of JSON; Ray may print others."""
-    line = next((line for line in process.stdout if line.startswith("{")), "")
-    assert line, f"exit code {process.wait()}"
-    return json.loads(line)
-
-
+@pytest.mark.slow
 def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked: Path):
     with driver(forked, "lost") as process:
         facts = facts_of(process)
@@ -54,15 +23,3 @@ def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked:
         time.sleep(0.2)  # until its guard has ended what was left of it
         sweep_temporary()
     assert not Path(facts["session"]).exists()
-
-
-@pytest.mark.slow
-def test_two_nodes(forked: Path):
-    with driver(forked, "two_nodes", RAY_AUTH_MODE="disabled") as process:
-        facts = facts_of(process)
-        here, there = facts["here"], facts["there"]
-        assert here != there
-        assert facts["places"] == {"trainer": [here], "generation": [there], "both": [here, there]}
-        assert facts["local"] == [{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}] * 2
-        assert facts["sums"] == [3.0, 3.0] and facts["trainer"] == [1]
-        assert "worker 0 (process" in facts["died"]

@@ -29,6 +29,7 @@ def test_workers_know_their_ranks_and_answer_in_order(group):
     assert ray.get(waiting), "other calls go on meanwhile"
 
 
+@pytest.mark.slow
 def test_all_output_goes_into_the_log(group, tmp_path: Path):
     group.run_all("write")
     text = (tmp_path / "logs" / "worker-1.log").read_text()
@@ -37,6 +38,7 @@ def test_all_output_goes_into_the_log(group, tmp_path: Path):
         assert line in text
 
 
+@pytest.mark.slow
 def test_errors_deaths_and_time_limits(group, tmp_path: Path):
     with pytest.raises(ValueError, match="no good"):
         group.run_all("fail", "no good")
@@ -60,6 +62,7 @@ def test_errors_deaths_and_time_limits(group, tmp_path: Path):
     assert not alive(pid)
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_be_made_leaves_no_process(workers, tmp_path: Path):
     with pytest.raises(ValueError, match=r"engine.what must be something, but it is nothing"):
         workers(2, "tests.runtime.cluster.targets:Unmakeable")

@@ -1,6 +1,6 @@
-"""Engines on another node than the loop: `python -m tests.runtime.engines.far FOLDER` prints where
-the parts of a GRPO run were, `... FOLDER gpus` what engines got of a node that declares GPUs, and
-`... FOLDER stages` what an engine samples whose stages are on two nodes.
+"""Engines on another node than the loop: `python -m tests.runtime.engines.far FOLDER gpus` prints
+what engines got of a node that declares GPUs, and `... FOLDER stages` what an engine samples whose
+stages are on two nodes.
 """
 
 import asyncio
@@ -15,53 +15,12 @@ from nemorl.models.adapters import merged_tensors
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.transport import own_place
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.start.devices import Devices
 from tests.rollout.updates import update
 from tests.runtime.cluster.nodes import cluster_of
-from tests.runtime.engines.test_in_flight import LONG, NEW, OLD, PROMPTS, Source, assert_of
+from tests.runtime.engines.in_flight import NEW, OLD, PROMPTS, Source, assert_of
 from tests.runtime.engines.toys import MODEL, ToyReplicas
-from tests.runtime.runs import grpo_config, start
 from tests.tiny_models import random_prompts, tiny_tokenizer
-
-
-class Look(Callback):
-    def on_step_end(self, trainer, step, metrics) -> None:
-        (process,) = trainer.generator._engines.running()
-        self.seen = {"trainer": own_place().node, "engine": process.place.node}
-
-
-def main(folder: Path) -> None:
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    second = nodes.add_node(num_cpus=1)
-    os.environ["RAY_ADDRESS"] = nodes.address
-    generation = GenerationConfig(
-        backend="vllm", num_replicas=1, max_new_tokens=4, engine={"kv_cache_memory_bytes": 2**26}
-    )
-    look = Look()
-    try:
-        result = start(
-            grpo_config(folder, steps=3, generation=generation),
-            callbacks=[look],
-            hidden_size=128,
-            head_dim=32,
-        )
-        print(
-            json.dumps(
-                {
-                    **look.seen,
-                    "nodes": [nodes.head_node.node_id, second.node_id],
-                    "history": result.history,
-                }
-            )
-        )
-    finally:
-        nodes.shutdown()
 
 
 def beside_gpus(folder: Path) -> None:
@@ -103,9 +62,7 @@ def beside_gpus(folder: Path) -> None:
 
 
 def stages(folder: Path) -> None:
-    """Greedy tokens of an engine with a stage on either node, and of the embedded engine; then
-    tokens of requests in which weights change.
-    """
+    """Greedy tokens of an engine with a stage on either node, and of the embedded engine."""
     nodes, ids = cluster_of({"num_cpus": 1}, {"num_cpus": 1})
     os.environ["RAY_ADDRESS"] = nodes.address
     backend = VLLMGenerationBackend(model=OLD, tokenizer=tiny_tokenizer())
@@ -129,7 +86,7 @@ def stages(folder: Path) -> None:
             "nodes": ids,
             "stages": placement.nodes,
             "tokens": tokens,
-            "unproved": backend.metrics()["weights/unproved"],
+            "proved": backend.metrics()["weights/proved"],
             "old": asyncio.run(changed_in_flight(backend)),
         }
         print(json.dumps(facts))
@@ -143,7 +100,7 @@ async def changed_in_flight(backend: VLLMGenerationBackend) -> list[int]:
     old ones sampled of each.
     """
     (process,) = backend._engines.running()
-    params = SamplingParams(seed=0, n=2, max_new_tokens=LONG, ignore_eos=True)
+    params = SamplingParams(seed=0, n=2, max_new_tokens=400, ignore_eos=True)
     begin = await process.actor.progress.remote()
     tasks = [asyncio.ensure_future(backend.sample(prompt, params)) for prompt in PROMPTS]
     while await process.actor.progress.remote() < begin + 60:
@@ -161,4 +118,4 @@ async def changed_in_flight(backend: VLLMGenerationBackend) -> list[int]:
 MODES = {"gpus": beside_gpus, "stages": stages}
 
 if __name__ == "__main__":
-    MODES.get(sys.argv[-1], main)(Path(sys.argv[1]))
+    MODES[sys.argv[-1]](Path(sys.argv[1]))

@@ -4,8 +4,10 @@ each replica, in which an engine of each kind is started once.
 
 import asyncio
 import functools
+import math
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +29,7 @@ from nemorl.runtime.engines.routing import ProcessId
 from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
 from nemorl.runtime.engines.weights import WeightSender, expected_weights
 from tests import tiny_models as models
-from tests.ray_session import ray_cpus
+from tests.ray_session import ENDS, ray_cpus
 
 CACHE = {"kv_cache_memory_bytes": 2**25}
 
@@ -35,8 +37,12 @@ CACHE = {"kv_cache_memory_bytes": 2**25}
 class Engines:
     """One engine for each spec that was asked for; calls go to the last one."""
 
+    dropped = 0
+
     def __init__(self, spec: EngineSpec) -> None:
         self.found: dict[str, Engine] = {}
+        self.most = math.inf
+        """Once a sample has so many tokens, nothing is computed."""
         self.lost: list[Any] = []
         self.use(spec)
 
@@ -49,13 +55,43 @@ class Engines:
             self.found[key] = Engine(spec)
         self.engine = self.found[key]
         self.engine.abort_all()
-        self.engine.usable = False
+        self.engine.usable, self.most = False, math.inf
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy and max(lengths(self), default=0) < self.most
+
+    def hold(self, most: float) -> None:
+        self.most = most
 
     def apply(self, function: Callable[["Engines"], Any]) -> Any:
         return function(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+
+def lengths(engines: Engines) -> list[int]:
+    """The reported tokens of each unfinished sample: the first, and then every so many."""
+    requests = engines.engine._requests.values()
+    return [len(sample.token_ids) for samples in requests for sample in samples]
+
+
+def hold(actors: Sequence[Any], most: float = 0) -> None:
+    """Have engines compute nothing once a sample has so many tokens."""
+    ray.get([actor.call.remote("hold", most) for actor in actors])
+
+
+def begin_all(actors: Sequence[Any], count: int) -> None:
+    """Wait until each engine, which is held, has so many samples, and all have begun."""
+
+    for actor in actors:
+        while len(found := ray.get(actor.call.remote("apply", lengths))) < count:
+            time.sleep(0.01)
+        hold([actor], max(found) + 2)
+    for actor in actors:
+        while not all(ray.get(actor.call.remote("apply", lengths))):
+            time.sleep(0.01)
 
 
 class SharedActor(EngineActor):
@@ -77,6 +113,14 @@ class SharedActor(EngineActor):
 _ACTORS: dict[int, Any] = {}
 
 
+def _forget() -> None:
+    """Their cluster ends."""
+    if (last := SharedReplicas._last) is not None:
+        last.shutdown()
+    SharedReplicas._last = None
+    _ACTORS.clear()
+
+
 @functools.cache
 def log_folder() -> str:
     return tempfile.mkdtemp(prefix="nemorl-shared-")
@@ -85,6 +129,8 @@ def log_folder() -> str:
 def shared_actor(rank: int = 0) -> Any:
     if rank not in _ACTORS:
         ray_cpus()
+        if not _ACTORS:
+            ENDS.callback(_forget)
         variables = environment(1, eager=True, cuda=False)
         actor = ray.remote(SharedActor).options(
             num_cpus=0, max_concurrency=10_000, runtime_env={"env_vars": variables}
@@ -234,6 +280,49 @@ class SharedEngine:
 
     def sample(self, prompt: Any = (5, 6, 7), **params: Any) -> tuple[Sample, ...]:
         return ray.get(self.begin(prompt, **params)).samples
+
+
+def model_of(kind: str = "qwen2", *, seed: int = 0, tied: bool = True) -> nn.Module:
+    """With sharp predictions, and norms and biases that are not all ones and zeros."""
+    model = small_model(kind, seed=seed, tied=tied, scale=3.0, intermediate_size=96)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand_like(parameter) * 0.5)
+    return model
+
+
+def weights_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def gap(engine: SharedEngine, model: Any, precision: str = "float32") -> float:
+    """The largest difference between the engine's logprobs of what it samples and the model's."""
+    prompts = models.random_prompts(4, seed=3)
+    answers = ray.get([engine.begin(prompt, max_new_tokens=8, seed=5) for prompt in prompts])
+    worst, model = 0.0, model.to(getattr(torch, precision))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(answer.samples[0].token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+        expected = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        difference = expected - torch.tensor(answer.samples[0].logprobs)
+        worst = max(worst, difference.abs().max().item())
+    model.float()
+    return worst
+
+
+def count_preemptions(engines: Engines) -> None:
+    """In the engine's process: count requests that lose their blocks."""
+    scheduler = engines.engine._llm.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    drop, engines.dropped = scheduler._preempt_request, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        engines.dropped += 1
+        return drop(*args, **kwargs)
+
+    scheduler._preempt_request = counted
 
 
 def raised(call: Any) -> Exception:

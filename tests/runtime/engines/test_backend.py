@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig
 
 import nemorl
 from nemorl.losses.logprobs import filter_logits
@@ -40,6 +39,7 @@ def embedded(model, tokenizer=None):
     return backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "filters",
     [
@@ -68,6 +68,7 @@ def test_filters_together_apply_in_the_order_of_filter_logits(filters):
     )
 
 
+@pytest.mark.slow
 def test_stops_end_and_cut_a_response_as_with_the_embedded_engine():
     model = small_model(scale=3.0)
     prompts = random_prompts(12, seed=9)
@@ -86,6 +87,7 @@ def test_stops_end_and_cut_a_response_as_with_the_embedded_engine():
     assert {c.finish_reason for c in ours} == {"stop"}
 
 
+@pytest.mark.slow
 def test_stops_with_many_special_tokens_inside_as_with_the_embedded_engine():
     """Each stop is what the model says up to the first letter behind the longest silence."""
     model, tokenizer = small_model(scale=3.0, tied=False), tiny_tokenizer()
@@ -109,40 +111,6 @@ def test_stops_with_many_special_tokens_inside_as_with_the_embedded_engine():
     for mine, other in zip(ours, theirs, strict=True):
         assert replace(mine, logprobs=()) == replace(other, logprobs=())
         assert (mine.finish_reason, mine.text) == ("stop", "")
-
-
-def test_adapters_are_in_the_weights():
-    model = small_model(scale=3.0)
-    requests = random_prompts(4), SamplingParams(temperature=0.0, max_new_tokens=12)
-    before = vllm_backend(model).generate(*requests)
-    model.add_adapter(
-        LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    )
-    after = vllm_backend(model).generate(*requests)
-    expected = embedded(model).generate(*requests)
-    found = [[c.token_ids for c in completions] for completions in (before, after, expected)]
-    assert found[0] != found[1] == found[2]
-
-
-def test_in_bfloat16_the_engine_is_the_trainers_to_its_rounding():
-    model = small_model(scale=2.0)
-    prompt = random_prompts(1)[0]
-    completion = vllm_backend(model, precision="bfloat16").generate(
-        [prompt], SamplingParams(max_new_tokens=40, seed=0)
-    )[0]
-    input_ids, drawn = (
-        torch.tensor([[*prompt, *completion.token_ids]]),
-        torch.tensor(completion.token_ids)[:, None],
-    )
-    for bfloat16, tolerances in ((True, (0.0, 0.1)), (False, (1e-4, 0.1))):
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
-            logits = model(input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        difference = (
-            (logits.log_softmax(-1).gather(-1, drawn)[:, 0] - torch.tensor(completion.logprobs))
-            .abs()
-            .max()
-        )
-        assert tolerances[0] <= difference < tolerances[1]
 
 
 def test_replicas_need_ray(monkeypatch):
@@ -170,6 +138,7 @@ def test_replicas_have_their_logs_in_the_runs_folder(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_that_vllm_would_change_or_refuse_are_refused_before_the_start(temperature):
     message = f"temperature must be 0 .greedy. or within 0.01 … 2 for vLLM, but it is {temperature}"
@@ -181,6 +150,7 @@ def test_temperatures_that_vllm_would_change_or_refuse_are_refused_before_the_st
         vllm_backend(small_model()).generate([[2]], SamplingParams(temperature=temperature))
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_can_be_set():
     backend = vllm_backend(small_model(), max_model_len=64)
     with mock.patch.object(
@@ -195,6 +165,7 @@ def test_the_longest_sequence_can_be_set():
         backend.generate([[2] * 64], SamplingParams())
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_there_are_no_stop_strings():
     model = small_model(scale=3.0)
     backend = vllm_backend(model, tokenizer=None)
@@ -207,6 +178,7 @@ def test_without_a_tokenizer_there_are_no_stop_strings():
         backend.generate([[5]], SamplingParams(stop_strings=("a",)))
 
 
+@pytest.mark.slow
 def test_it_has_engines_from_setup_to_shutdown():
     backend = VLLMGenerationBackend(model=small_model(), tokenizer=tiny_tokenizer())
     with pytest.raises(RuntimeError, match=r"no engine: call setup\(\) first"):
@@ -220,6 +192,7 @@ def test_it_has_engines_from_setup_to_shutdown():
         backend.generate([[2]], SamplingParams())
 
 
+@pytest.mark.slow
 def test_weights_that_can_be_read_once_are_kept_for_replicas_that_start_later():
     model = small_model(scale=3.0)
     backend, params = vllm_backend(model), SamplingParams(temperature=0.0, max_new_tokens=4)
@@ -232,6 +205,7 @@ def test_weights_that_can_be_read_once_are_kept_for_replicas_that_start_later():
     assert backend.generate([[5]], params) == expected
 
 
+@pytest.mark.slow
 def test_commands_load_no_model_for_engines(tmp_path, monkeypatch):
     """They get the weights from the files, and answer as before."""
     model = small_model(scale=2.0)

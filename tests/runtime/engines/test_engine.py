@@ -1,6 +1,5 @@
 """One engine: what it refuses, what a sample depends on, and what errors leave behind."""
 
-import itertools
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from nemorl.runtime.store.temporary import MARK
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
+    count_preemptions,
     raised,
     shared_actor,
     small_model,
@@ -32,33 +32,23 @@ LONG = [2 + i % 39 for i in range(100)]
 
 
 def refusal(spec: Any) -> str:
+    SharedEngine(small_model())  # the first of its process is one that can start
     error = raised(shared_actor().start.remote(spec))
     assert isinstance(error, EngineStartError)
     return str(error)
 
 
-def greedy(model: Any, prompt: list[int], length: int = 8) -> list[int]:
-    ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt))
-    return model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=length, pad_token_id=0
-    )[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def started() -> SharedEngine:
-    """So that those that can't start are not the first of their process."""
-    return SharedEngine(small_model())
-
-
-def test_temporary_files_are_in_a_folder_that_goes_with_the_next_start(started: SharedEngine):
+@pytest.mark.slow
+def test_temporary_files_are_in_a_folder_that_goes_with_the_next_start():
     def files(engines: Any) -> tuple[str, list[str]]:
         folder = Path(tempfile.gettempdir())
         return os.environ["TMPDIR"], [str(folder), *(path.name for path in folder.iterdir())]
 
-    variable, (folder, *names) = ray.get(shared_actor().call.remote("apply", files))
+    variable, (folder, *names) = SharedEngine(small_model()).do(files)
     assert variable == folder and MARK in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
@@ -92,6 +82,7 @@ def test_arguments_that_are_not_the_users_name_the_setting(name):
         check_arguments({name: 3})
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_does_not_know_is_refused():
     spec = spec_of(small_model())
     config = {**json.loads(spec.files["config.json"]), "architectures": ["StrangeForCausalLM"]}
@@ -101,11 +92,13 @@ def test_a_model_that_vllm_does_not_know_is_refused():
     assert len(message) < 600
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_cannot_compute_here_is_refused_at_the_start():
     message = refusal(spec_of(tiny_model()))
     assert message.startswith("Unsupported CPU attention configuration: head_dim=8")
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(tmp_path):
     other = tiny_tokenizer()
     other.add_tokens(["zz"])
@@ -114,6 +107,7 @@ def test_another_tokenizer_is_refused(tmp_path):
     assert message.startswith("the engine's tokenizer must have the trainer's tokens")
 
 
+@pytest.mark.slow
 def test_sleeping_needs_a_gpu():
     assert "generation.sleep_level must be 0 where there is no GPU, but it is 2" in refusal(
         spec_of(small_model(), sleep_level=2)
@@ -151,6 +145,7 @@ def test_the_last_error_of_an_engines_process_is_found_in_a_log(tmp_path):
     assert _last_error(Path("/dev/null")) == ""
 
 
+@pytest.mark.slow
 def test_samples_share_the_prefill_of_their_prompt():
     def record(engines):
         llm, seen = engines.engine._llm, {}
@@ -174,6 +169,7 @@ def test_samples_share_the_prefill_of_their_prompt():
     assert sorted(cached.values()) == [0, 96, 96, 96]
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_its_seed_and_number_alone():
     """vLLM's own n samples draw from seed, seed + 1, …: sample 1 would be sample 0 of the next
     request.
@@ -184,17 +180,8 @@ def test_a_sample_depends_on_its_seed_and_number_alone():
     assert len({sample.token_ids for sample in (*four, *engine.sample(n=4, seed=8))}) == 8
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_for_all_changes_nothing():
-    def count(engines):
-        scheduler = engines.engine._llm.engine_core.engine_core.scheduler
-        drop, engines.dropped = scheduler._preempt_request, 0
-
-        def counted(*args, **kwargs):
-            engines.dropped += 1
-            return drop(*args, **kwargs)
-
-        scheduler._preempt_request = counted
-
     model = small_model(scale=2.0)
     prompts = random_prompts(6, longest=60)
     params = [{"n": 2, "seed": i, "max_new_tokens": 150} for i in range(6)]
@@ -202,12 +189,13 @@ def test_a_cache_too_small_for_all_changes_nothing():
     expected = [engine.sample(prompt, **p) for prompt, p in zip(prompts, params, strict=True)]
     blocks = 17  # two long sequences and a bit
     small = SharedEngine(model, engine={"kv_cache_memory_bytes": blocks * 2 * 2 * 2 * 32 * 32 * 4})
-    small.do(count)
+    small.do(count_preemptions)
     calls = [small.begin(prompt, **p) for prompt, p in zip(prompts, params, strict=True)]
     assert [answer.samples for answer in ray.get(calls)] == expected
     assert small.do(lambda engines: engines.dropped) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_token_outside_the_vocabulary_is_sampled(tied):
     """Inside, 42 tokens are 64: the rest of the output layer is 0, which is likely where logits are
@@ -220,6 +208,7 @@ def test_no_token_outside_the_vocabulary_is_sampled(tied):
     assert max(drawn) < 42
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cancelled_leaves_nothing_and_others_go_on():
     engine = SharedEngine(small_model(scale=3.0))
     expected = engine.sample(n=2)
@@ -231,36 +220,7 @@ def test_a_call_that_is_cancelled_leaves_nothing_and_others_go_on():
     assert engine.do(lambda engines: (len(engines.engine._requests), engines.partial)) == (0, 0)
 
 
-def test_an_answer_says_how_many_samples_of_other_prompts_are_finished():
-    engine = SharedEngine(small_model(scale=3.0))
-    lengths = [len(sample.token_ids) for sample in engine.sample(n=1, max_new_tokens=3)]
-    long = engine.begin(n=2, seed=5, max_new_tokens=200)
-    short = ray.get(engine.begin(n=1, max_new_tokens=3))
-    assert lengths == [3] and short.partial in (0, 1)
-    assert ray.get(long).partial == 0
-
-
-def test_weights_replaced_between_two_steps_keep_what_is_under_way():
-    """Samples under way end with the new weights, and nothing computed with the old ones stays in
-    the cache.
-    """
-    old, new = small_model(scale=3.0), small_model(seed=1, scale=3.0)
-    engine = SharedEngine(old)
-    calls = [engine.begin(LONG, temperature=0.0, seed=i, max_new_tokens=100) for i in range(8)]
-    wanted = greedy(old, LONG, 100)
-    for _ in itertools.takewhile(
-        lambda _: not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())),
-        range(1000),
-    ):
-        pass
-    engine.give(new)
-    for answer in ray.get(calls):
-        (sample,) = answer.samples
-        assert len(sample.token_ids) == 100
-        assert wanted[0] == sample.token_ids[0] and wanted != list(sample.token_ids)
-    assert list(engine.sample(LONG, temperature=0.0)[0].token_ids) == greedy(new, LONG)
-
-
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_emptied_ends_an_update():
     engine = SharedEngine(small_model(scale=3.0))
 
@@ -269,7 +229,7 @@ def test_a_cache_that_cannot_be_emptied_ends_an_update():
         llm.reset_prefix_cache, llm.collective_rpc = lambda **_: False, lambda *args: None
         try:
             engines.begin_weights()
-            engines.finish_weights(0, {})
+            engines.finish_weights(0)
         finally:
             del llm.reset_prefix_cache, llm.collective_rpc
 
@@ -278,6 +238,7 @@ def test_a_cache_that_cannot_be_emptied_ends_an_update():
     assert not engine.do(lambda engines: engines.engine.usable)
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_are_found_at_the_first_token_and_leave_nothing():
     model = small_model(scale=3.0)
     engine = SharedEngine(model)
@@ -296,6 +257,7 @@ def test_logits_that_are_not_finite_are_found_at_the_first_token_and_leave_nothi
     assert [engine.sample(prompt, max_new_tokens=100) for prompt in prompts] == expected
 
 
+@pytest.mark.slow
 def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     model = small_model(scale=3.0)
     with torch.no_grad():
@@ -309,6 +271,7 @@ def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     assert engine.sample(LONG) == expected
 
 
+@pytest.mark.slow
 def test_a_request_that_vllm_refuses_fails_alone():
     engine = SharedEngine(small_model(scale=3.0))
     expected = engine.sample(LONG)

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
-import threading
 import time
 import warnings
 
@@ -25,7 +23,6 @@ from tests.runtime.engines.toys import (
     MODEL,
     Toys,
     after,
-    alive,
     eventually,
     process,
     requests,
@@ -61,20 +58,16 @@ def restarts(made: Toys) -> list[int]:
     ]
 
 
-def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
-    """And one prompt begins as long as there is room for one of its samples."""
-    whole.replicas.generate(requests(40, n=3))
-    peaks = ray.get([one.actor.call.remote("most") for one in whole.replicas.running()])
-    assert all(8 <= peak <= 8 + 2 for peak in peaks)
-
-
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         ("die", r"replica-0 \(process \d+ on .*\) died"),
-        ("stop", r"\(process \d+ on .*replica-0.log\) made no progress for 10 s"),
+        pytest.param(
+            *("stop", r"\(process \d+ on .*replica-0.log\) made no progress for 10 s"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("hang", r"replica-0 .* made no progress for 10 s", marks=pytest.mark.slow),
-        ("CUDA error", r"CUDA error"),
+        pytest.param("CUDA error", r"CUDA error", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message):
@@ -87,6 +80,7 @@ def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message
     assert eventually(lambda: not psutil.pid_exists(lost))
 
 
+@pytest.mark.slow
 def test_warnings_that_are_errors_do_not_stop_a_replica_from_coming_back(whole):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -96,31 +90,7 @@ def test_warnings_that_are_errors_do_not_stop_a_replica_from_coming_back(whole):
             assert whole.replicas.generate(requests(20)) == expected
 
 
-def test_it_comes_back_with_the_present_weights(whole):
-    """The other one is killed next, so that all there is comes from the one that was away."""
-    expected = whole.replicas.generate(requests(20))
-    whole.update(2.0, version=2)
-    whole.fault_at_work(0)
-    with pytest.warns(UserWarning, match="replica 0"):
-        others = whole.replicas.generate(requests(20))
-    assert others != expected
-    whole.wait_until_all_are_up()
-    whole.fault_at_work(1)
-    with pytest.warns(UserWarning, match="replica 1 is started again"):
-        assert whole.replicas.generate(requests(20)) == others
-
-
-def test_one_that_dies_while_idle_is_found_out_when_it_is_used(whole):
-    expected = whole.replicas.generate(requests(10))
-    pid = process(whole.replicas, 1)
-    whole.kill(1)
-    assert eventually(lambda: not alive(pid))
-    with pytest.warns(
-        UserWarning, match=r"replica 1 is started again.*replica-1 \(process \d+ on .*\) died"
-    ):
-        assert whole.replicas.generate(requests(10)) == expected
-
-
+@pytest.mark.slow
 def test_one_that_dies_while_it_takes_weights(whole):
     whole.fault("begin", 0)
     with pytest.warns(UserWarning, match="replica 0 is started again"):
@@ -135,19 +105,6 @@ def test_one_that_dies_while_it_takes_weights(whole):
 
 
 @pytest.mark.slow
-def test_one_that_dies_while_it_starts_again_is_started_once_more(whole):
-    expected = whole.replicas.generate(requests(30))
-    whole.fault("start", 0)
-    with pytest.warns(UserWarning) as told:
-        whole.fault_at_work(0)
-        assert whole.replicas.generate(requests(30)) == expected
-        assert eventually(lambda: whole.happened("start", 0))
-        whole.repair()
-        whole.wait_until_all_are_up()
-    assert sum("replica 0 is started again" in str(warning.message) for warning in told) >= 2
-    assert any("replica 0 is back after" in str(warning.message) for warning in told)
-
-
 def test_interrupted_it_drops_everything_and_can_go_on(whole):
     expected = whole.replicas.generate(requests(10))
     endless = requests(10, max_new_tokens=10**6, seed=7)  # minutes, in a toy
@@ -159,36 +116,6 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
 
 
 @pytest.mark.slow
-def test_an_error_of_one_while_it_takes_weights(whole):
-    """Only wrong weights end an update: any other error of an engine starts it again."""
-    whole.fault("begin", 0, "out of memory")
-    with pytest.warns(UserWarning, match="replica 0 is started again: .*out of memory"):
-        whole.update(4.0, version=4)
-    whole.repair()
-    expected = whole.replicas.generate(requests(10))
-    whole.wait_until_all_are_up()
-    assert whole.replicas.generate(requests(10)) == expected
-
-
-@pytest.mark.slow
-def test_the_others_go_on_without_one_that_dies_again_and_again(tmp_path):
-    ray_cpus()
-    with toys(tmp_path, max_restarts=1) as pair:
-        pair.update(1.0)
-        expected = pair.replicas.generate(requests(40))
-        pair.fault("step", 0)
-        with pytest.warns(
-            UserWarning, match=r"the run goes on without it: replica 0 has ended 2 times in a row"
-        ):
-            for _ in range(200):
-                assert pair.replicas.generate(requests(40)) == expected
-                if pair.replicas._router.state.replicas[0].status == "given up":
-                    break
-        pair.update(2.0)
-        assert pair.replicas.generate(requests(40)) != expected
-        assert [one.id.rank for one in pair.replicas.running()] == [1]
-
-
 def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
     ray_cpus()
     with toys(tmp_path, step_s=(0.005,), max_restarts=1) as one:
@@ -207,18 +134,6 @@ def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_where_the_only_one_dies_it_is_waited_for(tmp_path):
-    ray_cpus()
-    with toys(tmp_path, step_s=(0.005,)) as one:
-        expected = one.replicas.generate(requests(10))
-        one.fault_at_work(0)
-        with pytest.warns(UserWarning) as told:
-            assert one.replicas.generate(requests(10)) == expected
-    messages = [str(warning.message) for warning in told]
-    assert any("replica 0 is started again: " in message for message in messages)
-    assert any("replica 0 is back after" in message for message in messages)
-
-
 def test_a_stage_that_ends_ends_its_engine_which_starts_again(tmp_path):
     ray_cpus()
     with toys(tmp_path, step_s=(0.02,), pipeline_parallel_size=2) as made:
@@ -237,6 +152,7 @@ def test_a_stage_that_ends_ends_its_engine_which_starts_again(tmp_path):
         assert not set(now.stages) & set(before.stages)
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_start_says_why(tmp_path):
     ray_cpus()
     (tmp_path / "stage-1").write_text("start")
@@ -248,6 +164,7 @@ def test_a_stage_that_does_not_start_says_why(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_says_why_first(tmp_path):
     ray_cpus()
     (tmp_path / "start-1").write_text("not enough memory for the cache")
@@ -278,6 +195,7 @@ def driver(forked, folder):
         driving.communicate()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_driver_is_killed(forked, tmp_path):
     with driver(forked, tmp_path) as (driving, family):
         driving.kill()
@@ -298,31 +216,6 @@ def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(forked, tmp_path):
         assert soon_gone(*(one.pid for one in family))
 
 
-@pytest.mark.slow
-def test_twenty_kills_at_random_times(tmp_path):
-    """Of replicas that work, start, or take weights, often all at once."""
-    ray_cpus()
-    with toys(tmp_path, max_restarts=100) as pair:
-        batches = [requests(24, max_new_tokens=40, seed=100 * i) for i in range(4)]
-        expected = [
-            (pair.update(i, i), pair.replicas.generate(batch))[1] for i, batch in enumerate(batches)
-        ]
-        draw = random.Random(0)
-
-        def kill(kills: int = 0) -> None:
-            while kills < 20:
-                time.sleep(draw.uniform(0.1, 3.0))
-                kills += pair.kill(draw.randrange(2))
-
-        killer, rounds = threading.Thread(target=kill), 0
-        killer.start()
-        with pytest.warns(UserWarning, match="is started again"):
-            while killer.is_alive() or rounds % 4:
-                pair.update(rounds % 4, rounds % 4)
-                assert pair.replicas.generate(batches[rounds % 4]) == expected[rounds % 4]
-                rounds += 1
-
-
 def sampled(made: Toys, asked, begin=lambda: None):
     """The answers to requests that come from an event loop, or their errors."""
 
@@ -335,41 +228,6 @@ def sampled(made: Toys, asked, begin=lambda: None):
     return asyncio.run(main())
 
 
-def test_requests_of_an_event_loop_outlive_a_replica(whole):
-    expected = whole.replicas.generate(requests(60))
-    with pytest.warns(UserWarning, match="replica 0 is started again"):
-        assert sampled(whole, requests(60), lambda: whole.kill(0)) == expected
-
-
-def test_requests_of_an_event_loop_have_a_replica_that_came_back(whole):
-    """Both die, so that all wait for a new one, which gets the present weights."""
-    whole.update(2.0, version=2)
-    expected = whole.replicas.generate(requests(40))
-
-    def kill_both():
-        whole.kill(0)
-        whole.kill(1)
-
-    with pytest.warns(UserWarning, match="is started again"):
-        assert sampled(whole, requests(40), kill_both) == expected
-
-
-def test_requests_in_flight_when_a_replica_takes_weights_and_dies(whole):
-    """Each is answered whole: by the old weights, the new, or first one and then the other."""
-    asked = requests(40, max_new_tokens=60)
-    old = whole.replicas.generate(asked)
-    whole.update(2.0, version=2)
-    new = whole.replicas.generate(asked)
-    whole.update(1.0, version=1)
-    whole.fault("begin", 0)
-    with pytest.warns(UserWarning, match="replica 0 is started again"):
-        found = sampled(whole, asked, lambda: whole.update(2.0, version=2))
-    assert whole.happened("begin", 0)
-    tokens = [[[sample.token_ids for sample in one] for one in some] for some in (found, old, new)]
-    assert all(one in pair for one, *pair in zip(*tokens, strict=True))
-    assert new != found != old
-
-
 class Stepping(WeightSource):
     """A trainer that may have gone on since the last update; all of its weights are its version."""
 
@@ -380,6 +238,7 @@ class Stepping(WeightSource):
         return self.version, weights
 
 
+@pytest.mark.slow
 def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
     """After the trainer's next step, while the other has those of the last update; where all come
     back, too. Each answer says which it has.
@@ -411,11 +270,3 @@ def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
         found = sampled(whole, asked, kill_both)
     assert 3 in {one[0].policy_versions[0] for one in found}
     assert whole.replicas.update_weights(source) == 3
-
-
-def test_the_requests_of_an_event_loop_fail_where_no_replica_is_left(tmp_path):
-    ray_cpus()
-    with toys(tmp_path, step_s=(0.005,), max_restarts=0) as one:
-        found = sampled(one, requests(10, max_new_tokens=500), lambda: one.kill(0))
-        failed = [each for each in found if isinstance(each, Exception)]
-        assert failed and all("replica 0 has ended 1 times" in str(each) for each in failed)

@@ -2,44 +2,22 @@
 
 import asyncio
 import itertools
+import math
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from nemorl.models.adapters import merged_tensors
 from nemorl.rollout.generation import Completion, SamplingParams, Weights, WeightSource
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from tests.runtime.engines.shared import small_model, vllm_backend
+from tests.runtime.engines.in_flight import NEW, OLD, PROMPTS, Source, assert_of
+from tests.runtime.engines.shared import begin_all, hold, vllm_backend
 
 pytestmark = pytest.mark.xdist_group("ray")
-PROMPTS = [[2 + (i * j) % 39 for i in range(70)] for j in range(1, 9)]
-"""Of more than two blocks of the cache, which their samples share."""
-OLD, NEW = (small_model(seed=seed, scale=3.0, max_position_embeddings=512) for seed in range(2))
-LONG = 400
-"""Tokens of a response: none may end before the weights change."""
-
-
-class Source(WeightSource):
-    """New weights, of which all but the first come after a call of `meanwhile`, if they are read
-    for the first time.
-    """
-
-    def __init__(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
-        self.meanwhile = meanwhile
-
-    def newest(self) -> Any:
-        def tensors() -> Any:
-            found = iter(merged_tensors(NEW))
-            yield next(found)
-            meanwhile, self.meanwhile = self.meanwhile, lambda: None
-            meanwhile()
-            yield from found
-
-        return 1, tensors()
+LONG = 40
+"""Tokens of a response, which engines that are held do not reach."""
 
 
 @pytest.fixture
@@ -51,13 +29,6 @@ def pair() -> Any:
     backend.shutdown()
 
 
-def youngest(engines: Any) -> int:
-    """The fewest tokens that a request of an engine has; 0 until there are 24 requests."""
-    requests = engines.engine._requests.values()
-    lengths = [len(sample.token_ids) for samples in requests for sample in samples]
-    return min(lengths) if len(lengths) >= 24 else 0
-
-
 def updated(backend: VLLMGenerationBackend, source: WeightSource) -> list[list[Completion]]:
     """The completions of 64 requests, eight for each prompt, in which weights change."""
 
@@ -66,30 +37,21 @@ def updated(backend: VLLMGenerationBackend, source: WeightSource) -> list[list[C
         params = [
             SamplingParams(seed=seed, max_new_tokens=LONG, ignore_eos=True) for seed in range(64)
         ]
-        engines = backend._running.running()
+        engines = [one.actor for one in backend._running.running()]
+        hold(engines)
         tasks = [
             asyncio.ensure_future(backend.sample(prompt, each))
             for (prompt, _), each in zip(asked, params, strict=True)
         ]
-        while min([await one.actor.call.remote("apply", youngest) for one in engines]) < 4:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(begin_all, engines, 24)
         assert not any(task.done() for task in tasks)
         assert await backend.update_weights(source) == 1
+        hold([one.actor for one in backend._running.running()], math.inf)
         async with asyncio.timeout(120):
             found = await asyncio.gather(*tasks)
         return [[one for (one,) in found[8 * i : 8 * i + 8]] for i in range(len(PROMPTS))]
 
     return asyncio.run(main())
-
-
-@torch.no_grad()
-def assert_of(model: Any, prompt: list[int], answer: Completion, places: slice) -> None:
-    """These tokens have the logprobs of a model that has computed all tokens before them."""
-    ids = torch.tensor([[*prompt, *answer.token_ids]])
-    logprobs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    expected = logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    found = torch.tensor(answer.logprobs)
-    torch.testing.assert_close(found[places], expected[places], rtol=0, atol=2e-5)
 
 
 def check(answers: list[list[Completion]]) -> set[int]:
@@ -106,6 +68,7 @@ def check(answers: list[list[Completion]]) -> set[int]:
     return drawn
 
 
+@pytest.mark.slow
 def test_requests_go_on_with_new_weights_as_if_these_had_computed_all_before(pair):
     """The cache of the tokens so far is computed again; nothing of it is left for later requests,
     whose prompts begin with the same blocks.

@@ -1,5 +1,6 @@
 """Samples of real engines have the experts that computed them, which the trainer replays."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,17 +24,19 @@ from nemorl.runtime.engines.engine import Engine, EngineStartError
 from nemorl.runtime.engines.proving import ENGINE_SIZES
 from nemorl.runtime.engines.spec import check_arguments
 from tests.ray_session import ray_cpus
+from tests.runtime.engines.families import folder_of, steps
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
+    begin_all,
+    count_preemptions,
+    hold,
     log_folder,
     raised,
     shared_actor,
     shared_mixtures,
     spec_of,
-    vllm_backend,
 )
-from tests.runtime.engines.test_families import folder_of, steps
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -63,6 +66,7 @@ def assert_chosen(sample: Any, expected: torch.Tensor) -> None:
     assert experts.sort(-1).values.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "layers"),
     [
@@ -87,6 +91,7 @@ def test_the_experts_of_each_token_are_those_of_transformers(kind, settings, lay
             assert_chosen(sample, chosen(model, prompt, sample))
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_for_all_changes_no_experts():
     """Requests that lose their blocks are computed again."""
     model, size = mixture(), 17 * 2 * 2 * 2 * 32 * 32 * 4  # two long sequences and a bit
@@ -100,43 +105,36 @@ def test_a_cache_too_small_for_all_changes_no_experts():
     assert engine.do(lambda engines: engines.dropped) > 0
 
 
-def count_preemptions(engines: Any) -> None:
-    scheduler = engines.engine._llm.engine_core.engine_core.scheduler
-    drop, engines.dropped = scheduler._preempt_request, 0
-
-    def counted(*args, **kwargs):
-        engines.dropped += 1
-        return drop(*args, **kwargs)
-
-    scheduler._preempt_request = counted
-
-
+@pytest.mark.slow
 def test_tokens_that_new_weights_compute_again_keep_their_experts():
     """The tokens behind them have those of the new weights, for all before."""
     old, new = mixture(), mixture(seed=1)
     engine = SharedEngine(old, records_experts=True)
-    calls = [engine.begin(LONG, n=2, seed=i, max_new_tokens=100) for i in range(3)]
-    while not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())):
-        pass
+    hold([engine.actor])
+    calls = [engine.begin(LONG, n=2, seed=i, max_new_tokens=40) for i in range(3)]
+    begin_all([engine.actor], 6)
     engine.sender()(1, merged_tensors(new)).check()
+    hold([engine.actor], math.inf)
     for answer in ray.get(calls):
         for sample in answer.samples:
             drawn = sample.policy_versions.count(0)
             first = len(LONG) + drawn - 1  # the token after which the new weights drew the next
-            assert 0 < drawn < 100
+            assert 0 < drawn < 40
             parts = chosen(old, LONG, sample)[:first], chosen(new, LONG, sample)[first:]
             assert_chosen(sample, torch.cat(parts))
     (sample,) = engine.sample(LONG)
     assert_chosen(sample, chosen(new, LONG, sample))
 
 
+@pytest.mark.slow
 def test_requests_that_are_given_up_leave_no_record():
     engine = SharedEngine(mixture(), records_experts=True)
-    call = engine.begin(LONG, n=3, max_new_tokens=150)
-    while not engine.do(lambda e: any(r[0].token_ids for r in e.engine._requests.values())):
-        pass
+    hold([engine.actor])
+    call = engine.begin(LONG, n=3, max_new_tokens=40)
+    begin_all([engine.actor], 3)
     assert engine.do(partial(records, step=False)) == 3
     ray.cancel(call)
+    hold([engine.actor], math.inf)
     engine.sample()
     assert engine.do(partial(records, step=True)) == 0
 
@@ -149,6 +147,7 @@ def records(engines: Any, *, step: bool) -> int:
     return len(worker.nemorl_recorder._records)
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_unasked_or_without_experts():
     engine = SharedEngine(mixture())
     assert engine.sample()[0].routed_experts is None
@@ -157,6 +156,7 @@ def test_nothing_is_recorded_unasked_or_without_experts():
     assert SharedEngine(dense, records_experts=True).sample()[0].routed_experts is None
 
 
+@pytest.mark.slow
 def test_what_an_engine_can_t_record_is_refused():
     spec = spec_of(mixture(), records_experts=True)
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
@@ -169,16 +169,7 @@ def test_what_an_engine_can_t_record_is_refused():
             check_arguments({name: True})
 
 
-def test_a_completion_has_the_experts_of_its_sample():
-    model = mixture()
-    backend = vllm_backend(model, records_experts=True)
-    prompts = [LONG, [5, 6, 7]]
-    found = backend.generate(prompts, SamplingParams(n=2, seed=0, max_new_tokens=9))
-    for prompt, completion in zip((LONG, LONG, *prompts[1:], *prompts[1:]), found, strict=True):
-        assert_chosen(completion, chosen(model, prompt, completion))
-    backend.shutdown()
-
-
+@pytest.mark.slow
 def test_replay_closes_the_gap_between_sampler_and_trainer(tmp_path: Path):
     """In bfloat16, in which the routers of both choose other experts for some tokens."""
     folder = folder_of("qwen3_moe", tmp_path / "model")
@@ -209,6 +200,7 @@ def test_of_several_ranks_one_tells_the_experts():
     backend.shutdown()
 
 
+@pytest.mark.slow
 def test_a_prefix_whose_blocks_are_gone_is_unknown():
     """Of layers that see a window alone; others come first, and parts of blocks are copied."""
     windows, whole, copied = SharedEngine(mixture()).do(with_a_runner)
@@ -218,9 +210,7 @@ def test_a_prefix_whose_blocks_are_gone_is_unknown():
 
 
 def with_a_runner(engines: Any) -> list[list[int]]:
-    """What a recorder keeps of passes of a runner that is not there: blocks, of 4 tokens, tokens
-    before, experts, and copied blocks, None where the request of the pass before goes on.
-    """
+    """What a recorder keeps of passes of a runner that is not there."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
     from nemorl.runtime.engines.recording import Recorder
@@ -260,6 +250,7 @@ def with_a_runner(engines: Any) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_gpus_engine_returns_them_itself():
     """Of all layers, of which those with experts count."""
     spec = replace(spec_of(mixture(), records_experts=True), vocabulary=None)

@@ -34,6 +34,7 @@ PROMPTS = random_prompts(48, seed=2)
 PARAMS = [SamplingParams(n=4, seed=i, max_new_tokens=40) for i in range(48)]
 
 
+@pytest.mark.slow
 def test_both_work_and_say_how_much():
     model = tiny_model(scale=3.0, **SIZES)
     backend = vllm_backend(model, num_replicas=2, max_batch_size=16)
@@ -141,63 +142,39 @@ def test_an_engine_that_cannot_start_says_why_before_anything_else(tmp_path):
         backend.setup(config)
 
 
+GPU, OTHER, FAR, NONE = (
+    Place(node, "host", 1, gpus)
+    for node, gpus in [("node", ("0",)), ("node", ("1",)), ("other", ("0",)), ("other", ())]
+)
+
+
 @pytest.mark.parametrize(
-    ("colocated", "on_ours", "trainer_gpus", "right"),
+    ("colocated", "trainer_gpus", "engines", "said"),
     [
-        (True, True, None, True),
-        (False, False, 8, True),
-        (False, True, 8, False),
-        (False, True, None, False),
-        (False, True, 0, True),
+        (False, 8, [OTHER], ""),
+        (False, 8, [GPU], "true where a replica is on the trainer's GPU"),
+        (False, None, [GPU], "true where a replica is on the trainer's GPU"),
+        (False, 0, [GPU], ""),  # the loop's is nobody's where ranks are elsewhere
+        (True, None, [GPU], ""),
+        (True, 1, [OTHER, GPU], ""),
+        (True, 1, [FAR], "false where no replica is on the trainer's GPU"),
+        (True, 2, [OTHER], ""),  # another of torchrun's ranks is there
+        (True, 0, [FAR], ""),
+        (True, None, [FAR], ""),
+        (True, 1, [NONE], ""),
     ],
 )
-def test_an_engine_that_stays_awake_is_refused_on_a_gpu_that_trains(
-    colocated, on_ours, trainer_gpus, right, monkeypatch
+def test_engines_take_turns_with_a_trainer_on_their_gpu_and_no_other(
+    colocated, trainer_gpus, engines, said, monkeypatch
 ):
-    """The GPU of the loop's process is nobody's where Ray has placed the ranks elsewhere, and none
-    of this machine trains.
-    """
     config = replace(VLLM, colocated=colocated, trainer_gpus=trainer_gpus)
-    own = Place("node", "host", 1, ("0",))
-    monkeypatch.setattr(processes, "own_place", lambda: own)
-    with (
-        nullcontext()
-        if right
-        else pytest.raises(
-            ValueError,
-            match=r"generation\.colocated must be true where a replica is on the trainer's GPU",
-        )
-    ):
-        check_places(config, [Place("node", "host", 1, ("0" if on_ours else "1",))])
-
-
-@pytest.mark.parametrize(
-    ("trainer_gpus", "engines", "right"),
-    [
-        (1, [Place("node", "host", 1, ("1",)), Place("node", "host", 1, ("0",))], True),
-        (1, [Place("other", "host", 1, ("0",))], False),
-        (2, [Place("node", "host", 1, ("1",))], True),  # another of torchrun's ranks is there
-        (0, [Place("other", "host", 1, ("0",))], True),
-        (None, [Place("other", "host", 1, ("0",))], True),
-        (1, [Place("other", "host", 1, ())], True),
-    ],
-)
-def test_a_trainer_for_whose_gpu_no_engine_sleeps_is_refused(
-    trainer_gpus, engines, right, monkeypatch
-):
-    config = replace(VLLM, colocated=True, trainer_gpus=trainer_gpus)
-    monkeypatch.setattr(processes, "own_place", lambda: Place("node", "host", 1, ("0",)))
-    with (
-        nullcontext()
-        if right
-        else pytest.raises(
-            ValueError,
-            match=r"generation\.colocated must be false where no replica is on the trainer's GPU",
-        )
-    ):
+    monkeypatch.setattr(processes, "own_place", lambda: GPU)
+    refused = pytest.raises(ValueError, match=rf"generation\.colocated must be {said}")
+    with refused if said else nullcontext():
         check_places(config, engines)
 
 
+@pytest.mark.slow
 def test_where_ray_has_no_room_on_this_machine_engines_need_not_share_the_trainers_gpu():
     ray_cpus()
     spec = replace(spec_of(tiny_model()), on_gpus=True)

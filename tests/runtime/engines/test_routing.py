@@ -17,7 +17,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import (
     Answered,
     Arrived,
@@ -30,9 +29,8 @@ from nemorl.runtime.engines.routing import (
     Held,
     ProcessId,
     Published,
-    Queue,
     Reply,
-    Request,
+    Router,
     Start,
     Started,
     Stopped,
@@ -172,9 +170,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.at_work)
     @rule(data=st.data(), whole=st.booleans())
     def compute(self, data, whole):
-        """Of any request, all samples but one may be finished without a word; with the last one its
-        answer is on its way.
-        """
+        """Of any request, all samples but one may be finished without a word."""
         engine = self.engines[self.some(data, self.at_work)]
         number = self.some(data, engine.finished)
         if whole:
@@ -357,19 +353,6 @@ RoutingLaws.TestCase.settings = settings(max_examples=100, stateful_step_count=5
 TestRoutingLaws = RoutingLaws.TestCase
 
 
-@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
-def test_a_queue_keeps_the_order_of_numbers(count):
-    queue = Queue()
-    for number in [*range(1, count, 2), *reversed(range(0, count, 2))]:
-        queue = queue.put(Request(number, 1))
-    assert [request.number for request in queue] == list(range(count))
-    for number in range(0, count, 3):
-        queue = queue.without(number)
-    assert [request.number for request in queue] == [i for i in range(count) if i % 3]
-    assert queue.without(count) is queue and queue.without(0) is queue
-    assert max(map(len, queue.blocks), default=0) <= 64
-
-
 def ready(num_replicas=2, window=8):
     """The state in which all replicas have weights."""
     state = routing(num_replicas, window=window, max_restarts=1)
@@ -400,26 +383,6 @@ def test_a_request_begins_where_there_is_room_for_one_of_its_samples():
     assert actions == (Reply(0, "samples"), Give(give.process, 2))
 
 
-def test_finished_samples_of_a_cancelled_request_leave_no_room():
-    state = ready(1, window=3)
-    for n in (1, 3, 3, 3):
-        state, _ = decide(state, Arrived(n))
-    state, actions = decide(state, Answered(ProcessId(0, 0), 0, "samples", 2))
-    assert actions == (Reply(0, "samples"), Give(ProcessId(0, 0), 2))
-    assert decide(state, Cancelled(1))[1] == (Cancel(1),)
-
-
-def test_an_answer_that_was_overtaken_makes_no_room_for_more_requests_than_the_window_has():
-    """It says that two samples of a request are finished, whose own answer came before it."""
-    state, process = ready(1, window=4), ProcessId(0, 0)
-    for n in (3, 1, 1, 1, 1, 1, 1, 1):
-        state, _ = decide(state, Arrived(n))
-    state, actions = decide(state, Answered(process, 0, "samples", 0))
-    assert actions == (Reply(0, "samples"), *(Give(process, number) for number in (2, 3, 4)))
-    state, actions = decide(state, Answered(process, 1, "samples", 2))
-    assert actions == (Reply(1, "samples"), Give(process, 5))
-
-
 def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
     state = ready(1, window=2)
     for _ in range(4):
@@ -431,46 +394,6 @@ def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
     state, _ = decide(state, Started(new))
     state, actions = decide(state, Supplied(new, 0))
     assert actions == (Give(new, 0), Give(new, 1))
-
-
-@pytest.mark.parametrize(
-    ("result", "status"), [("samples", "starting"), (ValueError("no"), "given up")]
-)
-def test_an_answer_ends_a_row_of_deaths_and_an_error_does_not(result, status):
-    died = OSError("gone")
-    first, second = ProcessId(0, 0), ProcessId(0, 1)
-    state = ready(2)
-    for event in (
-        Broke(first, died),
-        Started(second),
-        Supplied(second, 0),
-        Arrived(),
-        Answered(second, 0, result),
-        Broke(second, died),
-    ):
-        state, _ = decide(state, event)
-    assert state.replicas[0].status == status
-
-
-def test_a_replica_that_dies_while_engines_sleep_is_started_when_they_wake():
-    state, _ = decide(ready(2), Asleep(True))
-    state, actions = decide(state, Broke(ProcessId(1, 0), OSError("gone")))
-    assert [type(action) for action in actions] == [End, Warn] and not state.settled
-    _, actions = decide(state, Asleep(False))
-    assert actions == (Start(ProcessId(1, 1)),)
-
-
-def test_once_all_are_given_up_every_request_has_the_error_of_the_last():
-    state, _ = decide(ready(1), Arrived())
-    for start, reason in enumerate(("out of memory", "no such file")):
-        state, actions = decide(state, Broke(ProcessId(0, start), OSError(reason)))
-    error = actions[-1].result
-    assert actions == (End(ProcessId(0, 1)), Reply(0, error))
-    assert isinstance(error, ChildProcessError) and str(error) == (
-        "replica 0 has ended 2 times in a row without finishing a prompt (generation.max_restarts"
-        " is 1), the last time because no such file"
-    )
-    assert decide(state, Arrived())[1] == (Reply(1, error),)
 
 
 def test_nobody_waits_for_a_router_that_is_closed():

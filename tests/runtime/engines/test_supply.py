@@ -11,8 +11,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import WeightSource
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas
-from nemorl.runtime.engines.router import Router
-from nemorl.runtime.engines.routing import Asleep, ProcessId, Started, routing
+from nemorl.runtime.engines.routing import Asleep, ProcessId, Router, Started, routing
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.supply import Supply
 from nemorl.runtime.engines.weights import Receipt

@@ -206,6 +206,7 @@ def lonely(folder: Path) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_rank_keeps_what_it_has_shared(tmp_path: Path):
     """Also where no engine is on its GPU, and so none gives it back: each sync took a buffer."""
     for number in range(2):
@@ -228,6 +229,7 @@ def test_a_rank_on_a_gpu_without_an_engine_keeps_no_buffer(monkeypatch: pytest.M
     assert kept == [kept[0]] * 3 and kept[0] < direct.ROUND_BYTES
 
 
+@pytest.mark.slow
 def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
     ranks = run_ranks(2, updates, tmp_path)
     good, *failing, misfit, last = ranks[0]
@@ -284,6 +286,7 @@ def test_an_error_of_one_rank_alone_is_its_answer(rank: int, monkeypatch: pytest
     assert answer.error["message"] == f"RuntimeError: CUDA error of rank {rank}{REMEDY}"
 
 
+@pytest.mark.slow
 def test_a_rank_gets_its_buffer_back_after_each_update():
     """vLLM's engine holds it until the next one, which for a large embedding is gigabytes."""
     from nemorl.runtime.engines.receiver import Receiver
@@ -298,6 +301,7 @@ def test_a_rank_gets_its_buffer_back_after_each_update():
         assert len(shut) == closed
 
 
+@pytest.mark.slow
 def test_a_worker_names_its_gpu(monkeypatch: pytest.MonkeyPatch):
     from nemorl.runtime.engines.receiver import WorkerExtension
 

@@ -37,42 +37,11 @@ from nemorl.runtime.engines.weights import (
 from nemorl.runtime.run.weight_sync import check_agreement
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
-from tests.runtime.engines.shared import SharedEngine, raised, small_model
+from tests.runtime.engines.shared import SharedEngine, gap, model_of, raised, weights_of
 from tests.tiny_models import KINDS, random_prompts, tiny_model
 
 pytestmark = pytest.mark.xdist_group("ray")
 CLOSE = {"float32": 1e-4, "bfloat16": 0.15}
-
-
-def model_of(kind="qwen2", *, seed=0, tied=True):
-    """With sharp predictions, and norms and biases that are not all ones and zeros."""
-    model = small_model(kind, seed=seed, tied=tied, scale=3.0, intermediate_size=96)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.rand_like(parameter) * 0.5)
-    return model
-
-
-def weights_of(model):
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def gap(engine, model, precision="float32"):
-    """The largest difference between the engine's logprobs of what it samples and the model's."""
-    prompts = random_prompts(4, seed=3)
-    answers = ray.get([engine.begin(prompt, max_new_tokens=8, seed=5) for prompt in prompts])
-    worst, model = 0.0, model.to(getattr(torch, precision))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = list(answer.samples[0].token_ids)
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
-        expected = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        expected = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        difference = expected - torch.tensor(answer.samples[0].logprobs)
-        worst = max(worst, difference.abs().max().item())
-    model.float()
-    return worst
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -190,9 +159,16 @@ def test_ranks_that_have_no_gpus_of_their_own_take_the_object_store():
     ("kind", "tied", "precision"),
     [
         ("qwen2", True, "float32"),
-        ("llama", False, "float32"),
-        ("mistral", True, "bfloat16"),
-        ("qwen3", False, "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", False, "float32"),
+                ("mistral", True, "bfloat16"),
+                ("qwen3", False, "bfloat16"),
+                ("mixtral", False, "float32"),
+                ("qwen3_moe", True, "float32"),
+            ]
+        ),
     ],
 )
 def test_after_each_update_the_engine_is_the_new_model(kind, tied, precision, monkeypatch):
@@ -223,6 +199,7 @@ def engine(tied):
     return SharedEngine(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1, 30_000])
 def test_neither_the_order_of_the_weights_matters_nor_where_buckets_end(
     engine, bucket_bytes, monkeypatch
@@ -233,6 +210,7 @@ def test_neither_the_order_of_the_weights_matters_nor_where_buckets_end(
     assert gap(engine, other) < CLOSE["float32"]
 
 
+@pytest.mark.slow
 def test_weights_come_through_the_object_store(engine, monkeypatch):
     monkeypatch.setattr(module, "BUCKET_BYTES", 100_000)
     other = model_of(seed=1)
@@ -243,6 +221,7 @@ def test_weights_come_through_the_object_store(engine, monkeypatch):
     assert gap(engine, model_of(seed=2)) < CLOSE["float32"]
 
 
+@pytest.mark.slow
 def test_an_update_that_was_given_up_leaves_nothing_to_the_next(engine, monkeypatch):
     """Half of the layers have come, and half of one: its second half must not be completed by the
     first half of old.
@@ -262,6 +241,7 @@ def test_an_update_that_was_given_up_leaves_nothing_to_the_next(engine, monkeypa
         assert gap(engine, right) < CLOSE["float32"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_lacks_weights_says_which(tied, engine):
     model, _ = tied
     weights = [
@@ -279,6 +259,7 @@ def test_an_engine_that_lacks_weights_says_which(tied, engine):
     assert gap(engine, model) < CLOSE["float32"]
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_are_refused_before_the_engine_is_touched(tied, engine):
     model, _ = tied
     weights = [
@@ -290,12 +271,13 @@ def test_weights_of_another_model_are_refused_before_the_engine_is_touched(tied,
     assert gap(engine, model) < CLOSE["float32"]
 
 
+@pytest.mark.slow
 def test_a_part_that_can_not_be_loaded_ends_the_update(tied, engine):
     model, _ = tied
     expected = {"model.embed_tokens.weight": (3, 4)}
     failed = engine.sender(expected=expected)(0, [(*expected, torch.zeros(3, 4))]).failed
     assert list(failed) == [0]
-    error = raised(engine.actor.call.remote("finish_weights", 0, {}))
+    error = raised(engine.actor.call.remote("finish_weights", 0))
     assert "without a matching start_weight_update" in str(error)
     engine.give(model)
     assert gap(engine, model) < CLOSE["float32"]
@@ -319,7 +301,7 @@ class Store:
         for name, tensor in unpacked(info["bucket"]):
             self.sums[name] = float(tensor.double().sum()), tensor.dtype
 
-    def finish_weights(self, version, shapes):
+    def finish_weights(self, version):
         self.whole = True
         return {}
 
@@ -355,6 +337,7 @@ def stores():
     return [Store.options(num_cpus=0).remote(seconds) for seconds in (0.0, 0.01)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 3000, 10**6])
 def test_all_get_what_was_sent_again_and_again(stores, dtype, bucket_bytes, monkeypatch):
@@ -371,6 +354,7 @@ def test_all_get_what_was_sent_again_and_again(stores, dtype, bucket_bytes, monk
             assert ray.get(store.state.remote()) == (expected, True)
 
 
+@pytest.mark.slow
 def test_engines_that_die_or_hang_are_named(stores):
     dead = Store.options(num_cpus=0).remote()
     hanging = Store.options(num_cpus=0).remote(30.0)
@@ -383,6 +367,7 @@ def test_engines_that_die_or_hang_are_named(stores):
     ray.kill(hanging)
 
 
+@pytest.mark.slow
 def test_all_calls_of_an_update_by_all_ranks_have_one_limit(stores):
     """Not each its own: the other ranks wait in a collective meanwhile."""
     hanging = Store.options(num_cpus=0).remote(30.0)
@@ -396,9 +381,7 @@ def test_all_calls_of_an_update_by_all_ranks_have_one_limit(stores):
 
 
 class FakeEngine:
-    """In the place of vLLM's own trainer's end, which needs a GPU: what it asks of its client and
-    its source, and nothing else.
-    """
+    """In the place of vLLM's own trainer's end, which needs a GPU."""
 
     hangs = False
     made: ClassVar[list] = []
@@ -462,6 +445,7 @@ def gpu_sender(monkeypatch, transport, *actors, **options):
     return store_sender(*actors, dtype=torch.bfloat16, processes=2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkeypatch):
     actors = [Recorder.options(num_cpus=0).remote() for _ in range(2)]
@@ -471,7 +455,7 @@ def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkey
     calls = [
         ("begin_weights",),
         ("load_weights", {"names": list(SHAPES)}),
-        ("finish_weights", 3, SHAPES),
+        ("finish_weights", 3),
     ]
     for index, actor in enumerate(actors):
         first, *others = ray.get(actor.seen.remote())
@@ -485,6 +469,7 @@ def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkey
     assert fakes[0].closed.wait(10)
 
 
+@pytest.mark.slow
 def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
     monkeypatch.setattr(FakeEngine, "hangs", True)
     actor = Recorder.options(num_cpus=0).remote()
@@ -492,6 +477,7 @@ def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
         gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(0, random_weights(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_what_gpus_fail_with_names_the_way_that_needs_none(fakes, transport, monkeypatch):
     remedy = rf" \(if {transport} fails again: set generation.weight_transport object_store\)$"
@@ -509,6 +495,7 @@ def test_what_gpus_fail_with_names_the_way_that_needs_none(fakes, transport, mon
         gpu_sender(monkeypatch, transport, actor)(0, random_weights(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     fakes, transport, monkeypatch
@@ -533,6 +520,7 @@ def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     assert len(rounds) == (1 if transport == "cuda_ipc" else 7)
 
 
+@pytest.mark.slow
 def test_the_buffer_of_ipc_holds_the_largest_weight(fakes, monkeypatch):
     """vLLM refuses a tensor that is larger than it, as every embedding of 64 MB was."""
     monkeypatch.setattr(direct, "ROUND_BYTES", 100)
@@ -541,6 +529,7 @@ def test_the_buffer_of_ipc_holds_the_largest_weight(fakes, monkeypatch):
     assert fakes[0].info.packed_buffer_size_bytes == 14 * 40 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_replicas_on_gpus(transport):

@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemorl.models.digest import grid
+from nemorl.models.digest import checksum
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
-from nemorl.runtime.engines.stage import StageActor
 from nemorl.runtime.engines.weights import unpacked
 
 RANK = 0
@@ -24,9 +23,7 @@ RANK = 0
 def answer(
     prompt: tuple[int, ...], params: SamplingParams, weights: float, version: int, j: int
 ) -> Sample:
-    """A response that depends on the prompt, the seed, the weights and the number of the sample: up
-    to max_new_tokens, more often short.
-    """
+    """A response that depends on the prompt, the seed, the weights and the number of the sample."""
     digest = hashlib.sha256(repr((prompt, params.seed, weights, j)).encode()).digest()
     length = 1 + digest[0] * digest[1] % params.max_new_tokens
     tokens = tuple(digest[i % 32] % 42 for i in range(length))
@@ -38,13 +35,14 @@ def answer(
 
 
 class ToyEngine:
-    partial, peak, version = 0, 0, 0
+    partial, version = 0, 0
     uuids = ()
 
     def __init__(self, spec: EngineSpec) -> None:
         self.step_s, self.faults = spec.engine["step_s"][RANK], Path(spec.engine["faults"])
         self.requests: dict[int, tuple[tuple[Sample, ...], int]] = {}
         self.weights, self.usable = float("nan"), False
+        self.arrived: list[tuple[str, int]] = []
         self.fault("start")
 
     def fault(self, where: str) -> None:
@@ -80,8 +78,6 @@ class ToyEngine:
             answer(prompt, params, self.weights, self.version, j) for j in range(params.n)
         )
         self.requests[id] = samples, 0
-        unfinished = sum(len(samples) for samples, _ in self.requests.values())
-        self.peak = max(self.peak, unfinished)
 
     def step(self) -> dict[int, tuple[Sample, ...]]:
         self.fault("step")
@@ -100,31 +96,25 @@ class ToyEngine:
         self.requests.clear()
 
     def begin_weights(self) -> None:
-        self.usable = False
+        self.usable, self.arrived = False, []
         self.fault("begin")
 
     def load_weights(self, info: dict[str, Any]) -> None:
         if (self.faults / f"behind-{RANK}").exists():  # it keeps the old ones, and says nothing
             return
-        _, tensor = next(unpacked(info["bucket"]))
-        self.weights = float(tensor.flatten()[0])
+        for name, tensor in unpacked(info["bucket"]):
+            self.arrived.append((name, int(checksum(tensor))))
+            self.weights = float(tensor.flatten()[0])
 
-    def finish_weights(self, version: int, shapes: Any) -> dict[str, Any]:
+    def finish_weights(self, version: int) -> list[list[tuple[str, int]]]:
         self.usable, self.version = True, version
-        sizes = {name: [len(places) for places in grid(shapes[name])] for name in shapes}
-        return {
-            name: (name, [self.weights] * rows * columns) for name, (rows, columns) in sizes.items()
-        }
+        return [self.arrived]
 
     def shutdown(self) -> None:
         self.fault("shutdown")
 
     def unfinished(self) -> int:
         return len(self.requests)
-
-    def most(self) -> int:
-        """Most samples at a time."""
-        return self.peak
 
 
 class ToyActor(EngineActor):

@@ -150,9 +150,7 @@ def eventually(condition: Any, timeout_s: float = 120) -> bool:
 
 
 def main(folder: str) -> None:
-    """A driver that never ends by itself, on a cluster of its own: it prints its own and its
-    replicas' process ids, and generates.
-    """
+    """A driver that never ends by itself, on a cluster of its own."""
     with toys(Path(folder)) as pair:
         pids = [os.getpid(), *(process(pair.replicas, rank) for rank in (0, 1))]
         print(json.dumps(pids), flush=True)

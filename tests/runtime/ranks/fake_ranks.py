@@ -22,10 +22,7 @@ def killed() -> Exception:
 
 
 class FakeRanks:
-    """Keeps the `TrainingBackend` Protocol as `RankedTrainer` does.
-
-    `deaths`: errors by the method and the number of its call.
-    """
+    """Keeps the `TrainingBackend` Protocol as `RankedTrainer` does."""
 
     def __init__(self, deaths: dict[tuple[str, int], Death] | None = None) -> None:
         self.deaths = {} if deaths is None else deaths

@@ -43,9 +43,7 @@ def placed(nodes: Sequence[str], bundles: list[Bundle]) -> str:
 
 
 def placements(nodes: Sequence[str]) -> dict[str, Any]:
-    """Nodes of 24 and 32 ranks, one by one and by groups; of groups where nodes are partly taken;
-    and what is said of a group that no node has room for.
-    """
+    """Nodes of 24 and 32 ranks, one by one and by groups."""
     alone = settings(8, tp_across_nodes=True)
     found: dict[str, Any] = {"alone": {}, "grouped": {}}
     for size in (24, 32):

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +13,6 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.engines import spec
-from nemorl.runtime.engines.weights import WeightSender
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.ranks.torchrun import follow
 from nemorl.runtime.ranks.trainer import make_trainer
@@ -50,31 +47,6 @@ def everything(trainer, folder: str) -> None:
     say("did everything")
 
 
-def engines(trainer, folder: str) -> None:
-    """New weights for an engine of a Ray that only rank 0 has a part in."""
-    import ray
-
-    from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
-
-    class Engine:
-        def call(self, method: str, *args: object) -> dict[str, object]:
-            return {}
-
-    with RayVirtualCluster({"engine": [Bundle()]}, num_cpus=1):
-        actor = ray.remote(Engine).options(num_cpus=0).remote()
-        sender = WeightSender(
-            actors={0: actor},
-            places={0: spec.Place("node", "host", 1, ())},
-            expected={"total": (3,), **{f"large.{i}": (5_000_000,) for i in range(8)}},
-            dtype=torch.float32,
-        )
-        for version in range(2):
-            receipt = trainer.send_weights(partial(sender, version), together=True)
-            assert receipt.failed == {} and receipt.version == version
-            assert str(receipt.transport).startswith("new weights go through rank 0's main memory")
-    say("weights are sent")
-
-
 def unwritten(trainer, folder: str) -> None:
     """A checkpoint that only rank 0 could write."""
     trainer.save_checkpoint(Path(folder) / "unwritable", background=True)
@@ -98,14 +70,12 @@ def dying(number: int) -> Callable[[int, object], float]:
 LOSSES = {"killed": dying(1), "leader_killed": dying(0)}
 
 
-def main(what: str, folder: str, again: int = 2) -> None:
+def main(what: str, folder: str) -> None:
     say(f"process {os.getpid()}")
     plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
-    limits = RuntimeConfig(
-        timeout_s=3 if what != "engines" else 60, start_timeout_s=3 if what == "asleep" else 60
-    )
+    limits = RuntimeConfig(timeout_s=3, start_timeout_s=3 if what == "asleep" else 60)
     config = BaseConfig(trainer=device, runtime=limits)
-    for run in range(1 if what == "engines" else again):  # a script may have several runs
+    for run in range(2):  # a script may have several runs
         if is_follower():
             say(f"result {follow(backends.Summing, config)}")
             continue
@@ -114,7 +84,7 @@ def main(what: str, folder: str, again: int = 2) -> None:
             trainer.setup(
                 BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan)
             )
-            if what in ("everything", "engines", "unwritten"):
+            if what in ("everything", "unwritten"):
                 globals()[what](trainer, folder)
             elif what == "between_calls":
                 raise ArithmeticError("of the loop")

@@ -20,7 +20,7 @@ from nemorl.runtime.ranks.rank import Rank
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.ranks.wire import dumps, loads
 from nemorl.runtime.start.registry import training_backend_class
-from tests.ray_session import ray_cpus
+from tests.ray_session import ENDS, ray_cpus
 
 SIZE = 2
 CONFIG = BaseConfig(
@@ -68,10 +68,11 @@ class View:
 
 @functools.cache
 def group() -> Any:
-    """The ranks of this test process; they end with it."""
+    """The ranks of this test process; they end with its cluster."""
     from nemorl.runtime.ranks.actors import RayRanks
 
     ray_cpus()
+    ENDS.callback(group.cache_clear)
     made = RayRanks(Several, SIZE, CONFIG, Path(tempfile.mkdtemp(prefix="nemorl-ranks-")))
     made.call("setup", dumps(((BackendConfig(),), {})), "setup")
     return made

@@ -47,19 +47,8 @@ PHASES = {
 """Where a rank is killed, and the step of the checkpoint that the run goes on from."""
 SAMPLING = {"export_next:6:before": 2, "get_logprobs:4:after": 2}
 """In step 3: the engine gets the weights, and the trainer computes the samples' logprobs."""
-QUICK = {
-    ("sft", "0:save_checkpoint:2:after"),
-    ("dpo", "0:train_step:3:after"),
-    ("grpo", "1:save_checkpoint:2:before"),
-}
 POINTS = [
-    pytest.param(
-        name,
-        f"{rank}:{phase}",
-        step,
-        id=f"{name} {rank}:{phase}",
-        marks=() if (name, f"{rank}:{phase}") in QUICK else pytest.mark.slow,
-    )
+    pytest.param(name, f"{rank}:{phase}", step, id=f"{name} {rank}:{phase}")
     for name in OWN
     for phase, step in (PHASES | (SAMPLING if name == "grpo" else {})).items()
     for rank in (0, 1)
@@ -145,6 +134,7 @@ def unbroken(forked: Path, place: Path, tmp_path_factory: pytest.TempPathFactory
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "point", "step"), POINTS)
 def test_killed_at_any_point(
     forked: Path,

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.cluster.test_lost import driver, facts_of
+from tests.runtime.cluster.processes import driver, facts_of
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

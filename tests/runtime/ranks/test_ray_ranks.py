@@ -67,6 +67,7 @@ def test_every_rank_has_its_place(trainer, logs: Path):
     assert (logs / "rank-1.log").read_text().startswith(f"--- rank 1, process {pids(trainer)[1]} ")
 
 
+@pytest.mark.slow
 def test_a_call_goes_to_all_and_one_answer_comes_back(trainer):
     step, offset = trainer.step, 10
     assert (
@@ -78,6 +79,7 @@ def test_a_call_goes_to_all_and_one_answer_comes_back(trainer):
     assert {p.device.type for p in trainer.model.parameters()} == {"meta"}
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_routes_of_its_own_rows(trainer):
     batch = backends.routed(random_batch([4, 4]))
     found = loss(trainer.train_step(batch, backends.sum_of_experts))
@@ -102,17 +104,7 @@ def test_what_all_raise_is_raised_here_and_they_stay_usable(trainer):
     assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
 
 
-def test_what_cannot_be_sent_is_an_error(trainer):
-    lock = threading.Lock()
-    step = trainer.step
-    with pytest.raises(TypeError, match="pickle"):
-        trainer.train_step(BATCH, lambda rank, batch: lock.locked())
-    with pytest.raises(TypeError, match="pickle"):
-        trainer._call("lock")
-    assert trainer.step == step
-    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
-
-
+@pytest.mark.slow
 def test_weights_come_whole_and_may_be_left_at_any_point(trainer):
     trainer.train_step(BATCH, backends.rank_number)
     found = dict(trainer.weights())
@@ -127,6 +119,7 @@ def test_weights_come_whole_and_may_be_left_at_any_point(trainer):
     assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
 
 
+@pytest.mark.slow
 def test_weights_of_before_a_step_are_not_given_after_it(trainer):
     weights = trainer.weights()
     next(weights)
@@ -153,6 +146,7 @@ def test_rank_zero_sends_its_weights_itself(trainer):
     assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
 
 
+@pytest.mark.slow
 def test_checkpoints_are_found_from_anywhere(
     trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -165,6 +159,7 @@ def test_checkpoints_are_found_from_anywhere(
     assert trainer.step == step
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_another_thread_waits_for_a_checkpoint(trainer, tmp_path: Path):
     """One rank has written it before the step, the other after."""
     begun = tmp_path / "begun"
@@ -179,6 +174,7 @@ def test_training_goes_on_while_another_thread_waits_for_a_checkpoint(trainer, t
         waiting.result(20)
 
 
+@pytest.mark.slow
 def test_a_failed_setup_leaves_no_process(trainers, tmp_path: Path):
     with pytest.raises(ValueError, match="seed must be a lucky number, but it is 13: take another"):
         trainers(seed=13, logs=tmp_path)
@@ -190,6 +186,7 @@ def test_a_failed_setup_leaves_no_process(trainers, tmp_path: Path):
     assert "what killed it" in str(caught.value), "the end of its log"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_all_are_ended(trainers):
     trainer = trainers()
     before, child = pids(trainer), trainer._call("spawn")
@@ -204,6 +201,7 @@ def test_a_killed_rank_is_named_and_all_are_ended(trainers):
         trainer.get_logprobs(BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(
     trainers, tmp_path: Path, what: str
@@ -223,6 +221,7 @@ def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(
     assert "in all_reduce" in (tmp_path / "rank-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_all(trainers, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(actors, "ALONE_S", 1.0)
     trainer = trainers()
@@ -235,6 +234,7 @@ def test_a_rank_that_fails_alone_ends_all(trainers, monkeypatch: pytest.MonkeyPa
     assert soon_gone(*before)
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_in_different_layers_while_gradients_are_summed_are_ended(trainers):
     """All have answered, and yet none is of use: each has begun another number of sums."""
     plan = ParallelPlan(dp_shard=2, overlap_grad_reduce=True)
@@ -251,6 +251,7 @@ def test_ranks_that_fail_in_different_layers_while_gradients_are_summed_are_ende
         trainer.get_logprobs(BATCH)
 
 
+@pytest.mark.slow
 def test_a_shutdown_is_in_order(trainers, tmp_path: Path):
     trainer = trainers(logs=tmp_path)
     before = pids(trainer)
@@ -259,12 +260,14 @@ def test_a_shutdown_is_in_order(trainers, tmp_path: Path):
     assert "shut down in order" in (tmp_path / "rank-1.log").read_text()
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_fit_are_refused(trainers):
     message = r"^parallel asks for 2 ranks: bundles must fit(.|\n)*rank +2 x \(1000 CPU"
     with pytest.raises(ResourcesError, match=message):
         trainers(cpus_per_rank=1000)
 
 
+@pytest.mark.slow
 def test_ranks_and_engines_that_do_not_fit_together_are_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -36,6 +36,7 @@ def learned(trainer: RankedTrainer, batch: Any) -> list[Any]:
     return [*found, *(tensor for _, tensor in trainer.weights())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "plan"),
     [("dtensor", {"dp_shard": 2}), ("megatron", {"pp": 2}), ("megatron", {"pp": 2, "vpp": 2})],
@@ -103,6 +104,7 @@ def test_the_controller_names_to_each_rank_its_own_part_alone(monkeypatch: pytes
     assert sent == ["coordinates", *own, *own]
 
 
+@pytest.mark.slow
 def test_routes_that_are_not_replayed_stay_at_home(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model("qwen3_moe", scale=2.0)
     batch, calls = sampled(model, BATCH), list[Any]()

@@ -39,16 +39,6 @@ def test_the_others_obey_rank_zero(forked: Path, model_folder: Path):
     assert "Traceback" not in text
 
 
-def test_weights_go_to_engines_of_a_ray_that_rank_zero_alone_has_a_part_in(
-    forked: Path, model_folder: Path
-):
-    """The others could not read an actor of it."""
-    code, text = job(forked, "engines", model_folder)
-    assert code == 0, text
-    assert text.count("weights are sent") == 1
-    assert "result of run 0" in text and "Traceback" not in text
-
-
 @pytest.mark.slow
 def test_grpo_with_an_engine_on_the_machine_of_rank_zero(forked: Path, tmp_path: Path):
     """As examples/cluster/torchrun.sh starts it, with a Ray of this run."""
@@ -76,6 +66,7 @@ def test_grpo_with_an_engine_on_the_machine_of_rank_zero(forked: Path, tmp_path:
 KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
@@ -97,6 +88,7 @@ def test_any_error_ends_the_job_and_all_processes(
     assert len(pids) == 2 and soon_gone(*pids)
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_an_error_of_the_job(forked: Path, model_folder: Path, tmp_path: Path):
     (rows := tmp_path / "rows.jsonl").touch()
     command = ["-m", "nemorl", "sft", f"--model={model_folder}", "--data.train", str(rows)]

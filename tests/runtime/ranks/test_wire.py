@@ -47,6 +47,7 @@ def test_batches_logprobs_and_metrics_arrive():
     assert finalize(loads(dumps({"x": Mean(torch.tensor(3.0), torch.tensor(2.0))}))) == {"x": 1.5}
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_arrive_where_it_is_not_known():
     script = (
         "import sys; from nemorl.runtime.ranks.wire import dumps; f = lambda x: 2 * x;"

@@ -16,7 +16,7 @@ from unittest import mock
 import ray
 
 import nemorl
-from nemorl.runtime.cluster import gpus
+from nemorl.runtime.cluster import placement
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
 from nemorl.runtime.run.callbacks import Callback
 from tests.runtime.cluster.nodes import cluster_of
@@ -52,7 +52,7 @@ def smallest(nodes: list[str]) -> list[int | None]:
     GPU is taken; and a node that can't say.
     """
     both = [Bundle(cpus=0, gpus=1, node=node) for node in nodes[1:]]
-    found = [gpus.smallest_of_cluster(both)]
+    found = [placement.smallest_of_cluster(both)]
 
     def memory() -> int:
         return {nodes[1]: 5, nodes[2]: 7}[ray.get_runtime_context().get_node_id()]
@@ -62,8 +62,8 @@ def smallest(nodes: list[str]) -> list[int | None]:
 
     with RayVirtualCluster({"taken": both}):
         for asked, answer in ((both, memory), (both[1:], memory), (both, failing)):
-            with mock.patch.object(gpus, "_memory", answer):
-                found.append(gpus.smallest_of_cluster(asked))
+            with mock.patch.object(placement, "_gpu_memory", answer):
+                found.append(placement.smallest_of_cluster(asked))
     return found
 
 

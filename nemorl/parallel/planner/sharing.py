@@ -111,8 +111,15 @@ def cache_of(step: Step, *, can_empty: bool) -> int:
 
 
 def host_of(step: Step) -> int:
-    """Return the main memory that a process takes at most for what is offloaded."""
-    return max(stage.host_memory() for stage in stages_of(step))
+    """Return the bytes that a process moves to main memory: parameters, optimizer, the frozen copy
+    and, with cpu_offload, gradients.
+    """
+    if step.plan.cpu_offload:
+        resident = replace(step, plan=replace(step.plan, cpu_offload=False))
+        return resident.states().total + STATE * step.trained()
+    if not step.work.trainer.offload_during_generation:
+        return 0
+    return max(kept.total - kept.gradients for kept in (x.states() for x in stages_of(step)))
 
 
 def sharing(

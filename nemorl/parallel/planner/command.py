@@ -7,9 +7,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require
-from nemorl.models.capabilities import ASSUMED, Proofs, known
+from nemorl.models.capabilities import ASSUMED, known
 from nemorl.parallel.backends import check_settings, implements, limits_of
-from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.limits import settled
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -124,7 +124,11 @@ class Planned:
 def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model.path), [], dict[str, None]()
-    limits, trainer = limits_of(config.trainer.backend), _settled(config, model)
+    _check_adapted(config, model)
+    limits, trainer = limits_of(config.trainer.backend), config.trainer
+    proved = model.config.model_type, known(model.config) or ASSUMED
+    if limits.traits.proves:
+        trainer = settled(BackendConfig(trainer=trainer), *proved).trainer
     sections = {"trainer": trainer, "optimizer": config.optimizer, "lora": config.lora}
     usual = type(trainer)().share_prompts  # which has no effect on a plan
     config = replace(config, trainer=replace(trainer, share_prompts=usual))
@@ -134,7 +138,7 @@ def find_plans(config: PlanConfig) -> Planned:
             run = BackendConfig(**sections, parallel=plan)
             check_settings(run, model.config, plan, limits)
             if limits.traits.proves:
-                settled(run, *_proved(model))
+                settled(run, *proved)
         except ValueError as error:
             problems.append(str(error))
         refused |= dict.fromkeys(problems)
@@ -154,21 +158,14 @@ def find_plans(config: PlanConfig) -> Planned:
     return Planned(steps[0], fitting, tuple(found[len(fitting) :]), tuple(refused))
 
 
-def _settled(config: PlanConfig, model: ModelShape) -> TrainerConfig:
-    """Return settings as a run would have them of this model; refuse adapters of other layers."""
+def _check_adapted(config: PlanConfig, model: ModelShape) -> None:
+    """Refuse adapters of layers that the model does not have."""
     linear = [each.module for layer in model.layers for each in layer.linear]
     names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     for name in config.lora.target_modules:
         fits = any(f".{module}".endswith(f".{name}") for module in linear)
         wanted = "must name linear layers"
         require(fits, "lora.target_modules", wanted, name, f"there are {names}")
-    if not limits_of(config.trainer.backend).traits.proves:
-        return config.trainer
-    return settled(BackendConfig(trainer=config.trainer), *_proved(model)).trainer
-
-
-def _proved(model: ModelShape) -> tuple[str, Proofs]:
-    return model.config.model_type, known(model.config) or ASSUMED
 
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:

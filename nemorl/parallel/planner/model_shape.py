@@ -211,15 +211,15 @@ def model_shape(config: Any) -> ModelShape:
     """Read the parameters of a model on the meta device.
 
     config: its Hugging Face configuration.
-    Raises: ValueError for a model that transformers can't build from it.
+    Raises: ValueError where a size is missing, and for a model that is not supported.
     """
     from nemorl.models.causal_lm import decoder_of, layers_of, on_meta
 
-    try:
-        model = on_meta(config)
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
-        reason = f"the model must be one that transformers builds, but {config.model_type} fails"
-        raise ValueError(f"{reason} ({type(error).__name__}: {error}): check config.json") from None
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        size = getattr(config, name, None)
+        wanted, remedy = f"must say its {name}", "complete config.json, or take another model"
+        require(isinstance(size, int) and size > 0, "the model", wanted, size, remedy)
+    model = on_meta(config)
     decoder = decoder_of(model)
     layers = layers_of(decoder)
     kinds = Counter(_matrices(layer, config) for layer in layers)
@@ -228,7 +228,6 @@ def model_shape(config: Any) -> ModelShape:
         name: tuple(each.shape) for name, each in model.named_parameters() if id(each) not in inside
     }
     heads, experts = config.num_attention_heads, num_experts(config)
-    named = getattr(config, "num_experts_per_tok", None)
     return ModelShape(
         config=config,
         layers=tuple(Layer(count, matrices) for matrices, count in kinds.items()),
@@ -238,7 +237,7 @@ def model_shape(config: Any) -> ModelShape:
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         num_experts=experts,
-        num_experts_per_tok=(named or 1) if experts else 0,
+        num_experts_per_tok=getattr(config, "num_experts_per_tok", 1) if experts else 0,
     )
 
 

@@ -243,9 +243,7 @@ def estimate(step: Step) -> Candidate:
 
 
 def print_plans(found: Planned, console: "Console | None" = None) -> None:
-    """Print the plans that fit, why the first is first, and its flags; else the smallest, and an
-    error.
-    """
+    """Print the plans that fit, and why the first is best; else the smallest, and an error."""
     from rich.console import Console
     from rich.text import Text
 
@@ -261,7 +259,11 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
         f" {config.row_tokens} tokens"
     )
     console.print(Text(title, style="bold"))
-    _print_whole(console, table(config, shown))
+    lines, width = table(config, shown), console.width
+    needed = console.measure(lines, options=console.options.update(max_width=1000)).maximum
+    console.width = max(width, needed)  # a narrow terminal costs no number
+    console.print(lines)
+    console.width = width
     room = _gigabytes(GB * config.gpu_memory * (1 - config.reserve))
     machines = config.gpus > config.gpus_per_node
     link = " slow: of these over the link between machines." * machines
@@ -290,17 +292,9 @@ def _why(found: Planned) -> str:
     how = first.plan.activation_checkpointing
     alike = [each.slow for each in found.fitting if each.plan.activation_checkpointing == how]
     less = {"none": "nothing", "selective": "some products", "full": "whole layers"}[how]
+    over = " over the link between machines" * (first.slow != first.sent)
     least = "within 10 % of the least" if first.slow > min(alike) else "least"
-    return f"it recomputes {less}, and of {len(alike)} such plans sends {least}"
-
-
-def _print_whole(console: "Console", lines: "Table") -> None:
-    """Print a table; one that is wider than the terminal keeps its numbers."""
-    width = console.width
-    needed = console.measure(lines, options=console.options.update(max_width=1000)).maximum
-    console.width = max(width, needed)
-    console.print(lines)
-    console.width = width
+    return f"it recomputes {less}, and of {len(alike)} such plans sends {least}{over}"
 
 
 def _other_flags(config: PlanConfig) -> str:

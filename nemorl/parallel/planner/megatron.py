@@ -9,9 +9,8 @@ from nemorl.parallel.planner.model_shape import Layer, Matrix
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that a device has, with the embedding on the first stage and the head on the last.
-
-    Each data parallel rank keeps whole parameters and gradients, and a share of the optimizer.
+    """The layers that a device has: whole parameters and gradients, and a share of the optimizer;
+    the embedding is on the first stage, and the head on the last.
     """
 
     step: Step
@@ -94,11 +93,8 @@ class Stage:
         )
 
     def kept_per_layer(self, *, recomputed: str) -> int:
-        """Return what a layer keeps of a microbatch for its backward pass.
-
-        Each norm: its input in float32, the normed input and its output. Attention: queries, keys
-        and values before and after their rotation, and the output. The feed-forward: five. Each
-        expert: the tokens it gets, and six; the router: scores of all experts.
+        """Return what a layer keeps of a microbatch: as `Step.saved_of`, with queries, keys and
+        values before and after their rotation.
         """
         step, plan, model = self.step, self.step.plan, self.step.model
         (q, kv, _), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
@@ -138,9 +134,7 @@ class Stage:
         return self.step.model.num_experts_per_tok / (1 if gathered else self.step.token_split())
 
     def layer_backward(self) -> int:
-        """Return the gradients held at a time: those of attention or the feed-forward, or of what
-        the experts gave and got.
-        """
+        """Return the gradients held at a time: as `Step`'s, or of what experts gave and got."""
         step, model = self.step, self.step.model
         if not model.num_experts:
             return step.layer_backward(self.layer)
@@ -149,9 +143,7 @@ class Stage:
         return int(step.tokens * step.dtype_size * (widest + 2 * model.hidden_size))
 
     def training_memory(self) -> Memory:
-        """Return the fullest moment: the backward pass of the head, with all activations, or of the
-        last layer.
-        """
+        """Return the fullest moment: the backward pass of the head or of the last layer."""
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
         kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") if how == "full" else 0

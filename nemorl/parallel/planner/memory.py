@@ -256,10 +256,10 @@ class Step:
     def saved_of(self, layer: Layer) -> int:
         """Return what a layer keeps for its backward pass without recomputation, op by op.
 
-        Each norm: its input in float32, the normed input, its output. Attention: queries, keys,
-        values, output. The feed-forward: four, without a gate two. Experts: the same for each token
-        that they get, and its rows. Under autocast norms stay in float32, and each product casts
-        their output. With adapters only inputs that they read are kept.
+        Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
+        The feed-forward: four, without a gate two; experts: the same of each token that they get.
+        Under autocast norms stay in float32, and each product casts their output. With adapters
+        only inputs that they read are kept.
         """
         model, plan, size = self.model, self.plan, self.dtype_size
         hidden, frozen = model.hidden_size, self.work.lora.rank > 0
@@ -297,18 +297,18 @@ class Step:
         return (outs + taken * (1 + twice) + more) * size + STATE * heads
 
     def _experts_width(self, layer: Layer) -> int:
-        """Return the numbers that experts keep of a token: rows in and out, and between."""
-        model = self.model
+        """Return the numbers that experts keep of a token: rows in and out, and between; frozen
+        ones no inputs of products.
+        """
+        model, trained = self.model, not self.work.lora.rank
         if not layer.experts:
             return 0
         inner = sum(m.size for m in layer.experts) // (model.num_experts * model.hidden_size)
-        width = 2 * model.hidden_size + inner + model.moe_intermediate_size
+        width = (1 + trained) * model.hidden_size + inner + trained * model.moe_intermediate_size
         return model.expert_rows * width
 
     def kept_of(self, layer: Layer) -> int:
-        """Return `saved_of`, or with recomputation the input and, if selective, half of the
-        products.
-        """
+        """Return `saved_of`, or with recomputation the input and, if selective, some products."""
         how = self.plan.activation_checkpointing
         if how == "none":
             return self.saved_of(layer)

@@ -94,7 +94,7 @@ def _part(array: float, devices: int) -> float:
 
 
 def _tensor_sends(step: Step) -> int:
-    """Return how often a layer sends all the device's tokens over tp; an all-reduce counts twice."""
+    """Return how often a layer sends its tokens over tp; an all-reduce counts twice."""
     parts, how = step.plan.sequence_parallel, step.plan.activation_checkpointing
     if not step.shards_optimizer:
         # Selective checkpointing keeps what reduce-scatter gave.

@@ -278,8 +278,9 @@ def read_shape(name: str) -> ModelShape:
 
             path = Path(hf_hub_download(name, "config.json"))
         path = path / "config.json" if path.is_dir() else path
-        content = json.loads(path.read_text(encoding="utf-8"))
-    kind = content.get("model_type")
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     wanted, remedy = "must be one that transformers has", "take another model"
     require(kind in CONFIG_MAPPING, "the model's type", wanted, kind, remedy)
-    return model_shape(CONFIG_MAPPING[kind].from_json_file(path))
+    with loading(name):
+        config = CONFIG_MAPPING[kind].from_json_file(path)
+    return model_shape(config)

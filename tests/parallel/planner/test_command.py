@@ -173,7 +173,7 @@ BAD = {
     "--model no/folder": "model.path must be a folder with a Hugging Face model or a hub name",
     "--model bad.json": "'bad.json' could not be loaded",
     "--model mamba.json": "the model's type must be one that transformers has, but it is 'mumba'",
-    "--model small.json": "the model must say its vocab_size, but it is None",
+    "--model small.json": "'small.json' could not be loaded",
     "--gpus 0": "gpus must be at least 1",
     "--gpu-memory 0": "gpu_memory must be positive",
     "--cp 3": "the degrees given do not multiply to a divisor of 8, with tp within 8",

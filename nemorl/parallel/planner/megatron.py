@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemorl.parallel.planner.memory import BYTES, SCORES, STATE, Memory, Step
+from nemorl.parallel.planner.memory import BYTES, SCORES, STATE, Memory, Step, layer_backward
 from nemorl.parallel.planner.model_shape import Layer, Matrix
 
 
@@ -137,7 +137,7 @@ class Stage:
         """Return the gradients held at a time: as `Step`'s, or of what experts gave and got."""
         step, model = self.step, self.step.model
         if not model.num_experts:
-            return step.layer_backward(self.layer)
+            return layer_backward(step, self.layer)
         q, kv, _ = step.heads_width
         widest = max(3 * q + 2 * kv, 2 * self.rows_of_experts * model.hidden_size)
         return int(step.tokens * step.dtype_size * (widest + 2 * model.hidden_size))

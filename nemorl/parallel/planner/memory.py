@@ -192,10 +192,10 @@ class Step:
         """
         plan, layers = self.plan, self.model.layers
         full = plan.activation_checkpointing == "full"
-        kept = [self.kept_of(layer) for layer in layers]
-        saved = [self.saved_of(layer) for layer in layers]
+        kept = [kept_of(self, layer) for layer in layers]
+        saved = [saved_of(self, layer) for layer in layers]
         again = [s if full else max(0, s - k) for s, k in zip(saved, kept, strict=True)]
-        backward = [self.layer_backward(layer) for layer in layers]
+        backward = [layer_backward(self, layer) for layer in layers]
         most = max(a + b for a, b in zip(again, backward, strict=True))
         every = sum(layer.count * size for layer, size in zip(layers, kept, strict=True))
         stream = 3 * self.tokens * self.dtype_size * self.model.hidden_size
@@ -253,78 +253,6 @@ class Step:
         embedding = head * (3 * size + reduced) + layer * reduced
         return (head + layer) * size + head_grad, after, 2 * layer * size, end, embedding
 
-    def saved_of(self, layer: Layer) -> int:
-        """Return what a layer keeps for its backward pass without recomputation, op by op.
-
-        Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
-        The feed-forward: four, without a gate two; experts: the same of each token that they get.
-        Under autocast norms stay in float32, and each product casts their output. With adapters
-        only inputs that they read are kept.
-        """
-        model, plan, size = self.model, self.plan, self.dtype_size
-        hidden, frozen = model.hidden_size, self.work.lora.rank > 0
-        autocast, adapted = not plan.needs_ranks and size < STATE, self.adapted(layer)
-        reads = adapted if frozen else layer.linear
-        normed = 0 if frozen else STATE if autocast else size
-        wide = sum(each.size == hidden for each in layer.norms)
-        numbers = wide * hidden * (STATE + normed) // self.token_split()
-        for block in layer.blocks:
-            readers = sum(each.shape[1] == hidden for each in block.inner if each in reads)
-            numbers += (readers if autocast else readers > 0) * hidden * size
-            numbers += self._kept_of_block(block, block.output in reads)
-        widths = {"q_norm": self.heads_width[0], "k_norm": self.heads_width[1]}
-        for each in layer.norms:
-            if each.size != hidden:
-                width = widths.get(each.module.rpartition(".")[2], each.size)
-                numbers += width * (STATE + (0 if frozen else size))
-        numbers += sum(largest_rank(self, each) for each in adapted) * size
-        scores = SCORES * model.num_experts if layer.experts else 0
-        return self.tokens * (numbers + self._experts_width(layer) * size + scores)
-
-    def _kept_of_block(self, block: Block, read: bool) -> int:
-        """Return the bytes of a token; read: whether the last product's input is kept."""
-        plan, size = self.plan, self.dtype_size
-        outs, taken = block.widths(plan)
-        if not block.mixes:
-            return (outs + block.gated * taken + read * taken) * size
-        # Attention's output in its own order and in the rows'; adapters under autocast cast it
-        # back and forth.
-        packed, autocast = self.work.trainer.sequence_packing, not plan.needs_ranks and size < STATE
-        reordered = plan.cp_method == "ulysses" if plan.cp > 1 else packed
-        twice = (reordered or (self.work.lora.rank > 0 and autocast)) and read
-        more = 2 * (self.kept_keys() - self.heads_width[1])
-        heads = self.model.num_attention_heads // plan.tp
-        return (outs + taken * (1 + twice) + more) * size + STATE * heads
-
-    def _experts_width(self, layer: Layer) -> int:
-        """Return the numbers that experts keep of a token: rows in and out, and between; frozen
-        ones no inputs of products.
-        """
-        model, trained = self.model, not self.work.lora.rank
-        if not layer.experts:
-            return 0
-        inner = sum(m.size for m in layer.experts) // (model.num_experts * model.hidden_size)
-        width = (1 + trained) * model.hidden_size + inner + trained * model.moe_intermediate_size
-        return model.expert_rows * width
-
-    def kept_of(self, layer: Layer) -> int:
-        """Return `saved_of`, or with recomputation the input and, if selective, some products."""
-        how = self.plan.activation_checkpointing
-        if how == "none":
-            return self.saved_of(layer)
-        size = self.dtype_size if self.plan.needs_ranks else STATE
-        kept = self.model.hidden_size * size // self.token_split()
-        selective = size * _kept_products(self, layer) if how == "selective" else 0
-        return self.tokens * (kept + selective)
-
-    def layer_backward(self, layer: Layer) -> int:
-        """Return the gradients held at a time: arrays of the feed-forward, attention or experts."""
-        widest = self._experts_width(layer)
-        for block in layer.blocks:
-            outs, taken = block.widths(self.plan)
-            widest = max(widest, outs + taken * (1 + block.mixes))
-        return self.tokens * self.dtype_size * (widest + 2 * self.model.hidden_size)
-
     def outer_activations(self) -> int:
         """Return last norm, hidden states' gradient, rotary tables and token ids."""
         size, hidden = self.dtype_size, self.model.hidden_size
@@ -355,6 +283,83 @@ class Step:
         if plan.cp_method == "allgather":
             return kv * plan.cp
         return q if self.kv_heads % plan.cp else kv
+
+
+def saved_of(step: Step, layer: Layer) -> int:
+    """Return what a layer keeps for its backward pass without recomputation, op by op.
+
+    Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
+    The feed-forward: four, without a gate two; experts: the same of each token that they get.
+    Under autocast norms stay in float32, and each product casts their output. With adapters
+    only inputs that they read are kept.
+    """
+    model, plan, size = step.model, step.plan, step.dtype_size
+    hidden, frozen = model.hidden_size, step.work.lora.rank > 0
+    autocast, adapted = not plan.needs_ranks and size < STATE, step.adapted(layer)
+    reads = adapted if frozen else layer.linear
+    normed = 0 if frozen else STATE if autocast else size
+    wide = sum(each.size == hidden for each in layer.norms)
+    numbers = wide * hidden * (STATE + normed) // step.token_split()
+    for block in layer.blocks:
+        readers = sum(each.shape[1] == hidden for each in block.inner if each in reads)
+        numbers += (readers if autocast else readers > 0) * hidden * size
+        numbers += _kept_of_block(step, block, block.output in reads)
+    widths = {"q_norm": step.heads_width[0], "k_norm": step.heads_width[1]}
+    for each in layer.norms:
+        if each.size != hidden:
+            width = widths.get(each.module.rpartition(".")[2], each.size)
+            numbers += width * (STATE + (0 if frozen else size))
+    numbers += sum(largest_rank(step, each) for each in adapted) * size
+    scores = SCORES * model.num_experts if layer.experts else 0
+    return step.tokens * (numbers + _experts_width(step, layer) * size + scores)
+
+
+def _kept_of_block(step: Step, block: Block, read: bool) -> int:
+    """Return the bytes of a token; read: whether the last product's input is kept."""
+    plan, size = step.plan, step.dtype_size
+    outs, taken = block.widths(plan)
+    if not block.mixes:
+        return (outs + block.gated * taken + read * taken) * size
+    # Attention's output in its own order and in the rows'; adapters under autocast cast it
+    # back and forth.
+    packed, autocast = step.work.trainer.sequence_packing, not plan.needs_ranks and size < STATE
+    reordered = plan.cp_method == "ulysses" if plan.cp > 1 else packed
+    twice = (reordered or (step.work.lora.rank > 0 and autocast)) and read
+    more = 2 * (step.kept_keys() - step.heads_width[1])
+    heads = step.model.num_attention_heads // plan.tp
+    return (outs + taken * (1 + twice) + more) * size + STATE * heads
+
+
+def _experts_width(step: Step, layer: Layer) -> int:
+    """Return the numbers that experts keep of a token: rows in and out, and between; frozen
+    ones no inputs of products.
+    """
+    model, trained = step.model, not step.work.lora.rank
+    if not layer.experts:
+        return 0
+    inner = sum(m.size for m in layer.experts) // (model.num_experts * model.hidden_size)
+    width = (1 + trained) * model.hidden_size + inner + trained * model.moe_intermediate_size
+    return model.expert_rows * width
+
+
+def kept_of(step: Step, layer: Layer) -> int:
+    """Return `saved_of`, or with recomputation the input and, if selective, some products."""
+    how = step.plan.activation_checkpointing
+    if how == "none":
+        return saved_of(step, layer)
+    size = step.dtype_size if step.plan.needs_ranks else STATE
+    kept = step.model.hidden_size * size // step.token_split()
+    selective = size * _kept_products(step, layer) if how == "selective" else 0
+    return step.tokens * (kept + selective)
+
+
+def layer_backward(step: Step, layer: Layer) -> int:
+    """Return the gradients held at a time: arrays of the feed-forward, attention or experts."""
+    widest = _experts_width(step, layer)
+    for block in layer.blocks:
+        outs, taken = block.widths(step.plan)
+        widest = max(widest, outs + taken * (1 + block.mixes))
+    return step.tokens * step.dtype_size * (widest + 2 * step.model.hidden_size)
 
 
 def engine_memory(step: Step, sequences: int) -> int:

@@ -177,13 +177,10 @@ BAD = {
     "--gpus 0": "gpus must be at least 1",
     "--gpu-memory 0": "gpu_memory must be positive",
     "--cp 3": "the degrees given do not multiply to a divisor of 8, with tp within 8",
-    "--cp 4 --dp-shard 4": "the degrees given do not multiply to a divisor of 8",
-    "--gpus 16 --tp 16": "do not multiply to a divisor of 16, with tp within 8 and",
     "--gpus 24 --tp 6": "do not multiply to a divisor of 24, with tp within 8 and a divisor of it",
     "--tensor-parallel-size 2": "generation.tensor_parallel_size is not for torch, which computes",
     "--generation.backend vllm --tensor-parallel-size 3": "must divide the 8 GPUs, but it is 3",
     "--offload-during-generation": "trainer.offload_during_generation needs engines on these GPUs",
-    "--offload-during-generation --generation.backend vllm --no-colocated": "needs engines on",
     "--offload-during-generation --generation.backend vllm --cpu-offload": (
         "trainer.offload_during_generation is not for parallel.cpu_offload"
     ),
@@ -193,25 +190,15 @@ BAD = {
     "--reserve 1": "reserve must lie in",
     "--pp 2": "parallel.pp 2 is for trainer.backend megatron",
     "--vpp 2": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 2 --pp 1": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 2 --gpus 1": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 41": "parallel.pp 2 · vpp 41 has more stages than the model'",
-    "--trainer.backend megatron --num-layers-in-first-pipeline-stage 3 --vpp 2": (
-        "parallel.num_layers_in_first_pipeline_stage must be a multiple of parallel.vpp, which is 2"
-    ),
     "--trainer.backend megatron --num-layers-in-last-pipeline-stage 80": (
         "parallel.num_layers_in_last_pipeline_stage 80 leave 0 of the model's num_hidden_layers 80"
     ),
     "--trainer.backend megaton": "unknown training backend 'megaton'; did you mean megatron?",
-    "--ep 2": "parallel.ep 2 is for mixtures of experts",
     "--trainer.backend megatron --ep 2": "parallel.ep 2 is for mixtures of experts",
     "--model 8x7b --ep 2": "parallel.ep 2 is for trainer.backend megatron",
     "--model 8x7b --trainer.backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide",
     "--trainer.backend megatron --lora.rank 8": "lora.rank must be 0 with trainer.backend megatron",
-    "--trainer.backend megatron --dp-replicate 2": "parallel.dp_replicate must be 1 with trainer.b",
     "--trainer.backend megatron --cpu-offload": "parallel.cpu_offload must be off with trainer.b",
-    "--trainer.backend megatron --pp 81 --gpus 81": "parallel.pp 81 has more stages than the model",
-    "--trainer.backend megatron --pp 2 --vpp 41": "parallel.pp 2 · vpp 41 has more stages than",
 }
 
 

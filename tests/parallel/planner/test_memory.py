@@ -27,7 +27,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.command import find_plans
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.megatron import Stage
-from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
+from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory, saved_of
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape, read_shape
 from nemorl.parallel.planner.sharing import host_of
 from nemorl.parallel.planner.traffic import traffic
@@ -347,7 +347,7 @@ def test_what_shards_and_what_does_not():
     assert eight.activations == two.activations and eight.gathered == two.gathered
     plans = (Plan(tp=8), Plan(tp=8, sequence_parallel=False), Plan())
     (layer,) = shape.layers
-    split, whole, alone = (Step(shape, plan, work).saved_of(layer) for plan in plans)
+    split, whole, alone = (saved_of(Step(shape, plan, work), layer) for plan in plans)
     assert split < whole < alone
     offloaded = Step(shape, Plan(dp_shard=8, cpu_offload=True), work).training_memory()
     assert offloaded.parameters == offloaded.gradients == offloaded.optimizer == 0

@@ -8,7 +8,6 @@ from nemorl.parallel.backends import implements, limits_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.model_shape import Block, Layer, Matrix, ModelShape
-from nemorl.parallel.traits import TrainingTraits
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ENGINE = 2 * 10**9
@@ -61,14 +60,9 @@ class Step:
     """Rows, adapters and the like; its section parallel does not count."""
 
     @property
-    def traits(self) -> TrainingTraits:
-        """Traits of the training backend."""
-        return limits_of(self.work.trainer.backend).traits
-
-    @property
     def shards_optimizer(self) -> bool:
         """Whether dp_shard divides the optimizer's state alone, as megatron-core does."""
-        return self.traits.shards == "optimizer"
+        return limits_of(self.work.trainer.backend).traits.shards == "optimizer"
 
     @property
     def width(self) -> int:

@@ -175,11 +175,6 @@ class ModelShape:
         own = getattr(self.config, "qk_head_dim", None)  # multi-head latent attention
         return self.num_attention_heads * (own or self.head_dim)
 
-    @property
-    def kv_size(self) -> int:
-        """Width of all keys together, or of all values."""
-        return self.num_key_value_heads * self.head_dim
-
     def all(self) -> Iterator[tuple[int, Matrix]]:
         """Yield all parameters, and how often there are such."""
         for layer in self.layers:

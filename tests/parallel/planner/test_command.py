@@ -11,6 +11,7 @@ import pytest
 
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner import command
 from nemorl.parallel.planner.command import RECOMPUTED, Candidate, candidates, find_plans, ranked
 from nemorl.parallel.planner.config import OpenPlan
 from nemorl.parallel.planner.megatron import Stage, telling_stages
@@ -207,6 +208,7 @@ def test_bad_settings(
     flags: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(models)
+    monkeypatch.setattr(command, "read_shape", read_once)
     Path("bad.json").write_text("{")
     Path("small.json").write_text('{"model_type": "llama", "vocab_size": null}')
     Path("mamba.json").write_text('{"model_type": "mumba"}')

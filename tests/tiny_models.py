@@ -47,7 +47,7 @@ OTHERS = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM),
 }
-"""Families that megatron-core's specs build and the planner does not know."""
+"""Further families that megatron-core's specs build."""
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

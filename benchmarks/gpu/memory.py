@@ -51,7 +51,7 @@ def largest(kind: str, work: PlanConfig, small: bool) -> Iterator[Row]:
 
     def deep(layers: int) -> tuple[Any, float]:
         config = config_of(shape, num_hidden_layers=layers)
-        predicted = Step(model_shape(config.to_dict()), PLAN, work).training_memory().total
+        predicted = Step(model_shape(config), PLAN, work).training_memory().total
         return config, predicted
 
     layers = 1

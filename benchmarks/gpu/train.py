@@ -65,7 +65,7 @@ def fitting_trainer(shape: str, plan: ParallelPlan, small: bool) -> DTensorBacke
     """Raises Skip where the planner says that the model does not fit."""
     width, config = 128 if small else 8192, config_of(shape)
     work = PlanConfig(gpus=1, seq_len=width)
-    memory = Step(model_shape(config.to_dict()), plan.on(1), work).training_memory()
+    memory = Step(model_shape(config), plan.on(1), work).training_memory()
     require_memory(memory.total, small)
     return trainer(random_model(config, "cpu" if small else "cuda"), width, parallel=plan)
 

@@ -224,6 +224,8 @@ class ParallelPlan:
         if self.ep > 1 and (not experts or experts % self.ep):
             divides = f"does not divide the model's num_local_experts {experts}"
             yield f"parallel.ep {self.ep} {divides if experts else 'is for mixtures of experts'}"
+        elif self.ep > 1 and "parallel.ep" not in traits.experts:
+            yield f"parallel.ep {self.ep} is for trainer.backend megatron"
         width = getattr(model, "moe_intermediate_size", None) or self.tp
         shares = experts and "parallel.ep" in traits.experts
         if shares and self.ep == 1 and width % self.tp:

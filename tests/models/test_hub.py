@@ -15,13 +15,15 @@ from huggingface_hub import constants
 
 from nemorl.models.hub import require_hub
 from nemorl.models.pretrained import load_tokenizer, model_folder
-from nemorl.parallel.planner.command import read_shape
-from nemorl.parallel.planner.model_shape import SIZES
+from nemorl.parallel.planner.model_shape import read_shape
 from nemorl.runtime.cli.main import main
 
 COMMIT = "0" * 40
 CONFIG = json.dumps(
-    {"model_type": "qwen2", **dict(zip(SIZES, (64, 128, 2, 4, 100), strict=True))}
+    {
+        **{"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    }
 ).encode()
 
 

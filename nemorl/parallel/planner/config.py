@@ -6,8 +6,6 @@ from typing import ClassVar, Literal
 from nemorl.checks import all_but, at_least, refuse_unused, require
 from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import Precision, RecomputedModule
-from nemorl.parallel.planner.hardware import Hardware
-from nemorl.parallel.planner.model_shape import LINEAR
 from nemorl.rollout.config import GenerationConfig
 
 
@@ -87,14 +85,6 @@ class PlanConfig:
     """Memory of each, in GB (10^9 bytes)."""
     gpus_per_node: int = 8
     """GPUs of a machine, which have faster links; tensor parallelism stays within them."""
-    gpu_tflops: float = 989.0
-    """Peak of a GPU in bfloat16, dense, in TFLOP/s. Defaults here and below: an H100 SXM."""
-    gpu_bandwidth: float = 3350.0
-    """GB/s of its memory."""
-    node_bandwidth: float = 450.0
-    """GB/s in each direction between GPUs of a machine."""
-    network_bandwidth: float = 50.0
-    """GB/s in each direction of each GPU's network card."""
     seq_len: int = 4096
     """Longest sequence in tokens: the width of a row, unless trainer.packed_row_tokens is."""
     batch_rows: int | None = None
@@ -108,8 +98,6 @@ class PlanConfig:
     """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10
     """Number of plans shown, the best first."""
-    moves: bool = False
-    """Show what a step of the first plan moves, through whom, and how long."""
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(sequence_packing=True))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -122,11 +110,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         names = ("gpus", "seq_len", "batch_rows", "gpus_per_node", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
-        rates = ("gpu_tflops", "gpu_bandwidth", "node_bandwidth", "network_bandwidth")
-        for name in ("gpu_memory", *rates):
-            value, default = getattr(self, name), getattr(type(self), name)
-            remedy = f"the default is {default:g}"
-            require(value > 0, name, "must be positive", value, remedy)
+        remedy = "the default is 80"
+        require(self.gpu_memory > 0, "gpu_memory", "must be positive", self.gpu_memory, remedy)
         valid, requirement = 0 <= self.reserve < 1, "must lie in 0 … 1 (1 excluded)"
         require(valid, "reserve", requirement, self.reserve, "0.1 leaves a tenth free")
         for section, unused in self.unused.items():
@@ -146,21 +131,6 @@ class PlanConfig:
         stages = " · pipeline_parallel_size" * (self.generation.pipeline_parallel_size > 1)
         name = f"generation.tensor_parallel_size{stages}"
         require(fits, name, requirement, size, "change it or gpus")
-        for module in self.lora.target_modules:
-            requirement = f"must be of {', '.join(LINEAR)}"
-            require(module in LINEAR, "lora.target_modules", requirement, module, "name those")
-
-    @property
-    def hardware(self) -> Hardware:
-        """The GPUs and their links."""
-        return Hardware(
-            flops=1e12 * self.gpu_tflops,
-            memory=1e9 * self.gpu_bandwidth,
-            near=1e9 * self.node_bandwidth,
-            far=1e9 * self.network_bandwidth,
-            gpus=self.gpus,
-            per_machine=self.gpus_per_node,
-        )
 
     @property
     def engines(self) -> bool:

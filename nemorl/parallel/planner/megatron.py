@@ -1,21 +1,16 @@
-"""Memory and traffic of a plan with trainer.backend megatron, by pipeline stage."""
+"""Memory of a plan with trainer.backend megatron, by pipeline stage."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemorl.parallel.planner.cost import Traffic, context_array, tensor_sends
-from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step, pinned_size
-from nemorl.parallel.planner.model_shape import Matrix
-
-SCORES = 16
-"""Bytes that a router keeps of a token and expert."""
+from nemorl.parallel.planner.memory import BYTES, SCORES, STATE, Memory, Step, layer_backward
+from nemorl.parallel.planner.model_shape import Layer, Matrix
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that a device has, with the embedding on the first stage and the head on the last.
-
-    Each data parallel rank keeps whole parameters and gradients, and a share of the optimizer.
+    """The layers that a device has: whole parameters and gradients, and a share of the optimizer;
+    the embedding is on the first stage, and the head on the last.
     """
 
     step: Step
@@ -41,23 +36,29 @@ class Stage:
 
     def ends(self) -> list[Matrix]:
         """Return the parameters outside the layers; a tied embedding is on both ends."""
-        embedding, norm, *head = self.step.model.ends()
+        model = self.step.model
+        embedding, *others = model.ends
         found = [embedding] if self.index == 0 else []
         if self.is_last:
-            found += [norm, *(head or [embedding] * (self.index > 0))]
+            found += others + [embedding] * (model.tied and self.index > 0)
         return found
+
+    @property
+    def layer(self) -> Layer:
+        """Its layers, which are alike; of a model with several kinds, the largest."""
+        return max(self.step.model.layers, key=lambda layer: sum(each.size for each in layer))
 
     @cached_property
     def parameters(self) -> int:
         """Numbers that a device computes with, but for experts."""
-        plan, model = self.step.plan, self.step.model
-        layer = sum(self._on_device(matrix) for matrix in model.layer() if not matrix.of_experts)
+        plan = self.step.plan
+        layer = sum(self._on_device(matrix) for matrix in self.layer if not matrix.of_experts)
         return self.num_layers * layer + sum(matrix.on(plan) for matrix in self.ends())
 
     @cached_property
     def of_experts(self) -> int:
         """Numbers of its experts."""
-        matrices = (each for each in self.step.model.layer() if each.of_experts)
+        matrices = (each for each in self.layer if each.of_experts)
         return self.num_layers * sum(each.on(self.step.plan) for each in matrices)
 
     def shares(self) -> tuple[int, int]:
@@ -91,35 +92,9 @@ class Stage:
             reference=size * numbers * step.work.keep_reference,
         )
 
-    def host_memory(self, *, pinned: bool = True) -> int:
-        """Return the main memory that a process takes for what is offloaded: buffers of parameters,
-        AdamW's spans, and the frozen copy.
-
-        pinned: as `Step.host_memory`; spans are counted as shares of whole parameters.
-        """
-        step, plan, states = self.step, self.step.plan, self.states()
-        if not step.work.trainer.offload_during_generation:
-            return 0
-        if not pinned:
-            return states.parameters + states.optimizer + states.reference
-        size, copied = step.dtype_size, step.work.keep_reference
-        parts = [numbers for numbers in (self.parameters, self.of_experts) if numbers]
-        found = float(sum(plan.vpp * pinned_size(size * n // plan.vpp) for n in parts))
-        experts = max(1, step.model.num_local_experts // plan.ep)
-        layer = [(matrix, self.num_layers) for matrix in step.model.layer()]
-        for matrix, count in [*layer, *((matrix, 1) for matrix in self.ends())]:
-            each = experts if matrix.of_experts else 1
-            numbers, share = self._on_device(matrix) // each, self.shares()[matrix.of_experts]
-            spans = (2 + (size < STATE)) * pinned_size(STATE * numbers) / share
-            found += count * each * (spans + copied * pinned_size(size * numbers))
-        return int(found)
-
     def kept_per_layer(self, *, recomputed: str) -> int:
-        """Return what a layer keeps of a microbatch for its backward pass.
-
-        Each norm: its input in float32, the normed input and its output. Attention: queries, keys
-        and values before and after their rotation, and the output. The feed-forward: five. Each
-        expert: the tokens it gets, and six; the router: scores of all experts.
+        """Return what a layer keeps of a microbatch: as `Step.saved_of`, with queries, keys and
+        values before and after their rotation.
         """
         step, plan, model = self.step, self.step.plan, self.step.model
         (q, kv, _), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
@@ -128,7 +103,7 @@ class Stage:
             return step.tokens * stream
         upcast = STATE * hidden // step.token_split() if size < STATE else 0
         norms = 2 * (3 * stream + upcast)
-        head_norms = 2 * STATE * (q + kv) if model.qk_norm else 0
+        head_norms = 2 * STATE * (q + kv) * any("q_norm" in each.name for each in self.layer)
         reordered = 1.5 * (not step.work.trainer.sequence_packing or plan.cp > 1)
         modules = step.recomputed_modules if recomputed == "selective" else ()
         # The output of attention, and its logsumexp.
@@ -140,10 +115,11 @@ class Stage:
     def kept_of_feed_forward(self) -> float:
         """Return what `kept_per_layer` has of a token in the feed-forward block or experts."""
         step, model, size = self.step, self.step.model, self.step.dtype_size
-        if not model.num_local_experts:
-            return 5 * step.heads_width[2] * size
+        if not model.num_experts:
+            gated = any(block.gated for block in self.layer.blocks)
+            return (5 if gated else 3) * step.heads_width[2] * size
         kept = self.rows_of_experts * (model.hidden_size + 6 * self.experts_width) * size
-        return kept + SCORES * model.num_local_experts / step.token_split()
+        return kept + SCORES * model.num_experts / step.token_split()
 
     @property
     def experts_width(self) -> int:
@@ -158,20 +134,16 @@ class Stage:
         return self.step.model.num_experts_per_tok / (1 if gathered else self.step.token_split())
 
     def layer_backward(self) -> int:
-        """Return the gradients held at a time: those of attention or the feed-forward, or of what
-        the experts gave and got.
-        """
+        """Return the gradients held at a time: as `Step`'s, or of what experts gave and got."""
         step, model = self.step, self.step.model
-        if not model.num_local_experts:
-            return step.layer_backward()
+        if not model.num_experts:
+            return layer_backward(step, self.layer)
         q, kv, _ = step.heads_width
         widest = max(3 * q + 2 * kv, 2 * self.rows_of_experts * model.hidden_size)
         return int(step.tokens * step.dtype_size * (widest + 2 * model.hidden_size))
 
     def training_memory(self) -> Memory:
-        """Return the fullest moment: the backward pass of the head, with all activations, or of the
-        last layer.
-        """
+        """Return the fullest moment: the backward pass of the head or of the last layer."""
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
         kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") if how == "full" else 0
@@ -187,36 +159,6 @@ class Stage:
             activations=activations + step.mask_memory(),
             logits=logits,
             gathered=gathered,
-        )
-
-    def traffic(self) -> Traffic:
-        """Return what the device sends in a step; gradients are reduced once, at its end."""
-        step, plan, model = self.step, self.step.plan, self.step.model
-        count, layers = step.micro_batches, self.num_layers
-
-        def sent(array: float, devices: int, times: float = 1) -> int:
-            return int(times * array * (devices - 1) / devices)
-
-        stream = step.tokens * model.hidden_size * step.dtype_size
-        per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
-        experts = 6 if step.recomputes_experts else 4
-        ends = (self.index == 0) + 3 * self.is_last
-        sends = 2 * plan.vpp - (self.index == 0) - self.is_last
-        tied = model.tie_word_embeddings and plan.pp > 1 and (self.index == 0 or self.is_last)
-        embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
-        together, alike = self.shares()
-        return Traffic(
-            shard=sent(per_parameter * self.parameters, together),
-            expert_shard=sent(per_parameter * self.of_experts, alike),
-            tensor=sent(stream, plan.tp, count * (layers * tensor_sends(step) + ends)),
-            experts=sent(
-                stream * self.rows_of_experts,
-                plan.ep if plan.ep > 1 else plan.tp,
-                count * layers * experts,
-            ),
-            context=sent(context_array(step), plan.cp, count * layers),
-            pipeline=count * sends * stream // step.token_split()
-            + (sent(embedding, 2, 2) if tied else 0),
         )
 
 

@@ -1,13 +1,13 @@
 """The memory that a plan takes on each device; the tests compare it with measured peaks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 
 from nemorl.parallel.backends import implements, limits_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.model_shape import LINEAR, Matrix, ModelShape
-from nemorl.parallel.traits import TrainingTraits
+from nemorl.parallel.planner.model_shape import Block, Layer, Matrix, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ENGINE = 2 * 10**9
@@ -17,6 +17,10 @@ STATE = 4
 
 SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
 """Bytes that an optimizer keeps less than AdamW of a parameter in a layer's matrices."""
+FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Linear layers that get no adapter by default where there are experts."""
+SCORES = 16
+"""Bytes that a router keeps of a token and expert."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a parameter in 4 bits: a block of 64 has a scale of 8 bits, and 256 of these another."""
 
@@ -56,14 +60,9 @@ class Step:
     """Rows, adapters and the like; its section parallel does not count."""
 
     @property
-    def traits(self) -> TrainingTraits:
-        """Traits of the training backend."""
-        return limits_of(self.work.trainer.backend).traits
-
-    @property
     def shards_optimizer(self) -> bool:
         """Whether dp_shard divides the optimizer's state alone, as megatron-core does."""
-        return self.traits.shards == "optimizer"
+        return limits_of(self.work.trainer.backend).traits.shards == "optimizer"
 
     @property
     def width(self) -> int:
@@ -89,7 +88,11 @@ class Step:
     def heads_width(self) -> tuple[int, int, int]:
         """Widths on a device of queries, of keys, and of the feed-forward."""
         model, tp = self.model, self.plan.tp
-        return model.q_size // tp, self.kv_heads * model.head_dim, model.intermediate_size // tp
+        return (
+            model.q_size // tp,
+            self.kv_heads * model.head_dim,
+            model.config.intermediate_size // tp,
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -112,101 +115,89 @@ class Step:
         """Whether the trainer can leave the device while engines generate."""
         return implements(self.work.trainer.backend, "offload") and not self.plan.cpu_offload
 
-    def adapted(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of each matrix of a layer that gets an adapter."""
-        names = (self.work.lora.target_modules or LINEAR) if self.work.lora.rank else ()
-        shapes = {name.split(".")[1]: shape for name, shape, *_ in self.model.linear()}
-        return {name: shape for name, shape in shapes.items() if name in names}
+    def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
+        """Return the matrices of a layer that get an adapter."""
+        names, fused = self.work.lora.target_modules, FUSED if self.model.num_experts else ()
+        if not self.work.lora.rank:
+            return ()
+        if not names:
+            return tuple(m for m in layer.linear if not m.module.endswith(fused))
+        wanted = tuple(f".{name}" for name in names)
+        return tuple(m for m in layer.linear if f".{m.module}".endswith(wanted))
 
-    def adapters(self) -> Iterator[Matrix]:
+    def adapters(self, layer: Layer) -> Iterator[Matrix]:
         """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
-        axes = {name.split(".")[1]: axis for name, *_, axis in self.model.linear()}
-        for name, (rows, columns) in self.adapted().items():
-            rank, cut = largest_rank(self, name), axes[name]
-            yield Matrix(f"{name}.lora_A.weight", (rank, columns), cut or None)
-            yield Matrix(f"{name}.lora_B.weight", (rows, rank), None if cut else cut)
+        for each in self.adapted(layer):
+            (rows, columns), rank = each.shape, largest_rank(self, each)
+            yield Matrix(f"{each.module}.lora_A.weight", (rank, columns), each.tp or None)
+            yield Matrix(f"{each.module}.lora_B.weight", (rows, rank), None if each.tp else each.tp)
 
     def adapter_parameters(self) -> int:
-        return self.model.num_hidden_layers * sum(each.size for each in self.adapters())
+        """Return the parameters of all adapters."""
+        return sum(x.count * each.size for x in self.model.layers for each in self.adapters(x))
 
+    @cached_property
     def _adapter_shard(self) -> int:
-        shards = sum(each.shard(self.plan) for each in self.adapters())
-        return self.model.num_hidden_layers * shards
+        layers = self.model.layers
+        return sum(x.count * each.shard(self.plan) for x in layers for each in self.adapters(x))
+
+    @cached_property
+    def whole_shard(self) -> int:
+        """Parameters that a device keeps, without adapters and with the padding of FSDP2."""
+        return sum(count * each.shard(self.plan) for count, each in self.model.all())
 
     def kept(self) -> int:
         """Return the parameters that a device keeps, adapters among them."""
-        return self.model.shard_parameters(self.plan) + self._adapter_shard()
+        return self.whole_shard + self._adapter_shard
 
     def trained(self) -> int:
         """Return the parameters that a device trains."""
-        return self._adapter_shard() if self.work.lora.rank else self.kept()
-
-    @property
-    def copied(self) -> bool:
-        """Whether there is a frozen copy."""
-        return self.work.keep_reference and not self.work.lora.rank
+        return self._adapter_shard if self.work.lora.rank else self.kept()
 
     def states(self) -> Memory:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
-        spared = round(SPARED[self.work.optimizer.name] * trained_matrices(self))
+        layers, adapted = self.model.layers, self.work.lora.rank > 0
+        matrices = ((x.count, m) for x in layers for m in x if len(m.shape) == 2)
+        own = sum(count * each.shard(self.plan) for count, each in matrices)
+        spared = SPARED[self.work.optimizer.name] * (self.trained() if adapted else own)
+        linear = sum(x.count * each.size for x in layers for each in x.linear)
+        quantized = linear if self.work.lora.quantize != "none" else 0
         return Memory(
-            parameters=STATE * self.kept() - round((STATE - QUANTIZED) * quantized(self)),
-            optimizer=2 * STATE * self.trained() - spared,
-            reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
+            parameters=STATE * self.kept() - round((STATE - QUANTIZED) * quantized),
+            optimizer=2 * STATE * self.trained() - round(spared),
+            reference=0 if adapted else STATE * self.whole_shard * self.work.keep_reference,
         )
 
-    def generation_memory(
-        self, states: Memory, *, generation: int | None = None, cache: int = 0
-    ) -> Memory:
+    def generation_memory(self, states: Memory, *, generation: int = 0, cache: int = 0) -> Memory:
         """Return the memory while an engine samples beside a trainer's states without gradients,
         and its cache unless the trainer is offloaded.
-
-        generation: what the engine takes. Default: weights, and a cache for the whole batch.
         """
-        model, work = self.model, self.work
-        if generation is None:
-            generation = engine_memory(self, work.generation.max_batch_size)
-        if not work.trainer.offload_during_generation:
+        if not self.work.trainer.offload_during_generation:
             return replace(states, gradients=0, generation=generation, cache=cache)
-        # Weights are handed over one by one.
-        largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
+        # Weights are handed over one by one, experts each on its own.
+        largest = max(m.size // m.shape[0] ** m.of_experts for _, m in self.model.all())
         return Memory(gathered=STATE * largest, generation=generation)
-
-    def host_memory(self, *, pinned: bool = True) -> int:
-        """Return the main memory that a process takes for what is offloaded: parameters, optimizer,
-        the frozen copy and, with cpu_offload, gradients.
-
-        pinned: beside GPUs all is pinned but the optimizer of cpu_offload, and torch gives out
-        pinned memory in powers of two.
-        """
-        if not (self.plan.cpu_offload or self.work.trainer.offload_during_generation):
-            return 0
-
-        def held(matrices: Iterable[Matrix]) -> int:
-            sizes = [STATE * matrix.shard(self.plan) for matrix in matrices]
-            return sum(pinned_size(size) if pinned else size for size in sizes)
-
-        trained = 2 if self.plan.cpu_offload else 3
-        copies = 1 if self.work.lora.rank else trained + self.work.keep_reference
-        layer = copies * held(self.model.layer()) + trained * held(self.adapters())
-        whole = self.model.num_hidden_layers * layer + copies * held(self.model.ends())
-        return whole + 2 * STATE * self.trained() * self.plan.cpu_offload
 
     def training_memory(self) -> Memory:
         """Return the fullest moment: the backward pass of the head, with all activations; of the
         last layer, at its begin or end; or of the embedding.
         """
-        plan, layers = self.plan, self.model.num_hidden_layers
-        kept, saved = self.kept_per_layer(), self.saved_per_layer()
-        again = saved if plan.activation_checkpointing == "full" else max(0, saved - kept)
+        plan, layers = self.plan, self.model.layers
+        full = plan.activation_checkpointing == "full"
+        kept = [kept_of(self, layer) for layer in layers]
+        saved = [saved_of(self, layer) for layer in layers]
+        again = [s if full else max(0, s - k) for s, k in zip(saved, kept, strict=True)]
+        backward = [layer_backward(self, layer) for layer in layers]
+        most = max(a + b for a, b in zip(again, backward, strict=True))
+        every = sum(layer.count * size for layer, size in zip(layers, kept, strict=True))
         stream = 3 * self.tokens * self.dtype_size * self.model.hidden_size
         head, after, begins, layer_ends, embedding = self._gathered()
         moments = (
-            (layers * kept + self.outer_activations(), self.logits_memory(), head),
-            (layers * kept + again + self.layer_backward(), 0, after + begins),
-            ((layers - 1) * kept + stream, 0, after + layer_ends),
+            (every + self.outer_activations(), self.logits_memory(), head),
+            (every + most, 0, after + begins),
+            (every - max(kept) + stream, 0, after + layer_ends),
             (stream, 0, embedding),
         )
         activations, logits, gathered = max(moments, key=sum)
@@ -223,15 +214,16 @@ class Step:
         at the begin and end of a layer's backward pass, and at the embedding.
         """
         plan, model, size = self.plan, self.model, self.dtype_size
-        reduced, tied = BYTES[plan.reduce_dtype], model.tie_word_embeddings
-        layer = sum(matrix.on(plan) for matrix in model.layer())
+        reduced, tied = BYTES[plan.reduce_dtype], model.tied
+        sizes = [(x.count, sum(matrix.on(plan) for matrix in x)) for x in model.layers]
+        layer, every = max(n for _, n in sizes), sum(count * n for count, n in sizes)
         head = model.vocab_size // plan.tp * model.hidden_size
-        adapter = sum(matrix.size for matrix in self.adapters())
+        adapter = max(sum(matrix.size for matrix in self.adapters(x)) for x in model.layers)
         cast = size if size < STATE else 0
         if self.work.lora.rank and not plan.needs_ranks:
             # A product keeps the frozen matrix's cast that its backward needs; autocast does not.
             again = plan.activation_checkpointing != "none"
-            kept = 0 if again else cast * model.num_hidden_layers * layer
+            kept = 0 if again else cast * every
             begins = cast * (adapter + again * layer)
             return kept + cast * head, kept, begins, adapter * STATE, 0
         if self.work.lora.rank:
@@ -246,7 +238,7 @@ class Step:
         # each chunk's is an array of its own.
         head_grad = head * (STATE + (size if cast or plan.tp > 1 else 0))
         if not plan.needs_ranks:
-            casts = (model.num_hidden_layers * layer + head) * cast
+            casts = (every + head) * cast
             return head_grad + casts, casts, 0, layer * STATE, casts + 2 * head * STATE
         # FSDP2 gathers the next layer while one computes: a buffer, and the parameters copied out
         # of it. Reducing takes another buffer.
@@ -254,51 +246,6 @@ class Step:
         end = layer * (4 * size + reduced)
         embedding = head * (3 * size + reduced) + layer * reduced
         return (head + layer) * size + head_grad, after, 2 * layer * size, end, embedding
-
-    def saved_per_layer(self) -> int:
-        """Return what a layer keeps for its backward pass without recomputation, op by op.
-
-        Each norm: its input in float32, the normed input, its output. Attention: queries, keys,
-        values, output. The feed-forward: four. Under autocast norms stay in float32, and each
-        product casts their output. With adapters only inputs that they read are kept.
-        """
-        model, plan, size = self.model, self.plan, self.dtype_size
-        (q, kv, inner), hidden = self.heads_width, model.hidden_size
-        autocast, frozen = not plan.needs_ranks and size < STATE, self.work.lora.rank > 0
-        adapted = self.adapted().keys()
-        reads = set(adapted if frozen else LINEAR)
-        into = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-        outputs = sum(len(reads & names) if autocast else bool(reads & names) for names in into)
-        normed = 0 if frozen else STATE if autocast else size
-        norms = 2 * hidden * (STATE + normed) // self.token_split() + outputs * hidden * size
-        head_norms = (q + kv) * (STATE + (0 if frozen else size)) if model.qk_norm else 0
-        # Attention's output in its own order and in the rows'; adapters under autocast cast it
-        # back and forth.
-        packed = self.work.trainer.sequence_packing
-        reordered = plan.cp_method == "ulysses" if plan.cp > 1 else packed
-        twice = (reordered or (frozen and autocast)) and "o_proj" in reads
-        attention = (q * (2 + twice) + 2 * self.kept_keys()) * size
-        attention += 4 * (model.num_attention_heads // plan.tp)
-        feed_forward = (3 + ("down_proj" in reads)) * inner * size
-        between = sum(largest_rank(self, name) for name in adapted) * size
-        return self.tokens * (norms + head_norms + attention + feed_forward + between)
-
-    def kept_per_layer(self) -> int:
-        """Return `saved_per_layer`, or with recomputation the input and, if selective, half of the
-        products.
-        """
-        how = self.plan.activation_checkpointing
-        if how == "none":
-            return self.saved_per_layer()
-        size = self.dtype_size if self.plan.needs_ranks else STATE
-        kept = self.model.hidden_size * size // self.token_split()
-        return self.tokens * (kept + (size * kept_products(self) if how == "selective" else 0))
-
-    def layer_backward(self) -> int:
-        """Return the gradients held at a time: three arrays of the feed-forward, or attention's."""
-        q, kv, inner = self.heads_width
-        widest = max(3 * inner, 3 * q + 2 * kv)
-        return self.tokens * self.dtype_size * (widest + 2 * self.model.hidden_size)
 
     def outer_activations(self) -> int:
         """Return last norm, hidden states' gradient, rotary tables and token ids."""
@@ -332,13 +279,81 @@ class Step:
         return q if self.kv_heads % plan.cp else kv
 
 
-def pinned_size(size: int) -> int:
-    """Return the bytes that torch takes for so many in pinned memory: a power of two.
+def saved_of(step: Step, layer: Layer) -> int:
+    """Return what a layer keeps for its backward pass without recomputation, op by op.
 
-    >>> pinned_size(48), pinned_size(64)
-    (64, 64)
+    Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
+    The feed-forward: four, without a gate two; experts: the same of each token that they get.
+    Under autocast norms stay in float32, and each product casts their output. With adapters
+    only inputs that they read are kept.
     """
-    return 1 << (size - 1).bit_length()
+    model, plan, size = step.model, step.plan, step.dtype_size
+    hidden, frozen = model.hidden_size, step.work.lora.rank > 0
+    autocast, adapted = not plan.needs_ranks and size < STATE, step.adapted(layer)
+    reads = adapted if frozen else layer.linear
+    normed = 0 if frozen else STATE if autocast else size
+    wide = sum(each.size == hidden for each in layer.norms)
+    numbers = wide * hidden * (STATE + normed) // step.token_split()
+    for block in layer.blocks:
+        readers = sum(each.shape[1] == hidden for each in block.inner if each in reads)
+        numbers += (readers if autocast else readers > 0) * hidden * size
+        numbers += _kept_of_block(step, block, block.output in reads)
+    widths = {"q_norm": step.heads_width[0], "k_norm": step.heads_width[1]}
+    for each in layer.norms:
+        if each.size != hidden:
+            width = widths.get(each.module.rpartition(".")[2], each.size)
+            numbers += width * (STATE + (0 if frozen else size))
+    numbers += sum(largest_rank(step, each) for each in adapted) * size
+    scores = SCORES * model.num_experts if layer.experts else 0
+    return step.tokens * (numbers + _experts_width(step, layer) * size + scores)
+
+
+def _kept_of_block(step: Step, block: Block, read: bool) -> int:
+    """Return the bytes of a token; read: whether the last product's input is kept."""
+    plan, size = step.plan, step.dtype_size
+    outs, taken = block.widths(plan)
+    if not block.mixes:
+        return (outs + block.gated * taken + read * taken) * size
+    # Attention's output in its own order and in the rows'; adapters under autocast cast it
+    # back and forth.
+    packed, autocast = step.work.trainer.sequence_packing, not plan.needs_ranks and size < STATE
+    reordered = plan.cp_method == "ulysses" if plan.cp > 1 else packed
+    twice = (reordered or (step.work.lora.rank > 0 and autocast)) and read
+    more = 2 * (step.kept_keys() - step.heads_width[1])
+    heads = step.model.num_attention_heads // plan.tp
+    return (outs + taken * (1 + twice) + more) * size + STATE * heads
+
+
+def _experts_width(step: Step, layer: Layer) -> int:
+    """Return the numbers that experts keep of a token: rows in and out, and between; frozen
+    ones no inputs of products.
+    """
+    model, trained = step.model, not step.work.lora.rank
+    if not layer.experts:
+        return 0
+    inner = sum(m.size for m in layer.experts) // (model.num_experts * model.hidden_size)
+    width = (1 + trained) * model.hidden_size + inner + trained * model.moe_intermediate_size
+    return model.expert_rows * width
+
+
+def kept_of(step: Step, layer: Layer) -> int:
+    """Return `saved_of`, or with recomputation the input and, if selective, some products."""
+    how = step.plan.activation_checkpointing
+    if how == "none":
+        return saved_of(step, layer)
+    size = step.dtype_size if step.plan.needs_ranks else STATE
+    kept = step.model.hidden_size * size // step.token_split()
+    selective = size * _kept_products(step, layer) if how == "selective" else 0
+    return step.tokens * (kept + selective)
+
+
+def layer_backward(step: Step, layer: Layer) -> int:
+    """Return the gradients held at a time: arrays of the feed-forward, attention or experts."""
+    widest = _experts_width(step, layer)
+    for block in layer.blocks:
+        outs, taken = block.widths(step.plan)
+        widest = max(widest, outs + taken * (1 + block.mixes))
+    return step.tokens * step.dtype_size * (widest + 2 * step.model.hidden_size)
 
 
 def engine_memory(step: Step, sequences: int) -> int:
@@ -347,47 +362,31 @@ def engine_memory(step: Step, sequences: int) -> int:
     """
     model, generation = step.model, step.work.generation
     tp, pp = generation.tensor_parallel_size, generation.pipeline_parallel_size
-    kv_heads = max(1, model.num_key_value_heads // tp)
-    token = 2 * -(-model.num_hidden_layers // pp) * kv_heads * model.head_dim
+    token = -(-model.cached_numbers(tp) // pp)
     # The first stage also has the embedding, and the last one the output layer.
     ends = model.vocab_size * model.hidden_size
-    weights = ends + (model.num_parameters() - ends) // pp
+    weights = ends + (model.num_parameters - ends) // pp
     numbers = weights // tp + sequences * step.work.seq_len * token
     return step.dtype_size * numbers + ENGINE
 
 
-def largest_rank(step: Step, name: str) -> int:
-    """Return the largest rank that a layer's adapter of this name has."""
-    block = "self_attn" if name[0] in "qkvo" else "mlp"
-    layers = range(step.model.num_hidden_layers)
-    names = (f"model.layers.{number}.{block}.{name}" for number in layers)
-    return max(map(step.work.lora.rank_of, names))
+def largest_rank(step: Step, matrix: Matrix) -> int:
+    """Return the largest rank of this matrix's adapter in any layer."""
+    lora, layers = step.work.lora, range(step.model.num_hidden_layers)
+    if not lora.rank_pattern:
+        return lora.rank
+    return max(lora.rank_of(f"model.layers.{number}.{matrix.module}") for number in layers)
 
 
-def trained_matrices(step: Step) -> int:
-    """Return the parameters in layers' matrices, or adapters, that a device trains."""
-    if step.work.lora.rank:
-        return step.trained()
-    matrices = [each for each in step.model.layer() if len(each.shape) == 2]
-    return step.model.num_hidden_layers * sum(each.shard(step.plan) for each in matrices)
-
-
-def quantized(step: Step) -> int:
-    """Return the parameters that are in 4 bits."""
-    sizes = [rows * columns for _, (rows, columns), *_ in step.model.linear()]
-    nf4 = step.work.lora.quantize != "none"
-    return step.model.num_hidden_layers * sum(sizes) if nf4 else 0
-
-
-def kept_products(step: Step) -> int:
-    """Return the width that selective checkpointing keeps of a token: attention's output, every
-    product with a bias, and every second one without.
-    """
-    adapted, with_bias, without = step.adapted(), 0, []
-    for name, (rows, _), bias, axis in step.model.linear():
-        width = rows if axis else rows // step.plan.tp
-        with_bias += width * bias
-        without += [width] * (not bias)
-        own = name.split(".")[1]
-        without += [largest_rank(step, own), width] * (own in adapted)
-    return step.heads_width[0] + with_bias + sum(without[::2])
+def _kept_products(step: Step, layer: Layer) -> int:
+    """Return the width kept of attention's output, products with a bias, and half of the others."""
+    adapted, with_bias, without, attention = step.adapted(layer), 0, [], 0
+    biased = {each.name.removesuffix(".bias") for each in layer if each.name.endswith(".bias")}
+    for block in layer.blocks:
+        attention += block.widths(step.plan)[1] * block.mixes
+        for each in (*block.inner, *filter(None, (block.output,))):
+            width = each.local(step.plan)[0]
+            with_bias += width * (each.module in biased)
+            without += [width] * (each.module not in biased)
+            without += [largest_rank(step, each), width] * (each in adapted)
+    return attention + with_bias + sum(without[::2])

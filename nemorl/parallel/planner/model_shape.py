@@ -1,68 +1,61 @@
-"""The sizes of a decoder model, from its config.json: its matrices, and how a plan cuts them."""
+"""The sizes of a decoder: its parameters, read off the model on the meta device, and how a plan
+cuts them.
+"""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.checks import require
-from nemorl.parallel.megatron.families import FAMILIES
-from nemorl.parallel.megatron.limits import check_model
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.models.hub import loading
+from nemorl.parallel.plan import ParallelPlan, num_experts
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""A layer's matrices, which may get adapters."""
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
-OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
-    "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
-    "qwen3_moe": {
-        **{"num_key_value_heads": 4, "use_sliding_window": False, "intermediate_size": 6144},
-        **{"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    },
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-}
-"""transformers' own values for what a config.json does not say."""
+MIXERS, FEEDS = ("o_proj", "out_proj"), ("down_proj", "c_proj")
+"""Names of the last linear layer of attention (or what mixes tokens in its place), and of a
+feed-forward block.
+"""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Parameters of one shape.
-
-    `tp` is the axis that tensor parallelism splits; None: each device has all of it.
-    """
+    """Parameters of one shape; `tp` is the axis that tensor parallelism splits, if it does."""
 
     name: str
     shape: tuple[int, ...]
     tp: Literal[0, 1] | None = None
     of_experts: bool = False
-    """Whether each device has some of the experts, or without ep a part of each."""
+    """Whether each device has some of the experts."""
+    linear: bool = False
+    """Whether it is the weight of a linear layer that may get an adapter."""
 
     @property
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def module(self) -> str:
+        """The name of its module in a layer."""
+        return self.name.removesuffix(".weight")
+
+    def local(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """Return the shape with which a device computes."""
+        parts = plan.ep if self.of_experts and plan.ep > 1 else plan.tp
+        divides = self.of_experts and self.shape[0] % parts == 0
+        cut = 0 if divides else self.tp
+        return tuple(n // parts if axis == cut else n for axis, n in enumerate(self.shape))
+
     def on(self, plan: ParallelPlan) -> int:
-        """Return the numbers that a device computes with: tensor parallelism's share."""
-        if self.of_experts:
-            return self.size // (plan.ep if plan.ep > 1 else plan.tp)
-        return self.size // (plan.tp if self.tp is not None else 1)
+        """Return the numbers with which a device computes."""
+        return prod(self.local(plan))
 
     def shard(self, plan: ParallelPlan) -> int:
         """Return the numbers that a device keeps: FSDP2 cuts the first axis, rounding up."""
-        rows, *rest = (
-            size // plan.tp if axis == self.tp else size for axis, size in enumerate(self.shape)
-        )
+        rows, *rest = self.local(plan)
         return -(-rows // shard_ranks(plan)) * prod(rest)
 
 
@@ -71,122 +64,218 @@ def shard_ranks(plan: ParallelPlan) -> int:
     return (plan.dp_shard or 1) * plan.cp
 
 
+@dataclass(frozen=True)
+class Block:
+    """Linear layers of one module: those to its inner widths, and the one back."""
+
+    inner: tuple[Matrix, ...]
+    output: Matrix | None
+    """None of a router."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it is attention, or what stands in its place."""
+        return self.output is not None and self.output.module.endswith(MIXERS)
+
+    @property
+    def gated(self) -> bool:
+        """Whether it is a feed-forward block with a gate."""
+        if self.output is None or self.mixes:
+            return False
+        return sum(each.shape[0] for each in self.inner) == 2 * self.output.shape[1]
+
+    def widths(self, plan: ParallelPlan) -> tuple[int, int]:
+        """Return the numbers per token that its inner layers give, and that the last one takes."""
+        outs = sum(each.local(plan)[0] for each in self.inner)
+        return outs, self.output.local(plan)[1] if self.output else 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Layers that have the same parameters."""
+
+    count: int
+    matrices: tuple[Matrix, ...]
+
+    def __iter__(self) -> Iterator[Matrix]:
+        return iter(self.matrices)
+
+    @cached_property
+    def linear(self) -> tuple[Matrix, ...]:
+        return tuple(each for each in self.matrices if each.linear)
+
+    @cached_property
+    def experts(self) -> tuple[Matrix, ...]:
+        return tuple(each for each in self.matrices if each.of_experts and len(each.shape) == 3)
+
+    @cached_property
+    def norms(self) -> tuple[Matrix, ...]:
+        """Weights of norms."""
+        return tuple(m for m in self.matrices if len(m.shape) == 1 and m.module.endswith("norm"))
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Its linear layers by module."""
+        found: dict[str, list[Matrix]] = {}
+        for each in self.linear:
+            found.setdefault(each.module.rpartition(".")[0], []).append(each)
+        blocks = []
+        for parts in found.values():
+            last = [each for each in parts if each.module.endswith(MIXERS + FEEDS)]
+            inner = tuple(each for each in parts if each not in last)
+            blocks.append(Block(inner, last[0] if last else None))
+        return tuple(blocks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes by their Hugging Face names, as `ParallelPlan.check` reads them."""
+    """A model's parameters, and sizes by their Hugging Face names."""
 
-    model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
+    config: Any = field(compare=False)
+    """The Hugging Face configuration."""
+    layers: tuple[Layer, ...]
+    """Kinds of layers."""
+    ends: tuple[Matrix, ...]
+    """The embedding, the last norm and the head; a tied head is the embedding."""
+    tied: bool
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    num_local_experts: int = 0
-    """Experts per layer; 0: each layer has one feed-forward block."""
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
+    num_experts: int
+    num_experts_per_tok: int
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that experts compute of each token; Llama 4's compute zeros for all others."""
+        every = self.config.model_type == "llama4_text"
+        return self.num_experts if every else self.num_experts_per_tok
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.ends[0].shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.ends[0].shape[1]
+
+    @cached_property
+    def moe_intermediate_size(self) -> int:
+        """Width of an expert."""
+        experts = [each for layer in self.layers for each in layer.experts]
+        down = [each for each in experts if "down" in each.name]
+        return down[0].size // (self.num_experts * self.hidden_size) if down else 0
 
     @property
     def q_size(self) -> int:
         """Width of all queries together."""
-        return self.num_attention_heads * self.head_dim
+        own = getattr(self.config, "qk_head_dim", None)  # multi-head latent attention
+        return self.num_attention_heads * (own or self.head_dim)
 
-    @property
-    def kv_size(self) -> int:
-        """Width of all keys together, or of all values."""
-        return self.num_key_value_heads * self.head_dim
+    def all(self) -> Iterator[tuple[int, Matrix]]:
+        """Yield all parameters, and how often there are such."""
+        for layer in self.layers:
+            yield from ((layer.count, each) for each in layer)
+        yield from ((1, each) for each in self.ends)
 
-    @property
-    def qk_norm(self) -> bool:
-        return FAMILIES[self.model_type].qk_norm
-
-    def linear(self) -> Iterator[tuple[str, tuple[int, int], bool, Literal[0, 1]]]:
-        """Yield name, shape, whether there is a bias, and tp's axis of a layer's matrices."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        for name, rows in (("q", self.q_size), ("k", self.kv_size), ("v", self.kv_size)):
-            yield f"self_attn.{name}_proj", (rows, hidden), self.qkv_bias, 0
-        yield "self_attn.o_proj", (hidden, self.q_size), self.output_bias, 1
-        if self.num_local_experts:
-            return
-        yield "mlp.gate_proj", (inner, hidden), self.mlp_bias, 0
-        yield "mlp.up_proj", (inner, hidden), self.mlp_bias, 0
-        yield "mlp.down_proj", (hidden, inner), self.mlp_bias, 1
-
-    def layer(self) -> Iterator[Matrix]:
-        """Yield the parameters of one layer."""
-        for name, shape, bias, axis in self.linear():
-            yield Matrix(f"{name}.weight", shape, axis)
-            if bias:
-                yield Matrix(f"{name}.bias", shape[:1], None if axis else 0)
-        if count := self.num_local_experts:
-            inner, hidden = self.moe_intermediate_size, self.hidden_size
-            yield Matrix("mlp.gate.weight", (count, hidden))
-            for name, shape in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner))):
-                yield Matrix(f"mlp.experts.{name}_proj", (count, *shape), of_experts=True)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield Matrix(f"{name}.weight", (self.hidden_size,))
-        for name in ("self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else ():
-            yield Matrix(f"{name}.weight", (self.head_dim,))
-
-    def ends(self) -> Iterator[Matrix]:
-        """Yield the parameters outside the layers; a tied head is the embedding."""
-        yield Matrix("embed_tokens.weight", (self.vocab_size, self.hidden_size), 0)
-        yield Matrix("norm.weight", (self.hidden_size,))
-        if not self.tie_word_embeddings:
-            yield Matrix("lm_head.weight", (self.vocab_size, self.hidden_size), 0)
-
+    @cached_property
     def num_parameters(self) -> int:
-        return self.shard_parameters(ParallelPlan())
+        return sum(count * each.size for count, each in self.all())
 
+    @cached_property
     def active_parameters(self) -> int:
-        """Return the numbers that a token is multiplied with."""
-        experts = sum(matrix.size for matrix in self.layer() if matrix.of_experts)
-        idle = self.num_local_experts - self.num_experts_per_tok
-        unused = experts * idle // self.num_local_experts if self.num_local_experts else 0
-        return self.num_parameters() - self.num_hidden_layers * unused
+        """Numbers with which a token is multiplied."""
+        idle = self.num_experts - self.num_experts_per_tok
+        experts = sum(count * each.size for count, each in self.all() if each.of_experts)
+        return self.num_parameters - (experts * idle // self.num_experts if experts else 0)
 
-    def shard_parameters(self, plan: ParallelPlan) -> int:
-        """Return the numbers that each device keeps, with the padding of FSDP2's pieces."""
-        layer = sum(matrix.shard(plan) for matrix in self.layer())
-        return self.num_hidden_layers * layer + sum(matrix.shard(plan) for matrix in self.ends())
+    def cached_numbers(self, tp: int) -> int:
+        """Return the numbers that an engine's cache has of a token, on each of tp devices."""
+        latent = getattr(self.config, "kv_lora_rank", None)
+        heads = 2 * max(1, self.num_key_value_heads // tp) * self.head_dim
+        width = latent + self.config.qk_rope_head_dim if latent else heads
+        attends = ("k_proj", "qkv_proj", "kv_b_proj")
+        counts = (x.count for x in self.layers if any(m.module.endswith(attends) for m in x))
+        return width * sum(counts)
 
 
-def model_shape(
-    config: Mapping[str, Any], *, source: str = "the model's configuration"
-) -> ModelShape:
-    """Read the sizes in a config.json.
+def model_shape(config: Any) -> ModelShape:
+    """Read the parameters of a model on the meta device.
 
-    Raises: ValueError for a model that is not supported, and where a size is missing.
+    config: its Hugging Face configuration.
+    Raises: ValueError where a size is missing, and for a model that is not supported.
     """
-    kind = str(config.get("model_type"))
-    values = {"model_type": kind, **DEFAULTS.get(kind, {}), **config}
-    wanted, remedy = f"must be one of {', '.join(DEFAULTS)} for nemorl plan", "plan one of them"
-    require(kind in DEFAULTS, "the model's type", wanted, kind, remedy)
-    experts: dict[str, int] = {}
-    if FAMILIES[kind].experts:
-        check_model(SimpleNamespace(**values))
-        values["num_local_experts"] = config.get("num_experts") or values["num_local_experts"]
-        values.setdefault("moe_intermediate_size", values.get("intermediate_size"))
-        experts = {name: values[name] for name in OF_EXPERTS}
-    for name in (*SIZES, *experts):
-        size = values.get(name)
-        valid = isinstance(size, int) and size > 0
-        require(valid, "model", f"must say its {name}", size, f"complete {source}")
-    bias, heads = bool(values.get("attention_bias")), values["num_attention_heads"]
+    from nemorl.models.causal_lm import decoder_of, layers_of, on_meta
+
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        size = getattr(config, name, None)
+        wanted, remedy = f"must say its {name}", "complete config.json, or take another model"
+        require(isinstance(size, int) and size > 0, "the model", wanted, size, remedy)
+    model = on_meta(config)
+    decoder = decoder_of(model)
+    layers = layers_of(decoder)
+    kinds = Counter(_matrices(layer, config) for layer in layers)
+    inside = {id(each) for each in layers.parameters()}
+    outer = {
+        name: tuple(each.shape) for name, each in model.named_parameters() if id(each) not in inside
+    }
+    heads, experts = config.num_attention_heads, num_experts(config)
     return ModelShape(
-        model_type=kind,
-        **{name: values[name] for name in SIZES},
-        num_key_value_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        tie_word_embeddings=bool(values.get("tie_word_embeddings")),
-        qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and bias),
-        output_bias=kind in ("llama", "qwen3") and bias,
-        mlp_bias=kind == "llama" and bool(values.get("mlp_bias")),
-        **experts,
+        config=config,
+        layers=tuple(Layer(count, matrices) for matrices, count in kinds.items()),
+        ends=tuple(Matrix(n, s, 0 if len(s) > 1 else None) for n, s in outer.items()),
+        tied=sum(len(shape) > 1 for shape in outer.values()) == 1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_experts=experts,
+        num_experts_per_tok=getattr(config, "num_experts_per_tok", 1) if experts else 0,
     )
+
+
+def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
+    """Return a layer's parameters, cut as trainer.backend dtensor does."""
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from nemorl.parallel.dtensor.tensor_parallel import layer_plan, layer_styles
+
+    styles = layer_styles(config) if getattr(config, "base_model_tp_plan", None) else {}
+    plan = layer_plan(layer, styles, sequence_parallel=True)
+    found = []
+    for name, parameter in layer.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        style, axis = plan.get(module), None
+        if isinstance(style, ColwiseParallel):
+            axis = 0
+        elif isinstance(style, RowwiseParallel) and leaf == "weight":
+            axis = 1
+        experts = module.endswith("experts") and parameter.ndim > 1 and leaf != "weight"
+        part = layer.get_submodule(module)
+        plain = not type(part).__module__.startswith("transformers")  # as routers are
+        linear = isinstance(part, nn.Linear) and plain and leaf == "weight"
+        shape: Any = tuple(parameter.shape)
+        found.append(Matrix(name, shape, axis, of_experts=experts, linear=linear))
+    return tuple(found)
+
+
+def read_shape(name: str) -> ModelShape:
+    """Read the sizes of a folder, a config.json or a model on the hub."""
+    from transformers import CONFIG_MAPPING
+
+    with loading(name):
+        path = Path(name)
+        if not path.exists():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, "config.json"))
+        path = path / "config.json" if path.is_dir() else path
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    wanted, remedy = "must be one that transformers has", "take another model"
+    require(kind in CONFIG_MAPPING, "the model's type", wanted, kind, remedy)
+    with loading(name):
+        config = CONFIG_MAPPING[kind].from_json_file(path)
+    return model_shape(config)

@@ -14,14 +14,12 @@ SEQUENCES = 64
 
 
 def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.1) -> float:
-    """Return the share of a GPU's memory that an engine may take beside a trainer, rounded down to
-    thousandths: vLLM's gpu_memory_utilization.
+    """Return the share of a GPU of `card` bytes that an engine may take beside a trainer, rounded
+    down to thousandths: vLLM's gpu_memory_utilization.
 
-    Args:
-        card: memory of the GPU, in bytes.
-        kept: bytes that the trainer keeps there while the engine generates.
-        needed: bytes without which the engine does not start.
-        reserve: share left to CUDA contexts, NCCL's buffers and fragmentation.
+    kept: bytes that the trainer keeps there while the engine generates.
+    needed: bytes without which the engine does not start.
+    reserve: share left to CUDA contexts, NCCL's buffers and fragmentation.
     Raises: ValueError where less is left than needed.
 
     >>> engine_share(80e9, kept=20e9, needed=17e9)
@@ -103,16 +101,21 @@ def training_of(step: Step) -> int:
 
 
 def cache_of(step: Step, *, can_empty: bool) -> int:
-    """Return the bytes that the trainer's allocator keeps beside its states after a step, and
-    gradients, which are freed with them.
-    """
+    """Return the bytes that the trainer's allocator keeps beside its states after a step."""
     states = states_of(step)
     return 0 if can_empty else max(0, training_of(step) - states.total + states.gradients)
 
 
 def host_of(step: Step) -> int:
-    """Return the main memory that a process takes at most for what is offloaded."""
-    return max(stage.host_memory() for stage in stages_of(step))
+    """Return the bytes that a process moves to main memory: parameters, optimizer, the frozen copy
+    and, with cpu_offload, gradients.
+    """
+    if step.plan.cpu_offload:
+        resident = replace(step, plan=replace(step.plan, cpu_offload=False))
+        return resident.states().total + STATE * step.trained()
+    if not step.work.trainer.offload_during_generation:
+        return 0
+    return max(kept.total - kept.gradients for kept in (x.states() for x in stages_of(step)))
 
 
 def sharing(
@@ -126,16 +129,14 @@ def sharing(
 ) -> Sharing:
     """Return how engines share GPUs with a trainer.
 
-    Args:
-        card: memory of a GPU, in bytes.
-        can_offload: whether the training backend can move what it keeps to main memory.
-        can_empty: whether it can give back what PyTorch's allocator caches; otherwise it keeps its
-            peak while engines generate, unless it is offloaded.
-        given: the engine's share, as the user gave it.
-        sleeps: whether engines give their memory back while the model trains; otherwise they have
-            it beside all that training takes.
-    Raises: ValueError where an engine does not fit beside the trainer, or a GPU does not hold the
-        trainer's parameters, gradients and optimizer state.
+    card: memory of a GPU, in bytes.
+    can_offload: whether the training backend can move what it keeps to main memory.
+    can_empty: whether it can empty PyTorch's cache; otherwise it keeps its peak while engines
+        generate, unless it is offloaded.
+    given: the engine's share, as the user gave it.
+    sleeps: whether engines give their memory back while the model trains.
+    Raises: ValueError where an engine does not fit beside the trainer, or the trainer's state not
+        on a GPU.
     """
     work, states = step.work, states_of(step)
     training = training_of(step)

@@ -292,7 +292,7 @@ def plan(config: PlanConfig) -> None:
     """Print the ways to spread a model that fit."""
     from nemorl.parallel.planner.command import find_plans, print_plans
 
-    print_plans(config, find_plans(config))
+    print_plans(find_plans(config))
 
 
 def check_model(config: CheckConfig) -> None:

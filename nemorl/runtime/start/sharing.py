@@ -7,7 +7,7 @@ from typing import Any
 from nemorl.parallel.config import MICRO_BATCH_TOKENS
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import Step
-from nemorl.parallel.planner.model_shape import LINEAR, model_shape
+from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.parallel.planner.sharing import GB, Sharing, sharing, training_of
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
@@ -36,7 +36,7 @@ def sharing_of(
         return None
     shape = None
     with suppress(ValueError):
-        shape = model_shape(model.to_dict())
+        shape = model_shape(model)
     if shape is None or card is None:
         unknown = getattr(model, "model_type", "the model") if shape is None else "the GPUs"
         if "gpu_memory_utilization" not in engines.engine:
@@ -82,10 +82,8 @@ def with_room(step: Step, room: float, *, longest: int) -> Step:
 
 def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig) -> PlanConfig:
     """Return a run's settings as `nemorl plan` has them."""
-    targets = config.lora.target_modules
-    lora = replace(config.lora, target_modules=targets if {*targets} <= {*LINEAR} else ())
-    sections = {"trainer": config.trainer, "optimizer": config.optimizer}
-    sections |= {"lora": lora, "generation": engines}
+    sections = {name: getattr(config, name) for name in ("trainer", "optimizer", "lora")}
+    sections["generation"] = engines
     return PlanConfig(
         gpus=devices.plan.num_ranks * engines.devices_per_replica,
         seq_len=engines.max_model_len or config.data.max_total_sequence_length,

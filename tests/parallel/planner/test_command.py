@@ -1,11 +1,6 @@
 """`nemorl plan`: which plans it finds, in which order, and what it says where none fits."""
 
-import io
-import json
-import math
 import re
-import subprocess
-import sys
 from dataclasses import fields, replace
 from itertools import product
 from math import prod
@@ -13,74 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.command import (
-    Candidate,
-    Planned,
-    candidates,
-    find_plans,
-    print_plans,
-    read_shape,
-)
-from nemorl.parallel.planner.config import OpenPlan, PlanConfig
-from nemorl.parallel.planner.cost import RECOMPUTED
+from nemorl.parallel.planner import command
+from nemorl.parallel.planner.command import RECOMPUTED, Candidate, candidates, find_plans, ranked
+from nemorl.parallel.planner.config import OpenPlan
 from nemorl.parallel.planner.megatron import Stage, telling_stages
-from nemorl.parallel.planner.memory import Step
-from nemorl.parallel.planner.model_shape import SIZES
-from nemorl.parallel.planner.timing import Times
+from nemorl.parallel.planner.memory import Memory, Step
+from nemorl.parallel.planner.traffic import Sent, traffic
 from nemorl.parallel.traits import TrainingTraits
-from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.config.tree import dump_yaml
+from tests.parallel.planner.plans import best, config_of, find, models, read_once, shown
 
-MODELS = {
-    "7b": ("qwen2", 4, (3584, 18944, 28, 28, 152064)),
-    "70b": ("llama", 8, (8192, 28672, 80, 64, 128256)),
-    "30b-a3b": ("qwen3_moe", 4, (2048, 6144, 48, 32, 151936)),
-    "8x7b": ("mixtral", 8, (4096, 14336, 32, 32, 32000)),
-}
-
-
+__all__ = ["models"]
 ENGINES: dict[str, Any] = {"generation__backend": "vllm"}
 MEGATRON: dict[str, Any] = {"trainer__backend": "megatron"}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with folders of configurations."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, (kind, kv_heads, sizes) in MODELS.items():
-        config = {"model_type": kind, "num_key_value_heads": kv_heads}
-        config |= {"head_dim": 128} if kind == "qwen3_moe" else {}
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(
-            json.dumps(config | dict(zip(SIZES, sizes, strict=True)))
-        )
-    return folder
-
-
-def config_of(models: Path, name: str = "70b", **options: Any) -> PlanConfig:
-    """Settings by the last part of their names, as `nemorl.train` takes them."""
-    return from_keywords(PlanConfig, "plan", {"model__path": str(models / name), **options})
-
-
-def find(models: Path, name: str = "70b", **options: Any) -> Planned:
-    return find_plans(config_of(models, name, **options))
-
-
-def best(models: Path, name: str = "70b", **options: Any) -> Candidate:
-    return find(models, name, **options).fitting[0]
-
-
-def shown(models: Path, name: str, *, width: int = 80, **options: Any) -> str:
-    """What `print_plans` prints."""
-    output = io.StringIO()
-    config = config_of(models, name, **options)
-    print_plans(config, find_plans(config), Console(file=output, width=width))
-    return output.getvalue()
 
 
 def run_with(flags: str, algorithm: str = "sft") -> Any:
@@ -88,30 +32,63 @@ def run_with(flags: str, algorithm: str = "sft") -> Any:
     return parse(algorithm, ["--model.path", "m", "--data.train", "d", *flags.split()])
 
 
+def of(
+    how: str = "none", *, size: int = 60, slow: float = 100, sent: float = 500, **plan: Any
+) -> Any:
+    """A plan with a checkpointing, GB, and GB that it sends."""
+    plan = {"activation_checkpointing": how, **plan}
+    return Candidate(
+        plan=ParallelPlan(**plan), fullest=Memory(parameters=size), sent=sent, slow=slow
+    )
+
+
+RULE = {
+    "what fits comes before what does not": (of("full", slow=900), of(size=81)),
+    "of what does not fit the smallest": (of("full", size=81), of(size=82)),
+    "less recomputation comes before fewer bytes": (of(slow=900), of("selective", slow=1)),
+    "selective recomputes less than full": (of("selective", slow=900), of("full", slow=1)),
+    "fewer bytes over the slow link": (of(slow=100, sent=900), of(slow=111, sent=500)),
+    "within 10 % fewer bytes in all": (of(slow=110, sent=499), of(slow=100, sent=500)),
+    "fewer ways to split": (of(size=70, tp=2), of(tp=2, cp=2)),
+    "then the smallest": (of(size=60), of(size=61)),
+}
+
+
+@pytest.mark.parametrize("clause", RULE)
+def test_plans_are_ranked_by_the_rule(clause: str):
+    first, second = RULE[clause]
+    assert ranked([first, second], room=80) == ranked([second, first], room=80) == [first, second]
+
+
+def test_what_leaves_a_machine():
+    """Of a ring's ranks on one machine one sends to the next; an exchange goes to all others."""
+    ring, crossing = Sent(64, 1, 64), Sent(64, 1, 6)
+    assert ring.slow(8) == 8 and Sent(64, 8, 8).slow(8) == 64 and Sent(64, 1, 8).slow(8) == 0
+    assert Sent(63, 1, 64, exchanged=True).slow(8) == 56
+    assert crossing.slow(8) == 32, "groups of six begin in one machine and end in the next"
+    assert Sent(64, 4, 4).slow(8) == 32, "every second stage of four devices is on the next"
+
+
 def test_every_plan_uses_all_gpus_and_suits_the_model(models: Path):
     found = find(models, gpus=16)
     plans = [candidate.plan for candidate in (*found.fitting, *found.too_large)]
     assert len(plans) == len(set(plans)) > 50
-    shape = read_shape(str(models / "70b" / "config.json"))
-    assert shape == read_shape(str(models / "70b"))
     for plan in plans:
         assert plan.num_ranks == 16 and plan.tp <= 8
-        plan.check(shape)
+        plan.check(found.step.model.config)
     degrees = {(plan.dp_replicate, plan.dp_shard, plan.tp, plan.cp) for plan in plans}
     powers = (1, 2, 4, 8, 16)
     wanted = {each for each in product(powers, repeat=4) if prod(each) == 16 and each[2] <= 8}
     assert degrees == wanted, "all, as each of them suits this model"
 
 
-def test_fitting_plans_fit_and_come_by_time(models: Path):
-    found = find(models, gpus=64, gpu_memory=60, reserve=0.2)
+def test_fitting_plans_fit_and_come_as_ranked(models: Path):
+    found = find(models, gpus=32, gpu_memory=100, reserve=0.2)
     assert found.fitting and found.too_large
-    assert all(candidate.fullest.total <= 48e9 for candidate in found.fitting)
-    assert all(candidate.fullest.total > 48e9 for candidate in found.too_large)
-    times = [candidate.seconds for candidate in found.fitting]
-    assert times == pytest.approx(sorted(times), rel=0.01)
-    sizes = [candidate.fullest.total for candidate in found.too_large]
-    assert sizes == sorted(sizes)
+    assert all(candidate.fullest.total <= 80e9 for candidate in found.fitting)
+    assert all(candidate.fullest.total > 80e9 for candidate in found.too_large)
+    both = (*found.fitting, *found.too_large)
+    assert ranked(reversed(both), room=80e9) == list(both)
 
 
 def test_filters(models: Path):
@@ -127,17 +104,6 @@ def test_filters(models: Path):
     assert only == ParallelPlan(**options)
 
 
-def test_recomputing_nothing_wins_where_there_is_room_and_everything_where_there_is_not(
-    models: Path,
-):
-    roomy = best(models, "7b", gpus=8, seq_len=4096, gpu_memory=141).plan
-    assert roomy.activation_checkpointing == "none"
-    tight = [each.plan for each in find(models, "7b", gpus=8, seq_len=32768).fitting]
-    on_whole_rows = [plan for plan in tight if plan.model_ranks == 1]
-    assert on_whole_rows and all(plan.activation_checkpointing == "full" for plan in on_whole_rows)
-    assert tight[0].model_ranks > 1, "splitting costs less here than computing all twice"
-
-
 def test_what_does_not_divide_is_said(models: Path):
     problem = "parallel.tp 8 does not divide the model's num_attention_heads 28"
     assert any(problem in reason for reason in find(models, "7b", gpus=8).refused)
@@ -146,19 +112,9 @@ def test_what_does_not_divide_is_said(models: Path):
 
 
 def test_ulysses_gives_way_to_gathering_where_heads_do_not_divide(models: Path):
-    plans = candidates(config_of(models, "7b", gpus=8, tp=1), read_shape(str(models / "7b")))
+    plans = candidates(config_of(models, "7b", gpus=8, tp=1), read_once(str(models / "7b")))
     methods = {plan.cp: plan.cp_method for plan in plans}
     assert methods == {1: "ulysses", 2: "ulysses", 4: "ulysses", 8: "allgather"}
-
-
-def test_more_devices_with_the_same_batch_wait_less_but_send_no_less(models: Path):
-    options: dict[str, Any] = {"batch_rows": 256, "tp": 8, "cp": 1, "dp_replicate": 1}
-    one, other = (
-        best(models, gpus=gpus, activation_checkpointing="full", **options) for gpus in (32, 256)
-    )
-    assert math.isclose(one.traffic.tensor, 8 * other.traffic.tensor, rel_tol=1e-6)
-    assert one.seconds > other.seconds
-    assert one.seconds > one.traffic.tensor / 450e9
 
 
 def test_a_generator_counts_where_it_fills_more_than_training(models: Path):
@@ -179,7 +135,7 @@ def test_the_command_prints_flags_that_a_run_takes(
     flags = "--gpus 64 --gpu-memory 80 --seq-len 8192 --show 4"
     assert main(["plan", "--model", str(models / "70b"), *flags.split()]) == 0
     output = capsys.readouterr().out
-    assert "70.55 B parameters on 64 GPUs of 80 GB" in output and "1.00×" in output
+    assert "70.55 B parameters on 64 GPUs of 80 GB" in output
     row = r"^ +\d+ +\d+ +\d+ +\d+ +(?:full|none|selective) "
     assert len(re.findall(row, output, re.MULTILINE)) == 4
     config = run_with(output.strip().splitlines()[-1])
@@ -217,45 +173,33 @@ def test_where_nothing_fits_the_smallest_are_shown(
 BAD = {
     "--model no/folder": "model.path must be a folder with a Hugging Face model or a hub name",
     "--model bad.json": "'bad.json' could not be loaded",
-    "--model mamba.json": "must be one of llama",
+    "--model mamba.json": "the model's type must be one that transformers has, but it is 'mumba'",
+    "--model small.json": "'small.json' could not be loaded",
     "--gpus 0": "gpus must be at least 1",
     "--gpu-memory 0": "gpu_memory must be positive",
     "--cp 3": "the degrees given do not multiply to a divisor of 8, with tp within 8",
-    "--cp 4 --dp-shard 4": "the degrees given do not multiply to a divisor of 8",
-    "--gpus 16 --tp 16": "do not multiply to a divisor of 16, with tp within 8 and",
     "--gpus 24 --tp 6": "do not multiply to a divisor of 24, with tp within 8 and a divisor of it",
     "--tensor-parallel-size 2": "generation.tensor_parallel_size is not for torch, which computes",
     "--generation.backend vllm --tensor-parallel-size 3": "must divide the 8 GPUs, but it is 3",
     "--offload-during-generation": "trainer.offload_during_generation needs engines on these GPUs",
-    "--offload-during-generation --generation.backend vllm --no-colocated": "needs engines on",
     "--offload-during-generation --generation.backend vllm --cpu-offload": (
         "trainer.offload_during_generation is not for parallel.cpu_offload"
     ),
     "--target-modules q_proj": "lora.target_modules needs lora.rank",
-    "--lora.rank 8 --target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
+    "--lora.rank 8 --target-modules q_proj wq": "must name linear layers, but it is 'wq'",
     "--lora.rank 8 --lora.dropout 0.1": "unknown setting --lora.dropout: plan does not use it",
     "--reserve 1": "reserve must lie in",
     "--pp 2": "parallel.pp 2 is for trainer.backend megatron",
     "--vpp 2": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 2 --pp 1": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 2 --gpus 1": "and a pipeline if there is vpp",
-    "--trainer.backend megatron --vpp 41": "parallel.pp 2 · vpp 41 has more stages than the model'",
-    "--trainer.backend megatron --num-layers-in-first-pipeline-stage 3 --vpp 2": (
-        "parallel.num_layers_in_first_pipeline_stage must be a multiple of parallel.vpp, which is 2"
-    ),
     "--trainer.backend megatron --num-layers-in-last-pipeline-stage 80": (
         "parallel.num_layers_in_last_pipeline_stage 80 leave 0 of the model's num_hidden_layers 80"
     ),
     "--trainer.backend megaton": "unknown training backend 'megaton'; did you mean megatron?",
-    "--ep 2": "parallel.ep 2 is for mixtures of experts",
     "--trainer.backend megatron --ep 2": "parallel.ep 2 is for mixtures of experts",
-    "--model 8x7b": "trainer.backend must be megatron for mixtral, a mixture of experts, whose",
+    "--model 8x7b --ep 2": "parallel.ep 2 is for trainer.backend megatron",
     "--model 8x7b --trainer.backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide",
     "--trainer.backend megatron --lora.rank 8": "lora.rank must be 0 with trainer.backend megatron",
-    "--trainer.backend megatron --dp-replicate 2": "parallel.dp_replicate must be 1 with trainer.b",
     "--trainer.backend megatron --cpu-offload": "parallel.cpu_offload must be off with trainer.b",
-    "--trainer.backend megatron --pp 81 --gpus 81": "parallel.pp 81 has more stages than the model",
-    "--trainer.backend megatron --pp 2 --vpp 41": "parallel.pp 2 · vpp 41 has more stages than",
 }
 
 
@@ -264,8 +208,10 @@ def test_bad_settings(
     flags: str, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(models)
+    monkeypatch.setattr(command, "read_shape", read_once)
     Path("bad.json").write_text("{")
-    Path("mamba.json").write_text('{"model_type": "mamba"}')
+    Path("small.json").write_text('{"model_type": "llama", "vocab_size": null}')
+    Path("mamba.json").write_text('{"model_type": "mumba"}')
     assert main(["plan", "--model", "70b", "--gpus", "8", *flags.split()]) == 2
     assert BAD[flags] in capsys.readouterr().err
 
@@ -327,44 +273,30 @@ def test_packed_rows_are_as_wide_as_the_trainer_makes_them(models: Path):
     assert config_of(models, gpus=8, seq_len=512).row_tokens == 512
 
 
-def test_it_needs_no_torch(models: Path):
-    code = f"""
-import sys
-from nemorl.runtime.cli.main import main
-assert main(["plan", "--model", {str(models / "7b")!r}, "--gpus", "8"]) == 0
-assert not {{"torch", "transformers"}} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        *({}, {"cpu_offload": True}, {"lora__rank": 16}, {"seq_len": 131072}),
-        *({**MEGATRON}, {**MEGATRON, "name": "30b-a3b", "gpus": 64}),
-    ],
+    [{}, {"cpu_offload": True, "lora__rank": 16}, {**MEGATRON, "name": "30b-a3b", "gpus": 64}],
     ids=str,
 )
-def test_the_table_fits_80_columns(options: dict[str, Any], models: Path):
-    output = shown(models, **{"name": "7b", "gpus": 8, **options})
-    (rule,) = [line for line in output.splitlines() if line.startswith("───")]
-    assert len(rule) <= 80 and "…" not in output
+def test_the_table_fits_80_columns_and_a_narrow_terminal_costs_none(
+    options: dict[str, Any], models: Path
+):
+    options = {"name": "7b", "gpus": 8, **options}
+    output, narrow = (shown(models, width=width, **options) for width in (80, 40))
+    ((rule,), (same,)) = (
+        [line for line in text.splitlines() if line.startswith("───")] for text in (output, narrow)
+    )
+    assert len(rule) == len(same) <= 80 and "…" not in output + narrow
     sentences = [line for line in output.splitlines() if not line.startswith("--")]
     assert max(map(len, sentences)) <= 80
-
-
-def test_a_narrow_terminal_costs_no_column(models: Path):
-    output = shown(models, "70b", width=40, gpus=64, seq_len=8192, show=1)
-    (row,) = [line for line in output.splitlines() if "×" in line]
-    assert re.search(r"^ +1 +32 +2 +1 +selective ", row) and "…" not in output
 
 
 def test_main_memory_is_that_of_a_machine(models: Path):
     options: dict[str, Any] = {"cpu_offload": True, "activation_checkpointing": "full"}
     few, many = (best(models, gpus=gpus, dp_shard=gpus, **options) for gpus in (4, 16))
-    size = 16 * read_shape(str(models / "70b")).num_parameters()
-    assert few.host == pytest.approx(size, rel=0.1), "four GPUs of one machine"
-    assert many.host == pytest.approx(size / 2, rel=0.1), "eight of sixteen"
+    size = 16 * read_once(str(models / "70b")).num_parameters
+    assert few.host == pytest.approx(size, rel=0.01), "four GPUs of one machine"
+    assert many.host == pytest.approx(size / 2, rel=0.01), "eight of sixteen"
     replicated = best(models, gpus=8, dp_replicate=2, dp_shard=4, **options)
     assert replicated.host == pytest.approx(2 * few.host, rel=0.01), "each copy of the model"
     assert "host" in shown(models, "70b", gpus=8, cpu_offload=True)
@@ -422,23 +354,6 @@ def test_each_module_that_is_recomputed_counts(models: Path):
             for modules in (("core_attn",), ("core_attn", feeds), (feeds,))
         )
         assert both.fullest.activations < feed.fullest.activations < attention.fullest.activations
-        assert both.times.compute > feed.times.compute and feed.times.compute > 0
-        assert both.times.compute > attention.times.compute
-
-
-def test_what_a_step_moves_is_shown_if_asked(models: Path):
-    marks = ("routes", "adapters", "merged")
-    for name, options, said in (
-        ("7b", {"gpus": 8}, ()),
-        ("7b", {"gpus": 8, "lora__rank": 16}, ("adapters", "merged")),
-        ("30b-a3b", {"gpus": 32, **MEGATRON}, ("routes",)),
-        ("7b", {"gpus": 8, "cpu_offload": True}, ()),
-    ):
-        plans, moves = (shown(models, name, moves=on, **options) for on in (False, True))
-        assert moves.startswith(plans.rstrip()) and "object_store" not in plans
-        output = moves.removeprefix(plans)
-        assert tuple(mark for mark in marks if mark in output) == said
-        assert max(map(len, output.splitlines())) <= 80 and "…" not in output
 
 
 def test_adapters_leave_room(models: Path):
@@ -450,23 +365,6 @@ def test_adapters_leave_room(models: Path):
     assert "32.8 M in adapters that train" in output
     config = run_with(output.strip().splitlines()[-1])
     assert config.lora.rank == 16 and config.lora.target_modules == targets
-
-
-def test_frozen_matrices_take_two_thirds_of_the_time(models: Path):
-    options: dict[str, Any] = {"gpus": 1, "gpu_memory": 2000, "batch_rows": 64}
-    options["activation_checkpointing"] = "none"
-    adapted, whole = best(models, lora__rank=8, **options), best(models, **options)
-    assert 2 / 3 < adapted.seconds / whole.seconds < 3 / 4, "other kernels take as long"
-
-
-def test_groups_that_do_not_divide_a_machine_lie_across(models: Path):
-    """Six GPUs would begin in one machine of eight and end in the next."""
-
-    def data(**options: Any) -> float:
-        return best(models, "7b", gpus=12, cp=1, tp=1, **options).times.data
-
-    across = data(dp_shard=6)
-    assert data(dp_shard=4) < across and data(dp_shard=6, gpus_per_node=6) < across
 
 
 def test_engines_come_with_their_settings(models: Path):
@@ -506,42 +404,27 @@ def test_experts_are_divided(name: str, whole: float, active: float, models: Pat
     config = run_with(output.strip().splitlines()[-1])
     assert config.parallel.ep == 8 and config.trainer.backend == "megatron"
     found = find(models, name, pp=1, tp=1, cp=1, **options).fitting
-    by_ep = {each.plan.ep: each for each in found}
+    by_ep = {e.plan.ep: e for e in found if e.plan.activation_checkpointing == "none"}
     assert set(by_ep) == {1, 2, 4, 8} | ({16} if name != "8x7b" else set())
     assert by_ep[8].fullest.parameters < by_ep[2].fullest.parameters < by_ep[1].fullest.parameters
     assert by_ep[8].fullest.optimizer == pytest.approx(by_ep[1].fullest.optimizer, rel=1e-6)
-    assert by_ep[1].traffic.experts == 0 < by_ep[2].traffic.experts < by_ep[8].traffic.experts
 
 
-def test_a_pipeline_is_idle_while_it_fills_and_drains(models: Path):
-    options: dict[str, Any] = {"gpus": 8, "pp": 8, **MEGATRON, "gpu_memory": 2000}
-
-    def times(count: int, **more: Any) -> Times:  # of so many microbatches
-        return best(models, batch_rows=count, **options, **more).times
-
-    one, many = times(1), times(64)
-    assert many.idle == pytest.approx(one.idle, rel=1e-6)
-    assert many.total - one.total == pytest.approx(63 * one.idle / 7, rel=1e-6)
-    assert one.idle == pytest.approx(7 / 8 * one.total, rel=0.05)
-    assert times(64, vpp=2).idle == pytest.approx(one.idle / 2, rel=0.01)
-
-
-def test_experts_are_divided_within_a_machine(models: Path):
-    """As NeMo RL's recipe for 32 GPUs does (ep 8): one by one, experts want many tokens each, and
-    tokens fast links.
-    """
-    plan = best(models, "30b-a3b", gpus=32, **MEGATRON).plan
-    assert plan.ep == 8 and plan.tp <= 2
-    options: dict[str, Any] = {**MEGATRON, "tp": 1, "cp": 1, "pp": 1, "gpu_memory": 2000}
-    by_ep = {ep: best(models, "30b-a3b", gpus=32, ep=ep, **options).times for ep in (1, 8, 32)}
-    assert by_ep[1].compute > 2 * by_ep[8].compute
-    assert by_ep[32].experts > 2 * by_ep[8].experts
+def test_experts_on_dtensor_are_planned_and_divided_by_tp(models: Path):
+    found = find(models, "30b-a3b", gpus=16, gpu_memory=2000, cp=1)
+    alike = {each.plan.tp: each for each in found.fitting if each.plan.dp_replicate == 1}
+    assert set(alike) == {1, 2, 4} and {each.plan.ep for each in found.fitting} == {1}
+    sizes = [each.fullest.parameters for each in alike.values()]
+    assert sizes == pytest.approx([sizes[0]] * 3, rel=0.01), "routers are whole on each"
+    config = run_with(shown(models, "30b-a3b", gpus=16).strip().splitlines()[-1])
+    assert config.trainer.backend == "dtensor" and config.parallel.num_ranks == 16
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
 @pytest.mark.parametrize("layers", [80, 94])
 def test_telling_stages_are_the_fullest_and_the_busiest(models: Path, layers: int, vpp: int):
-    shape = replace(read_shape(str(models / "70b")), num_hidden_layers=layers)
+    shape = read_once(str(models / "70b"))
+    shape = replace(shape, layers=(replace(shape.layers[0], count=layers),))
     for pp in (1, 2, 4, 8, 16):
         work = config_of(models, "70b", gpus=64, batch_rows=512, **MEGATRON)
         plan = ParallelPlan(pp=pp, vpp=vpp if pp > 1 else 1, dp_shard=64 // pp)
@@ -550,7 +433,8 @@ def test_telling_stages_are_the_fullest_and_the_busiest(models: Path, layers: in
         for size in (
             lambda stage: stage.training_memory().total,
             lambda stage: stage.states().total,
-            lambda stage: stage.traffic().total,
+            lambda stage: traffic(stage)[0],
+            lambda stage: traffic(stage)[1],
             lambda stage: stage.num_layers,
         ):
             assert max(map(size, telling_stages(step))) == max(map(size, whole))

@@ -26,7 +26,7 @@ from typing import Any
 PRELOADED = [
     "peft",
     "nemorl.parallel.dtensor.backend",
-    "nemorl.parallel.dtensor.fsdp",
+    "nemorl.parallel.dtensor.tensor_parallel",
     "megatron.core.optimizer",
     "megatron.core.models.gpt",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mistral", "qwen2")),
@@ -156,7 +156,7 @@ def run_ranks(
 def _serve(
     rank: int, size: int, port: int, process_group: bool, pipe: Connection, folder: Path
 ) -> None:
-    # The server ends with the tests' process, if no rank holds this, and ends ranks, stopped or not.
+    # The server ends with the tests' process, if no rank holds this; and its ranks, stopped or not.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with (folder / str(rank)).open("w") as stderr:

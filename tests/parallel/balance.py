@@ -14,12 +14,11 @@ from nemorl.losses.types import finalize
 from nemorl.models.stored import as_stored, stored_names
 from nemorl.parallel.config import OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
-from tests.parallel.batches import nll_loss
-from tests.parallel.megatron.test_backend import start
+from tests.parallel.batches import grouped, nll_loss
 from tests.parallel.parity.golden import draw_experts
 from tests.parallel.parity.reference import forced
 from tests.parallel.parity.worker import gradients_of
-from tests.parallel.test_tokens import grouped
+from tests.parallel.ways import start
 from tests.tiny_models import tiny_model
 
 COEF = 0.3

@@ -92,10 +92,7 @@ def assert_same(
 
 
 def sampled(model: Any, batch: TokenBatch, weigh: Any = forced) -> TokenBatch:
-    """A batch with drawn experts, which the model takes from now on.
-
-    weigh: the hook of a router that does it.
-    """
+    """A batch with drawn experts, which the model takes from now on."""
     generator, width = torch.Generator().manual_seed(0), batch.input_ids.shape[1]
     rows = [draw_experts(width, model.config, generator) for _ in range(len(batch))]
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]

@@ -17,12 +17,7 @@ FIRST, SECOND = random_batch([9, 2, 30, 17]), random_batch([4, 12], seed=1)
 def generations(
     backend: Any, held: Callable[[Any], dict[str, int]], *, offloads: bool, keep: bool
 ) -> tuple[dict[str, Any], list[dict[str, int]], Callable[[], dict[str, Tensor]]]:
-    """Take two steps with generation between them, of which one is amid an accumulation.
-
-    held: returns bytes on the device, by what they are.
-    Returns: all numbers; what was held in generations, and, as the second one, after a step; and a
-        function that generates once more.
-    """
+    """Take two steps with generation between them, of which one is amid an accumulation."""
     found: dict[str, Any] = {}
     sizes: list[dict[str, int]] = []
 

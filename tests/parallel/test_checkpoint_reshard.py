@@ -121,7 +121,7 @@ def test_any_plan_goes_on_from_any_other(saved, name):
 
 @pytest.mark.slow
 def test_all_plans_write_the_same(saved):
-    """Up to the order of additions in two steps. No pickle is written, and nothing twice."""
+    """Up to the order of additions in two steps."""
     root, (first, *others) = saved
     for other in others:
         assert_same(root / first, root / other, atol=2e-4)

@@ -5,14 +5,12 @@ and metrics of their load, against Hugging Face and the papers.
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-import nemorl
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.models.tiny import tiny_config
@@ -33,7 +31,7 @@ from tests.parallel.balance import (
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.ways import weights
 from tests.ranks import run_ranks
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 BIAS = "e_score_correction_bias"
 RATE, DTENSOR = 0.01, "FSDP2 2"
@@ -359,24 +357,3 @@ def test_a_router_that_chooses_otherwise_is_found(tmp_path: Path, monkeypatch):
     with pytest.raises(RuntimeError, match="can't be replayed: the model's router does not choose"):
         backend.train_step(sampled(model, BATCH), nll_loss)
     backend.shutdown()
-
-
-@pytest.mark.slow
-def test_what_is_sampled_is_replayed(tmp_path: Path):
-    """From the engine to the trainer: the ratios are of one model."""
-    model = tiny_model("qwen3_moe", scale=2.0)
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    result = nemorl.train(
-        str(tmp_path / "model"),
-        [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)],
-        lambda prompt, response: crc32(response.encode()) % 7,  # responses differ in it
-        **{"max_num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4},
-        **{"trainer.router_replay": True, "trainer.device": "cpu", "optimizer.lr": 1e-2},
-        **{"generation.max_new_tokens": 8, "data.max_total_sequence_length": 64},
-        **{"run.dir": str(tmp_path / "run"), "run.display": "none"},
-    )
-    lines = [line for line in result.history if line["phase"] == "train"]
-    assert len(lines) == 2
-    for line in lines:
-        assert line["token_mult_prob_error_max"] < 1 + 1e-4 and line["grad_norm"] > 0

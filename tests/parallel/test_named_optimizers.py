@@ -287,17 +287,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path):
         made.load_checkpoint(tmp_path / "adamw")
 
 
-def test_adapters_train_with_muon(tmp_path: Path):
-    made = backend({}, name="muon", lr=3e-3, rank=4)
-    batch = random_batch(LENGTHS)
-    losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(10)]
-    assert losses[-1] < 0.9 * losses[0]
-    made.save_checkpoint(tmp_path / "saved")
-    again = backend({}, name="muon", lr=3e-3, rank=4)
-    again.load_checkpoint(tmp_path / "saved")
-    assert step(again) == step(made)
-
-
 def test_8_bits_are_those_of_bitsandbytes():
     """Trained by hand with its AdamW8bit: the same bits."""
     optim = pytest.importorskip("bitsandbytes").optim

@@ -328,26 +328,6 @@ def test_a_run_checks_a_type_that_is_not_in_the_table_once(tmp_path: Path, cache
     assert json.loads(kept.read_bytes())["packed"]["holds"]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:data.max_total_sequence_length")
-def test_linear_attention_trains_row_by_row(tmp_path: Path):
-    folder = folder_of("qwen3_next", tmp_path / "model")
-    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(4)]
-    options: dict[str, Any] = {"algorithm": "sft", "max_num_steps": 1, "optimizer.lr": 1e-3}
-    losses = []
-    for name, value in (
-        ("sequence_packing", True),
-        ("sequence_packing", False),
-        ("train_micro_batch_size", 1),
-    ):
-        with pytest.warns(UserWarning, match="with qwen3_next "):
-            result = nemorl.train(folder, rows, **options, **{f"trainer.{name}": value})
-        losses.append(result.metrics["loss"])
-    packed, padded, alone = losses
-    assert packed == padded  # they are computed as the same microbatch
-    assert packed == pytest.approx(alone, rel=1e-6)  # CPUs round products by their shapes
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

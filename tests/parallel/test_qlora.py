@@ -13,14 +13,10 @@ from nemorl.models.quantized import dequantize_layers, quantize_layers
 from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
-from tests.rollout.updates import update
-from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
@@ -113,23 +109,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path):
     assert [step(again)["loss"] for _ in range(2)] == expected
     ours, theirs = (values(adapter_tensors(each.model)) for each in (made, again))
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
-
-
-def test_samplers_have_the_trainers_model():
-    """The embedded engine shares it; another gets whole weights, adapters merged."""
-    made = backend(wide_model())
-    for _ in range(2):
-        step(made)
-    shared = TorchGenerationBackend(model=made.model, tokenizer=tiny_tokenizer())
-    own = TorchGenerationBackend(model=wide_model(), tokenizer=tiny_tokenizer())
-    for each in (shared, own):
-        each.setup(GenerationConfig())
-        update(each, made.weights(), version=1)
-    prompts, params = random_prompts(4), SamplingParams(max_new_tokens=12, seed=1)
-    pairs = zip(shared.generate(prompts, params), own.generate(prompts, params), strict=True)
-    for one, other in pairs:
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def refusal() -> str:

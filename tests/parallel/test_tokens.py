@@ -47,9 +47,7 @@ BATCHES = st.one_of(GROUPS.map(grouped), SEGMENTS.map(rewritten))
 @given(st.one_of(BATCHES, st.builds(grouped, GROUPS, letters=st.integers(2, 30))), st.booleans())
 @example(rewritten([(0, 5, 6), (1, 5, 6)]), False)
 def test_every_token_is_computed_and_none_twice(batch: TokenBatch, packed: bool):
-    """Two tokens are one exactly where all is the same up to them. Few letters: prompts that are
-    the beginning of others, or the same by chance.
-    """
+    """Two tokens are one exactly where all is the same up to them."""
     if packed:
         lengths = batch.lengths.tolist()
         batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))

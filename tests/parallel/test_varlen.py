@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from nemorl.data import pack, pack_plan
 from nemorl.data.transfer import to_device
 from nemorl.models.attention import Rule
-from nemorl.parallel import varlen
 from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.tokens import work_of
 from nemorl.parallel.varlen import Kernel, choose_kernel, installed, kernel_of
@@ -115,29 +114,6 @@ FITS: dict[str, Any] = {
 def test_which_kernel_is_chosen(other: dict[str, Any], kernel: str):
     case = FITS | other
     assert choose_kernel(case.pop("capability"), case.pop("dtype"), **case) == kernel
-
-
-def test_a_models_configuration_and_a_device_decide(monkeypatch):
-    """Heads of a size that is written down, or follows from others."""
-    config, cuda = tiny_model(head_dim=16).config, torch.device("cuda")
-    chosen: list[Any] = []
-
-    def recorded(*given: Any, **more: Any) -> Any:
-        chosen.append((given, more))
-        return "flash_attn"
-
-    monkeypatch.setattr(varlen, "choose_kernel", recorded)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernel_of(config, torch.device("cpu"), torch.bfloat16) == "buckets"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert kernel_of(config, cuda, torch.bfloat16) == "buckets" and not chosen
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert kernel_of(config, cuda, torch.bfloat16) == "flash_attn"
-    other = SimpleNamespace(hidden_size=96, num_attention_heads=3, attention_dropout=0.1)
-    kernel_of(other, cuda, torch.float32)
-    (given, more), (_, others) = chosen
-    assert given == ((9, 0), torch.bfloat16) and more["head_dim"] == 16 and more["dropout"] == 0.0
-    assert others["head_dim"] == 32 and others["dropout"] == 0.1
 
 
 @pytest.fixture

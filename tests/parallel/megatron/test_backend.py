@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from nemorl.losses.types import finalize
 from nemorl.models.digest import sampled
-from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.fingerprint import hash_of
-from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import Carried, assert_same, contents
@@ -97,9 +95,7 @@ def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path
 
 
 def to_the_other_backend_and_back(folder: Path) -> tuple[set[str], list[list[float]]]:
-    """Fingerprints of the initial weights, and both backends' losses after two checkpoints. What
-    was loaded is saved again at once.
-    """
+    """Fingerprints of the initial weights, and both backends' losses after two checkpoints."""
     ways, bases, losses = ("FSDP2 2", "ep 2"), set[str](), []
     for way, other in (ways, ways[::-1]):
         for each, source in ((way, ""), (way, way), (other, way)):
@@ -197,12 +193,6 @@ def test_gradients_of_several_batches_add(model: Path):
         torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
 
 
-def test_a_process_of_its_own_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"trainer.backend megatron needs a process .* a rank"):
-        MegatronBackend().setup(BackendConfig())
-
-
 def base_of(way: str, folder: Path) -> str:
     backend = start(way, folder)
     found = backend._base
@@ -223,9 +213,7 @@ def bases_of(folder: Path) -> tuple[set[str], int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_have_one_fingerprint(tied: bool, tmp_path: Path):
-    """By which a run that is resumed with the other backend finds its reference again. No rank
-    gathers the weights for it.
-    """
+    """By which a run that is resumed with the other backend finds its reference again."""
     model = tiny_model("qwen2", tied=tied, num_hidden_layers=4, vocab_size=4000)
     model.save_pretrained(tmp_path)
     samples = {

@@ -30,7 +30,7 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, 
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.checkpoint import contents_of
 from nemorl.parallel.megatron.backend import MegatronBackend
-from nemorl.parallel.megatron.moments import MOMENTS
+from nemorl.parallel.megatron.pieces import MOMENTS
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms.sft import loss_fn
 

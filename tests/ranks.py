@@ -1,8 +1,9 @@
 """Functions run on several ranks: real processes with a real gloo process group, forked from a
-server that has the imports behind it, and kept for the next functions.
+server that has the imports behind it, and kept for the next functions, stopped in between.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import multiprocessing as mp
@@ -16,6 +17,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 PRELOADED = [
     "peft",
     "nemorl.parallel.dtensor.backend",
-    "nemorl.parallel.dtensor.fsdp",
+    "nemorl.parallel.dtensor.tensor_parallel",
     "megatron.core.optimizer",
     "megatron.core.models.gpt",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mistral", "qwen2")),
@@ -37,12 +40,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+PR_SET_PDEATHSIG = 1
 USES = 4
 """Functions that the same processes run: each leaves groups behind, whose threads poll."""
 
 
 class Ranks:
-    """Processes that run one function after the other, in the same process group."""
+    """Processes that run one function after the other, in the same process group.
+
+    Between two functions they are stopped: threads of gloo would poll.
+    """
 
     def __init__(self, size: int, process_group: bool) -> None:
         context = mp.get_context("forkserver")
@@ -61,8 +68,10 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], args: tuple, timeout_s: float) -> list[Any]:
+        self.signal(signal.SIGCONT)
         for pipe in self.pipes:
-            pipe.send((Path.cwd(), function, args))
+            with suppress(OSError):  # of a dead one, about which `death` tells more
+                pipe.send((Path.cwd(), function, args))
         deadline, left = time.monotonic() + timeout_s, dict(enumerate(self.pipes))
         results: dict[int, Any] = {}
         while left:
@@ -76,7 +85,13 @@ class Ranks:
                     raise AssertionError(self.death(rank)) from None
                 assert kind == "value", f"rank {rank}:\n{value}"
                 results[rank] = value
+        self.signal(signal.SIGSTOP)
         return [results[rank] for rank in sorted(results)]
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def stuck(self, rank: int) -> str:
         """End a rank, which writes where its threads are."""
@@ -85,8 +100,10 @@ class Ranks:
 
     def death(self, rank: int) -> str:
         self.processes[rank].join(10)
-        said = (self.folder / str(rank)).read_text(errors="replace")
-        return f"rank {rank} died with exit code {self.processes[rank].exitcode}: {said[-8000:]}"
+        log, said = self.folder / str(rank), "nothing, before it opened its log: see stderr"
+        if log.exists():
+            said = log.read_text(errors="replace")[-8000:]
+        return f"rank {rank} died with exit code {self.processes[rank].exitcode}: {said}"
 
     def kill(self) -> None:
         for process in self.processes:
@@ -139,6 +156,9 @@ def run_ranks(
 def _serve(
     rank: int, size: int, port: int, process_group: bool, pipe: Connection, folder: Path
 ) -> None:
+    # The server ends with the tests' process, if no rank holds this; and its ranks, stopped or not.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with (folder / str(rank)).open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
     faulthandler.enable(2)

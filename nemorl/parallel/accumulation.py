@@ -222,7 +222,6 @@ class Accumulating(ABC):
             self.optimizer.zero_grad()
 
     def _forget(self) -> None:
-        """Drop the gradients that no step was taken along."""
         self._restart()
         self._zero_grad()
 

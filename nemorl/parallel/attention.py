@@ -180,7 +180,6 @@ def segment_attention(
 def _at_once(
     flat: list[Float[Tensor, "tokens _ _"]], segments: FlatSegments, rule: Rule
 ) -> Float[Tensor, "laid width"]:
-    """Return the attention of segments, laid end to end."""
     # Autocast does not know these kernels; values come from a linear layer, which it knows, where
     # rotary angles leave queries and keys in float32.
     flat = [x.to(flat[2].dtype) for x in flat]
@@ -195,7 +194,6 @@ def _in_buckets(
     buckets: tuple[Int[Tensor, "_ _"], ...],
     rule: Rule,
 ) -> Float[Tensor, "laid width"]:
-    """Return the attention of buckets, laid end to end."""
     flat, outputs = [x.contiguous() for x in flat], []
     for tokens in buckets:
         qkv = (

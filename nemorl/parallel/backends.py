@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from nemorl.checks import checked_by, refuse_unused, require
+from nemorl.parallel.config import TrainingLimits, TrainingSections
 from nemorl.parallel.dtensor import limits as dtensor
-from nemorl.parallel.limits import TrainingLimits, TrainingSections
 from nemorl.parallel.megatron import limits as megatron
 from nemorl.parallel.plan import ParallelPlan, num_experts
 from nemorl.parallel.traits import TrainingTraits

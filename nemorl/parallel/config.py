@@ -5,11 +5,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from nemorl.checks import at_least, refuse_unused, require
 from nemorl.models.capabilities import Proofs
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.traits import TrainingTraits
 
 MICRO_BATCH_TOKENS = 16_384
 """Default size of a microbatch, in tokens."""
@@ -402,3 +403,34 @@ class BackendConfig:
             require(not rank, "lora.rank", requirement, rank, "remove it")
             requirement = "must be off with a scalar head, which has no log-probabilities"
             require(not self.keep_reference, "keep_reference", requirement, True, "remove it")
+
+
+@runtime_checkable
+class TrainingSections(Protocol):
+    """The settings that a check reads: sections of a run's or a backend's configuration."""
+
+    @property
+    def lora(self) -> LoRAConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def parallel(self) -> ParallelPlan: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
+
+
+@runtime_checkable
+class TrainingLimits(Protocol):
+    """A training backend's class, or the light module of a built-in one."""
+
+    @property
+    def traits(self) -> TrainingTraits:
+        """What it can do."""
+
+    def check(self, config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
+        """Raise ValueError for settings that it does not support, or has no effect for.
+
+        config: a run's or a backend's settings.
+        model: the model's Hugging Face configuration; None: it is not known yet.
+        plan: the devices, without an open degree.
+        """

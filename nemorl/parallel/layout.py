@@ -149,7 +149,6 @@ def _ids(experts: Int[Tensor, "tokens layers topk"]) -> Int[Tensor, "tokens"]:
 
 
 def _placed(routes: RankRoutes, parts: Sequence[TokenBatch]) -> Iterator[TokenBatch]:
-    """Yield a rank's microbatches with their routes."""
     real = [part.segment_ids.cpu() > 0 for part in parts]
     sizes = [int(each.sum()) for each in real]
     experts = routes.experts.split(sizes)
@@ -235,10 +234,7 @@ def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
 def _microbatches(
     rows: TokenBatch, config: TrainerConfig, own: Sequence[int], units: Plan | None, at_least: int
 ) -> Plan:
-    """Return the microbatches of one rank's rows, as indices of all rows.
-
-    units: rows with the same prompt.
-    """
+    """Return the microbatches of one rank's rows, as indices of all rows."""
     if not own:
         return ((),) * at_least
     mine, budget = take(rows, own), config.micro_batch_tokens

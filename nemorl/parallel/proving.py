@@ -310,7 +310,6 @@ def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
 
 
 def _sampled(model: Any, rows: Any) -> float:
-    """Sample with a cache, more sequences than slots."""
     engine = TorchGenerationBackend(model=copy.deepcopy(model), cached=True)
     engine.setup(GenerationConfig(max_batch_size=3))
     try:
@@ -330,7 +329,6 @@ def sampled_differ(engine: Any, model: Any, rows: Any) -> float:
 
 
 def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
-    """Start two ranks, which write what they find to RESULT."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -348,10 +346,7 @@ def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
 
 
 def _of_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> dict[Capability, Proof]:
-    """Return what ranks found.
-
-    Raises: RuntimeError where they end without that, or don't end.
-    """
+    """Return what ranks found."""
     end, why = time.monotonic() + TIMEOUT_S, f"they did not end in {TIMEOUT_S:g} s"
     with suppress(subprocess.TimeoutExpired):
         for rank in ranks:

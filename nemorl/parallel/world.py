@@ -143,9 +143,7 @@ class World:
 
 
 def _merged(found: list[Any], other: list[Any], merge: Callable[[Any, Any], Any]) -> list[Any]:
-    """Return two values merged, and the error of one of them or of `merge`, which the other ranks
-    must hear of: they wait for the result.
-    """
+    """Merge two values; an error is passed on, as the other ranks wait for a result."""
     try:
         return [merge(found[0], other[0]), found[1] or other[1]]
     except Exception as error:

@@ -14,12 +14,11 @@ from nemorl.losses.types import finalize
 from nemorl.models.stored import as_stored, stored_names
 from nemorl.parallel.config import OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
-from tests.parallel.batches import nll_loss
-from tests.parallel.megatron.test_backend import start
+from tests.parallel.batches import grouped, nll_loss
 from tests.parallel.parity.golden import draw_experts
 from tests.parallel.parity.reference import forced
 from tests.parallel.parity.worker import gradients_of
-from tests.parallel.test_tokens import grouped
+from tests.parallel.ways import start
 from tests.tiny_models import tiny_model
 
 COEF = 0.3
@@ -93,10 +92,7 @@ def assert_same(
 
 
 def sampled(model: Any, batch: TokenBatch, weigh: Any = forced) -> TokenBatch:
-    """A batch with drawn experts, which the model takes from now on.
-
-    weigh: the hook of a router that does it.
-    """
+    """A batch with drawn experts, which the model takes from now on."""
     generator, width = torch.Generator().manual_seed(0), batch.input_ids.shape[1]
     rows = [draw_experts(width, model.config, generator) for _ in range(len(batch))]
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]

@@ -37,10 +37,7 @@ BACKENDS: dict[str, Any] = {"dtensor": DTensorBackend, "megatron": MegatronBacke
 
 
 def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[int, int]:
-    """This rank's peak bytes in an optimizer step after the first, and what it sends in another.
-
-    The smallest of three peaks: while a rank waits for a slow one, it holds more.
-    """
+    """This rank's peak bytes in an optimizer step after the first, and what it sends in another."""
     trainer = replace(
         work.trainer,
         device="cpu",
@@ -93,9 +90,7 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 
 class Allocations:
-    """What the allocator gives out and takes back. `torch.profiler` would also record operations,
-    and sometimes crash when it ends while a thread of gloo reports one.
-    """
+    """What the allocator gives out and takes back."""
 
     def __enter__(self) -> "Allocations":
         config = ProfilerConfig(
@@ -109,7 +104,7 @@ class Allocations:
         self.found = sorted(_allocations(_disable_profiler().experimental_event_tree()))
 
     def peak(self, begin: int, end: int) -> int:
-        """The most bytes held between two times. A pointer that is given out again was freed."""
+        """The most bytes held between two times."""
         live: dict[int, int] = {}
         total = peak = 0
         for when, pointer, size in self.found:

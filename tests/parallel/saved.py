@@ -4,11 +4,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemorl.models.checked_files import MANIFEST, checksum, write_manifest
+from nemorl.models.tensor_files import TensorFiles
 from nemorl.runtime.store.export import write_checkpoint
 from tests.tiny_models import tiny_tokenizer
 
@@ -33,3 +35,14 @@ class Carried(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.most = max(self.most, *(tensor.nbytes for tensor in tensors), 0)
         return func(*args, **(kwargs or {}))
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in it, whole."""
+    stored = TensorFiles(folder.glob("*.safetensors"))
+    return {name: stored.read(name) for name in stored.shapes}
+
+
+def assert_same(a: Path, b: Path, *, atol: float = 0) -> None:
+    torch.testing.assert_close(contents(a), contents(b), atol=atol, rtol=0)
+    assert (a / "backend.json").read_text() == (b / "backend.json").read_text()

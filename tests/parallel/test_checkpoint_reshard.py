@@ -20,15 +20,7 @@ from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.checked_files import DamagedFile, checksum, read_manifest, write_manifest
 from nemorl.models.source import ModelSource
-from nemorl.models.tensor_files import TensorFiles
 from nemorl.parallel import checkpoint
-from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-)
 from nemorl.parallel.dtensor import backend as dtensor_backend
 from nemorl.parallel.dtensor import checkpoint as dtensor_checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -37,7 +29,8 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.store.checkpoint import load_latest
 from nemorl.runtime.store.errors import memory_advice
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.saved import Carried, exported
+from tests.parallel.saved import assert_same, contents, exported
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.runtime.tiny import save, tiny_run
 from tests.tiny_models import tiny_model
@@ -57,18 +50,8 @@ optimizer's state, too.
 
 
 def backend(folder: Path, plan: dict[str, Any], **options: Any) -> DTensorBackend:
-    made = DTensorBackend()
-    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, schedule="linear")
-    config = BackendConfig(
-        model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(device="cpu"),
-        optimizer=optimizer,
-        parallel=ParallelPlan(**plan),
-        total_steps=9,
-        **options,
-    )
-    made.setup(config)
-    return made
+    optimizer = {"weight_decay": 0.1, "schedule": "linear"}
+    return set_up(None, folder, plan=plan, optimizer=optimizer, total_steps=9, **options)
 
 
 def step(made: DTensorBackend) -> float:
@@ -106,23 +89,12 @@ def on(name: str, function: Any, *args: Any) -> Any:
     return first
 
 
-def contents(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in it, whole."""
-    stored = TensorFiles(folder.glob("*.safetensors"))
-    return {name: stored.read(name) for name in stored.shapes}
-
-
 def stored_bytes(folder: Path, kind: str) -> int:
     """Of all pieces, some of which might be there twice."""
     return sum(
         sum(tensor.nbytes for tensor in load_file(path).values())
         for path in folder.glob(f"{kind}*.safetensors")
     )
-
-
-def assert_same(a: Path, b: Path, *, atol: float = 0) -> None:
-    torch.testing.assert_close(contents(a), contents(b), atol=atol, rtol=0)
-    assert (a / "backend.json").read_text() == (b / "backend.json").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +105,9 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     return root, {name: on(name, save_and_go_on, root, name, {}) for name in PLANS}
 
 
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize(
+    "name", [n if n == "alone" else pytest.param(n, marks=pytest.mark.slow) for n in PLANS]
+)
 def test_any_plan_goes_on_from_any_other(saved, name):
     root, expected = saved
     found = on(name, load_and_go_on, root, name, {})
@@ -145,8 +119,9 @@ def test_any_plan_goes_on_from_any_other(saved, name):
         assert_same(root / other, root / f"{other} by {name}")
 
 
+@pytest.mark.slow
 def test_all_plans_write_the_same(saved):
-    """Up to the order of additions in two steps. No pickle is written, and nothing twice."""
+    """Up to the order of additions in two steps."""
     root, (first, *others) = saved
     for other in others:
         assert_same(root / first, root / other, atol=2e-4)
@@ -155,6 +130,7 @@ def test_all_plans_write_the_same(saved):
             assert stored_bytes(root / other, kind) == stored_bytes(root / first, kind)
 
 
+@pytest.mark.slow
 def test_transformers_loads_what_any_plan_wrote(saved):
     """One process's as it is, and the export of ranks' pieces."""
     root, expected = saved
@@ -166,6 +142,7 @@ def test_transformers_loads_what_any_plan_wrote(saved):
             torch.testing.assert_close(parameter.detach(), found[key], atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_pieces_are_not_taken_for_a_model(saved):
     """transformers finds none, and nemorl says what makes one."""
     folder = saved[0] / "fsdp 3"
@@ -177,6 +154,7 @@ def test_pieces_are_not_taken_for_a_model(saved):
             use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["optimizer", "weights"])
 def test_each_rank_writes_its_share(saved, kind):
     sizes = {
@@ -187,16 +165,13 @@ def test_each_rank_writes_its_share(saved, kind):
     assert max(sizes.values()) < 1.6 * min(sizes.values())
 
 
+ADAPTED = {"lora": {"rank": 4, "alpha": 8.0}, "keep_reference": True}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        (
-            "cp 2, full checkpointing",
-            {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True},
-        ),
-        ("fsdp 2 x tp 2", {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True}),
-        ("fsdp 2 x tp 2", {}),
-    ],
+    [("cp 2, full checkpointing", ADAPTED), ("fsdp 2 x tp 2", ADAPTED), ("fsdp 2 x tp 2", {})],
 )
 def test_adapters_and_untied_embeddings_go_from_plan_to_plan(tmp_path: Path, ranks, options):
     tiny_model(scale=2.0, tied=bool(options)).save_pretrained(tmp_path / "model")
@@ -207,26 +182,6 @@ def test_adapters_and_untied_embeddings_go_from_plan_to_plan(tmp_path: Path, ran
         for other in names:
             assert found[other] == pytest.approx(expected[other], rel=5e-7)
             assert_same(tmp_path / other, tmp_path / f"{other} by {name}")
-
-
-def largest_calls(root: Path, name: str) -> tuple[int, int]:
-    """The bytes of the largest collective call of a save, and of an export."""
-    made = backend(root / "model", PLANS[name])
-    step(made)
-    with Carried() as saving:
-        made.save_checkpoint(root / name)
-    with Carried() as exporting:
-        all(True for _ in made.weights())
-    return saving.most, exporting.most
-
-
-@pytest.mark.parametrize("name", ["fsdp 3", "fsdp 2 x tp 2"])
-def test_no_rank_gathers_what_others_write(tmp_path: Path, name):
-    sizes = {"hidden_size": 128, "intermediate_size": 256}
-    tiny_model(scale=2.0, **sizes).save_pretrained(tmp_path / "model")
-    count = ParallelPlan(**PLANS[name]).num_ranks
-    for saving, exporting in run_ranks(count, largest_calls, tmp_path, name):
-        assert saving < 16_384 < exporting
 
 
 def meet_damage(root: Path, file: str) -> str:
@@ -247,23 +202,6 @@ def meet_damage(root: Path, file: str) -> str:
     assert made.step == 1
     assert all(torch.equal(tensor, expected[name]) for name, tensor in made.weights())
     return str(caught.value)
-
-
-def meet_a_cut(root: Path) -> str:
-    """Rank 1 alone finds it, before anything is read."""
-    made = backend(root / "model", {"dp_shard": 2})
-    made.save_checkpoint(root / "first")
-    broken = patch.object(checkpoint, "read_manifest", side_effect=DamagedFile("cut"))
-    with broken if made.world.rank else nullcontext(), pytest.raises(DamagedFile) as caught:
-        made.load_checkpoint(root / "first")
-    made.load_checkpoint(root / "first")
-    return str(caught.value)
-
-
-def test_damage_that_one_rank_meets_at_once_is_raised_by_all(tmp_path: Path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    first, second = run_ranks(2, meet_a_cut, tmp_path)
-    assert first == second and re.fullmatch("rank 1 of 2 on .*: cut", first)
 
 
 @pytest.mark.parametrize("kind", ["weights", "optimizer"])
@@ -289,6 +227,7 @@ def load_without_memory(root: Path) -> Exception:
     return caught.value
 
 
+@pytest.mark.slow
 def test_lack_of_memory_is_no_damage_of_the_newest_checkpoint(tmp_path: Path):
     """A run ends with the advice, and does not go on from an older one."""
     tiny_model().save_pretrained(tmp_path / "model")
@@ -341,6 +280,7 @@ def without_memory(*args: Any) -> checkpoint.Contents:
     return replace(found, optimizer=(found.optimizer[0], values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize(
     ("how", "message"),
@@ -384,18 +324,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     assert losses == [step(plain) for _ in range(2)]
 
 
-def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    made = backend(tmp_path / "model", {})
-    for number in range(3):
-        step(made)
-        made.save_checkpoint(tmp_path / str(number), background=True)
-    made.wait_for_checkpoint()
-    for number in range(3):
-        made.load_checkpoint(tmp_path / str(number))
-        assert made.step == number + 1
-
-
+@pytest.mark.slow
 def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
     """Nothing is left of the earlier one, whose files have other names."""
     tiny_model().save_pretrained(tmp_path / "model")

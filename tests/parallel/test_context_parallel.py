@@ -55,6 +55,7 @@ def split(method: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("method", ["ulysses", "allgather"])
 def test_it_is_attention_over_whole_rows(method, size):

@@ -5,21 +5,19 @@ and metrics of their load, against Hugging Face and the papers.
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-import nemorl
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_of
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
+from tests.parallel import ways
 from tests.parallel.balance import (
     BATCH,
     COEF,
@@ -31,15 +29,16 @@ from tests.parallel.balance import (
     written,
 )
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.megatron.test_backend import weights
+from tests.parallel.ways import weights
 from tests.ranks import run_ranks
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 BIAS = "e_score_correction_bias"
 RATE, DTENSOR = 0.01, "FSDP2 2"
 ALONE = ParallelPlan()
+REPLAY: list[dict[str, Any]] = [{**layout, "router_replay": True} for layout in LAYOUTS]
 ON_RANKS = [
-    pytest.param(ParallelPlan(dp_shard=2), id="FSDP2 2"),
+    pytest.param(ParallelPlan(dp_shard=2), id="FSDP2 2", marks=pytest.mark.slow),
     pytest.param(
         ParallelPlan(dp_shard=1, tp=2, activation_checkpointing="full"),
         id="TP 2",
@@ -63,10 +62,7 @@ def family(kind: str, folder: Path, **options: Any) -> Any:
 
 
 def set_up(folder: Path, plan: ParallelPlan = ALONE, **options: Any) -> DTensorBackend:
-    trainer = TrainerConfig(device="cpu", **options.pop("trainer", {}))
-    backend, model = DTensorBackend(), ModelConfig(path=str(folder))
-    backend.setup(BackendConfig(model=model, trainer=trainer, parallel=plan, **options))
-    return backend
+    return ways.set_up(None, folder, plan=vars(plan), optimizer={"lr": 1e-5}, **options)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
@@ -83,12 +79,14 @@ def test_the_gradient_is_hugging_faces(kind: str, tmp_path: Path):
     assert max((balanced[name] - plain[name]).abs().max() for name in plain) > 1e-3
 
 
+@pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("plan", ON_RANKS)
-def test_the_gradient_is_hugging_faces_on_ranks(plan: ParallelPlan, tmp_path: Path):
+def test_the_gradient_is_hugging_faces_on_ranks(plan: ParallelPlan, replay: bool, tmp_path: Path):
     model = written("qwen3_moe", tmp_path)
-    layouts = LAYOUTS if plan.cp == 1 else LAYOUTS[1:]
-    found = run_ranks(2, steps, tmp_path, plan, BATCH, layouts, DTENSOR)
-    assert_same(model, BATCH, found)
+    batch, layouts = (sampled(model, BATCH), REPLAY) if replay else (BATCH, LAYOUTS)
+    layouts = layouts if plan.cp == 1 else layouts[1:]
+    found = run_ranks(2, steps, tmp_path, plan, batch, layouts, DTENSOR)
+    assert_same(model, batch, found)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
@@ -134,6 +132,7 @@ def loads(folder: Path, plan: ParallelPlan, layouts: list[dict[str, Any]]) -> li
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_load_metrics_count_tokens(kind: str, tmp_path: Path):
     model = written(kind, tmp_path) if kind == "qwen3_moe" else family(kind, tmp_path)
@@ -157,12 +156,6 @@ def test_load_metrics_count_tokens(kind: str, tmp_path: Path):
 
 
 SHARED = ParallelPlan(dp_shard=2), LAYOUTS[:2]
-
-
-def test_a_dense_model_has_no_load(tmp_path: Path):
-    tiny_model().save_pretrained(tmp_path)
-    (metrics,) = loads(tmp_path, ALONE, [{}])
-    assert not any(name.startswith("experts/") for name in metrics)
 
 
 def biases(backend: DTensorBackend) -> Tensor:
@@ -217,34 +210,20 @@ def test_biases_move_as_in_the_paper(plan: ParallelPlan, tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "trainer", "message"),
     [
-        (
-            "deepseek_v3",
-            {"router_aux_loss_coef": 0.1},
-            r"router_aux_loss_coef must be 0 for deepseek_v3.* take trainer.router_bias_update",
-        ),
-        (
-            "mixtral",
-            {"router_bias_update_rate": 0.1},
-            r"router_bias_update_rate must be 0 for mixtral, whose .* take trainer.router_aux_loss",
-        ),
+        ("deepseek_v3", {"router_aux_loss_coef": 0.1}, "must be 0 for deepseek_v3.* take trainer"),
+        ("mixtral", {"router_bias_update_rate": 0.1}, "must be 0 for mixtral, whose .* take tra"),
         ("qwen2", {"router_aux_loss_coef": 0.1}, "must be 0 for qwen2"),
+        ("llama4_text", {"router_replay": True}, "must be off for llama4_text, whose exp"),
+        (None, {"router_bias_update_rate": RATE}, "router_bias_update_rate must be 0 with lora"),
     ],
 )
-def test_what_a_model_does_not_have_is_refused(
-    kind: str, trainer: dict, message: str, tmp_path: Path
-):
-    if kind == "deepseek_v3":
+def test_what_a_model_does_not_have_is_refused(kind: Any, trainer: dict, message: str, tmp_path):
+    if kind in ("deepseek_v3", "llama4_text"):
         family(kind, tmp_path)
-    else:
+    elif kind:
         tiny_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        set_up(tmp_path, trainer=trainer)
-
-
-def test_biases_do_not_move_beside_adapters(tmp_path: Path):
-    trainer = {"router_bias_update_rate": RATE}
-    with pytest.raises(ValueError, match=r"router_bias_update_rate must be 0 with lora.rank"):
-        set_up(tmp_path, trainer=trainer, lora=LoRAConfig(rank=2))
+        set_up(tmp_path, trainer=trainer, lora={} if kind else {"rank": 2})
 
 
 def test_an_error_leaves_no_trace(tmp_path: Path):
@@ -286,16 +265,13 @@ def spread(folder: Path, plan: ParallelPlan, checkpoint: Path) -> tuple[int, dic
     return count, *found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "experts", "counts"),
     [
         pytest.param(ParallelPlan(dp_shard=1, tp=2), 4, [2, 2], id="TP 2"),
         pytest.param(ParallelPlan(dp_shard=1, tp=2), 3, [3, 3], id="an odd number"),
-        pytest.param(
-            *(ParallelPlan(dp_shard=2, tp=2), 6, [2, 2, 1, 1]),
-            id="TP 2, FSDP2 2",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(ParallelPlan(dp_shard=2, tp=2), 6, [2, 2, 1, 1], id="TP 2, FSDP2 2"),
     ],
 )
 def test_ranks_of_tensor_parallelism_share_experts(
@@ -316,9 +292,6 @@ def test_ranks_of_tensor_parallelism_share_experts(
     assert_same(model, BATCH, found)
 
 
-REPLAY: list[dict[str, Any]] = [{**layout, "router_replay": True} for layout in LAYOUTS]
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_the_samplers_experts_are_trained(kind: str, tmp_path: Path):
     """Weighted by the router, whose balancing loss is of its own choice."""
@@ -328,14 +301,6 @@ def test_the_samplers_experts_are_trained(kind: str, tmp_path: Path):
     found = steps(tmp_path, ALONE, batch, REPLAY, DTENSOR)
     found += steps(tmp_path, recompute, batch, REPLAY[:1], DTENSOR)
     assert_same(model, batch, [found])
-
-
-@pytest.mark.parametrize("plan", ON_RANKS)
-def test_the_samplers_experts_are_trained_on_ranks(plan: ParallelPlan, tmp_path: Path):
-    model = written("qwen3_moe", tmp_path)
-    batch = sampled(model, BATCH)
-    layouts = REPLAY if plan.cp == 1 else REPLAY[1:]
-    assert_same(model, batch, run_ranks(2, steps, tmp_path, plan, batch, layouts, DTENSOR))
 
 
 def forced_in_groups(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
@@ -392,29 +357,3 @@ def test_a_router_that_chooses_otherwise_is_found(tmp_path: Path, monkeypatch):
     with pytest.raises(RuntimeError, match="can't be replayed: the model's router does not choose"):
         backend.train_step(sampled(model, BATCH), nll_loss)
     backend.shutdown()
-
-
-def test_llama_4_has_no_experts_to_replay(tmp_path: Path):
-    family("llama4_text", tmp_path)
-    with pytest.raises(ValueError, match=r"router_replay must be off for llama4_text, whose exp"):
-        set_up(tmp_path, trainer={"router_replay": True})
-
-
-def test_what_is_sampled_is_replayed(tmp_path: Path):
-    """From the engine to the trainer: the ratios are of one model."""
-    model = tiny_model("qwen3_moe", scale=2.0)
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    result = nemorl.train(
-        str(tmp_path / "model"),
-        [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)],
-        lambda prompt, response: crc32(response.encode()) % 7,  # responses differ in it
-        **{"max_num_steps": 2, "num_prompts_per_step": 4, "num_generations_per_prompt": 4},
-        **{"trainer.router_replay": True, "trainer.device": "cpu", "optimizer.lr": 1e-2},
-        **{"generation.max_new_tokens": 8, "data.max_total_sequence_length": 64},
-        **{"run.dir": str(tmp_path / "run"), "run.display": "none"},
-    )
-    lines = [line for line in result.history if line["phase"] == "train"]
-    assert len(lines) == 2
-    for line in lines:
-        assert line["token_mult_prob_error_max"] < 1 + 1e-4 and line["grad_norm"] > 0

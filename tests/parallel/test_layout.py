@@ -13,7 +13,6 @@ from nemorl.data.routes import RankRoutes
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.layout import Cutting, cut
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.tokens import once
 from tests.parallel.batches import random_batch
 
 LAYOUTS = [
@@ -137,23 +136,6 @@ def test_ranks_are_sent_the_routes_of_their_own_tokens_and_layers(lengths, layou
                 assert torch.equal(part.routed_experts[real], expected[real])
                 assert (part.routed_experts[~real] == -1).all()
     assert cuts.own_layout(arrived, (rank, 0), replay=False).rows.routed_experts is None
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_stages_share_the_tokens_that_whole_routes_let_them_share(pp: int):
-    """Experts that differ in one stage alone keep prompts apart in the other, too."""
-    prompt = random_batch([12]).input_ids.expand(8, 12)
-    batch = replace(random_batch([12] * 8), input_ids=prompt)
-    batch = with_experts(batch, few=True)
-    batch.routed_experts[:4, :6] = batch.routed_experts[:1, :6]
-    cuts = cutting(ParallelPlan(dp_shard=1, pp=pp))
-    (expected,) = map(once, cuts.layout(batch).parts())
-    assert expected is not None and 12 < len(expected[0]) < 8 * 12
-    for place, routes in cuts.routes(batch).items():
-        assert (routes.ids is None) == (pp == 1)
-        arrived = replace(batch, routed_experts=routes)
-        (found,) = map(once, cuts.own_layout(arrived, place, replay=True).parts())
-        assert found is not None and all(map(torch.equal, found, expected))
 
 
 def test_routes_of_another_layout_are_refused():

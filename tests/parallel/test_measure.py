@@ -10,13 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 from nemorl.data.batch import Example, collate
-from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize, merge
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_model_of
 from nemorl.parallel import measure
-from nemorl.parallel.config import BackendConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.measure import (
     GpuPeaks,
     StepMeter,
@@ -25,8 +22,8 @@ from nemorl.parallel.measure import (
     segment_lengths,
 )
 from nemorl.runtime.watch.resources import ResourceMeter
-from tests.parallel.batches import nll_loss
-from tests.parallel.test_tokens import grouped
+from tests.parallel.batches import grouped, nll_loss
+from tests.parallel.ways import set_up
 from tests.tiny_models import KINDS, tiny_model
 
 CPU = torch.device("cpu")
@@ -75,29 +72,6 @@ def test_pytorch_counts_the_same_of_other_layers(kind):
     assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
 
 
-def test_a_model_of_a_billion_and_a_half():
-    """6 N per token, of which attention within 8,192 tokens is about a third more."""
-    config = KINDS["qwen2"][0](
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-    )
-    one = flops_per_step(config, [1])
-    assert one / 6 == pytest.approx(1.544e9, rel=1e-3)  # as in its model card, tied
-    assert flops_per_step(config, [8192]) / (8192 * one) == pytest.approx(1.228, abs=0.01)
-
-
-def test_packing_changes_nothing_but_one_long_sequence_does():
-    batch, config = batch_of([7, 3, 9, 5]), tiny_model().config
-    packed = pack(batch, pack_plan([7, 3, 9, 5], capacity=16))
-    assert len(packed) < 4 and segment_lengths(batch) == [7, 3, 9, 5]
-    assert sorted(segment_lengths(packed)) == [3, 5, 7, 9]
-    assert flops_per_step(config, [24]) > flops_per_step(config, [7, 3, 9, 5])
-
-
 def step(meter: StepMeter, batch, pause: float = 0.02):
     meter.begin()
     time.sleep(pause)
@@ -122,9 +96,7 @@ def test_a_step(monkeypatch):
 def test_a_prompt_that_is_computed_once_counts_once(size: int | None):
     """And twice where its sequences are in two microbatches."""
     batch = grouped([(20, [3, 5, 4, 4])])
-    backend = DTensorBackend(tiny_model())
-    trainer = TrainerConfig(device="cpu", train_micro_batch_size=size)
-    backend.setup(BackendConfig(trainer=trainer))
+    backend = set_up(tiny_model(), trainer={"train_micro_batch_size": size})
     found = backend.train_step(batch, nll_loss)
     work = found["trainer/tflops_per_device"].total * 1e12
     lengths = segment_lengths(batch)

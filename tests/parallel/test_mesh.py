@@ -27,6 +27,7 @@ def late() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_collective_takes_longer_than_it_may():
     found, _ = run_ranks(2, late, fresh=True)
     assert "1000ms" in found[0] and "1000ms" in found[2]
@@ -43,6 +44,7 @@ def listens_to() -> set[str]:
     return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_listen_to_its_loopback_alone():
     assert run_ranks(2, listens_to, process_group=False) == [{"127.0.0.1"}] * 2
 
@@ -55,5 +57,6 @@ def joined_twice() -> tuple[bool, int]:
     return mesh.join(plan, "cpu") is first, psutil.Process().num_threads() - before
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_process_takes_the_groups_of_the_first():
     assert run_ranks(2, joined_twice) == [(True, 0)] * 2

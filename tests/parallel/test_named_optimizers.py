@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor
 from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    ModelConfig,
     OptimizerConfig,
-    TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
-from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.test_checkpoint_reshard import contents
+from tests.parallel.saved import contents
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_critic, tiny_model
 
@@ -141,19 +137,9 @@ def test_rates_of_muon_and_of_adamw():
     assert {group["lr"] for group in backend({}, name="muon").optimizer.param_groups} == {1e-5}
 
 
-def backend(plan: dict[str, Any], folder: Path | None = None, **options: Any) -> DTensorBackend:
-    lora = LoRAConfig(rank=options.pop("rank", 0))
-    made = DTensorBackend(wide_model() if folder is None else None)
-    made.setup(
-        BackendConfig(
-            model=ModelConfig(path="" if folder is None else str(folder)),
-            trainer=TrainerConfig(device="cpu"),
-            optimizer=OptimizerConfig(**options),
-            lora=lora,
-            parallel=ParallelPlan(**plan),
-        )
-    )
-    return made
+def backend(plan: Any, folder: Path | None = None, *, rank: int = 0, **optimizer: Any) -> Any:
+    model, optimizer = wide_model() if folder is None else None, {"lr": 1e-5, **optimizer}
+    return set_up(model, folder or "", lora={"rank": rank}, optimizer=optimizer, plan=plan)
 
 
 def wide_model() -> nn.Module:
@@ -183,6 +169,7 @@ def on_ranks(shape: tuple[int, ...], placements: list[Any]) -> float:
     return max(float((full_tensor(one) - other).abs().max()) for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_muon_of_shards_is_muon_of_the_whole():
     """Bit for bit, where gradients are; whatever the shards."""
     from torch.distributed.tensor import Replicate, Shard
@@ -237,6 +224,7 @@ def load_and_go_on(root: Path, plan: str, name: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, tmp_path: Path):
     if name == "adamw8bit":
@@ -264,6 +252,7 @@ def save_and_reload(root: Path) -> list[float]:
     return [*losses, step(made)]
 
 
+@pytest.mark.slow
 def test_ranks_without_a_row_of_a_matrix_leave_its_state_to_others(tmp_path: Path):
     """A router of two experts has two rows, for four ranks."""
     pytest.importorskip("bitsandbytes")
@@ -276,17 +265,6 @@ def test_ranks_without_a_row_of_a_matrix_leave_its_state_to_others(tmp_path: Pat
     alone.save_checkpoint(tmp_path / "again")
     assert_same(tmp_path / "saved", tmp_path / "again")
     assert "model.layers.0.mlp.gate.weight.step" in contents(tmp_path / "saved")
-
-
-@pytest.mark.parametrize("name", list(OPTIONS))
-def test_a_checkpoint_before_the_first_step_has_no_state(name, tmp_path: Path):
-    if name == "adamw8bit":
-        pytest.importorskip("bitsandbytes")
-    made = backend({}, **OPTIONS[name])
-    made.save_checkpoint(tmp_path)
-    losses = [step(made) for _ in range(3)]
-    made.load_checkpoint(tmp_path)
-    assert [step(made) for _ in range(3)] == losses
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -307,17 +285,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path):
     other.save_checkpoint(tmp_path / "adamw")
     with pytest.raises(ValueError, match=r"must be adamw, as when .* but it is 'muon'"):
         made.load_checkpoint(tmp_path / "adamw")
-
-
-def test_adapters_train_with_muon(tmp_path: Path):
-    made = backend({}, name="muon", lr=3e-3, rank=4)
-    batch = random_batch(LENGTHS)
-    losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(10)]
-    assert losses[-1] < 0.9 * losses[0]
-    made.save_checkpoint(tmp_path / "saved")
-    again = backend({}, name="muon", lr=3e-3, rank=4)
-    again.load_checkpoint(tmp_path / "saved")
-    assert step(again) == step(made)
 
 
 def test_8_bits_are_those_of_bitsandbytes():
@@ -341,39 +308,20 @@ def test_8_bits_are_those_of_bitsandbytes():
         assert torch.equal(found["state2"], by_hand.state[other]["state2"])
 
 
-def test_8_bits_are_near_32():
-    pytest.importorskip("bitsandbytes")
-    found = []
-    for name in ("adamw", "adamw8bit"):
-        made = backend({}, name=name, lr=1e-3)
-        found.append([step(made) for _ in range(10)])
-    assert found[1] == pytest.approx(found[0], rel=0.02) and found[0] != found[1]
-
-
 def narrow() -> str:
-    made = DTensorBackend(tiny_model())
-    try:
-        options = OptimizerConfig(name="adamw8bit")
-        plan = ParallelPlan(dp_shard=2)
-        trainer = TrainerConfig(device="cpu")
-        made.setup(BackendConfig(trainer=trainer, optimizer=options, parallel=plan))
-    except ValueError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ValueError) as caught:
+        set_up(tiny_model(), optimizer={"name": "adamw8bit"}, plan={"dp_shard": 2})
+    return str(caught.value)
 
 
+@pytest.mark.slow
 def test_shards_of_parts_of_blocks_are_refused():
     pytest.importorskip("bitsandbytes")
     for message in run_ranks(2, narrow):
         assert message.startswith(
             "the rows of model.layers.0.self_attn.q_proj.weight must be whole"
         )
-    made = DTensorBackend(tiny_model())  # one rank needs no whole blocks
-    made.setup(
-        BackendConfig(
-            trainer=TrainerConfig(device="cpu"), optimizer=OptimizerConfig(name="adamw8bit")
-        )
-    )
+    made = set_up(tiny_model(), optimizer={"name": "adamw8bit"})  # one rank needs no whole blocks
     made.train_step(random_batch(LENGTHS), nll_loss)
 
 

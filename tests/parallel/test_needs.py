@@ -12,8 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 import nemorl
-from nemorl.data import pack, pack_plan
-from nemorl.losses import policy
 from nemorl.losses.types import LossOutput, finalize, needs_of
 from nemorl.losses.value import value_loss
 from nemorl.models.causal_lm import load_causal_lm, on_meta
@@ -24,7 +22,6 @@ from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
     ModelConfig,
-    OptimizerConfig,
     TrainerConfig,
 )
 from nemorl.parallel.dtensor import head
@@ -33,21 +30,18 @@ from nemorl.parallel.dtensor.build import load_folder
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.backend import source_of
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.algorithms import preference_loss, sft
-from tests.parallel.batches import DEVICE, nll_loss, random_batch
+from tests.parallel.batches import ATOL, DEVICE, LAYOUTS, LENGTHS, nll_loss, random_batch
 from tests.parallel.saved import exported
-from tests.parallel.test_training_conformance import ATOL, LAYOUTS, LENGTHS
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_critic, tiny_model
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None, eps=1e-4)
+OPTIMIZER = {"max_grad_norm": None, "eps": 1e-4}
 
 
-def backend(model: Any = None, **options: Any) -> DTensorBackend:
-    made, device = DTensorBackend(model), {"device": DEVICE}
-    trainer = TrainerConfig(**device, **options.pop("trainer", {}))
-    made.setup(BackendConfig(trainer=trainer, **{"optimizer": OPTIMIZER, **options}))
-    return made
+def backend(model: Any = None, *, trainer: Any = None, **options: Any) -> DTensorBackend:
+    trainer = {"device": DEVICE, **(trainer or {})}
+    return set_up(model, trainer=trainer, optimizer=OPTIMIZER, **options)
 
 
 def critic(model: Any = None, **options: Any) -> DTensorBackend:
@@ -86,15 +80,6 @@ def test_a_loss_gets_what_it_declares():
         nemorl.Needs(entropy=True, values=True)
 
 
-def test_the_built_in_losses_declare_entropy_where_they_read_it():
-    assert needs_of(nemorl.policy_loss(policy.clipped)).entropy, "it is logged"
-    assert needs_of(nemorl.policy_loss(policy.clipped, entropy_coef=0.01)).entropy
-    assert not needs_of(nemorl.policy_loss(policy.clipped, entropy_coef=None)).entropy
-    assert not needs_of(sft.loss_fn).entropy
-    config, batch = nemorl.DPOConfig(), random_batch([3, 4])
-    assert not needs_of(preference_loss.make_loss(config, batch)).entropy
-
-
 def test_entropy_is_computed_where_it_is_needed_and_nowhere_else(monkeypatch):
     asked: list[bool] = []
     plain = head.flat_linear_logprobs
@@ -113,58 +98,6 @@ def test_entropy_is_computed_where_it_is_needed_and_nowhere_else(monkeypatch):
     assert asked[-1]
 
 
-def entropy_asked_of(name: str, folder: Path) -> list[list[bool]]:
-    """What the head of a model on ranks is asked to compute, for each of some calls."""
-    from nemorl.parallel.megatron import model as of_megatron
-    from nemorl.parallel.megatron.backend import MegatronBackend
-
-    place = {"dtensor": head, "megatron": of_megatron}[name]
-    plain, asked = place.vocab_parallel_linear_logprobs, []
-
-    def watched(*args: Any, with_entropy: bool, **options: Any) -> Any:
-        asked[-1].append(with_entropy)
-        return plain(*args, with_entropy=with_entropy, **options)
-
-    made = {"dtensor": DTensorBackend, "megatron": MegatronBackend}[name]()
-    device, plan = TrainerConfig(device="cpu"), ParallelPlan(dp_shard=1, tp=2)
-    model = ModelConfig(path=str(folder))
-    made.setup(BackendConfig(model=model, trainer=device, parallel=plan, keep_reference=True))
-    batch = random_batch(LENGTHS)
-    place.vocab_parallel_linear_logprobs = watched
-    try:
-        for call in (
-            lambda: made.train_step(batch, nll_loss),
-            lambda: made.get_logprobs(batch),
-            lambda: made.get_reference_logprobs(batch),
-            lambda: made.train_step(batch, with_entropy),
-            lambda: made.compute(batch, nemorl.Needs(entropy=True)),
-        ):
-            asked.append([])
-            call()
-    finally:
-        place.vocab_parallel_linear_logprobs = plain
-        made.shutdown()
-    return asked
-
-
-@pytest.mark.parametrize("name", ["dtensor", "megatron"])
-def test_entropy_is_computed_on_ranks_where_it_is_needed_and_nowhere_else(name, tmp_path):
-    tiny_model(tied=False).save_pretrained(tmp_path)
-    for asked in run_ranks(2, entropy_asked_of, name, tmp_path):
-        assert [set(each) for each in asked] == [{False}] * 3 + [{True}] * 2
-
-
-def test_an_output_that_is_not_there_says_who_makes_it():
-    message = "needs entropy: declare it with .* backend has to make ForwardOutput.entropy="
-    with pytest.raises(AttributeError, match=message):
-        _ = ForwardOutput(torch.zeros(1, 2)).entropy
-
-
-def test_a_constant_that_a_policy_loss_does_not_have_is_an_error_at_once():
-    with pytest.raises(TypeError, match="clip_hi"):
-        nemorl.policy_loss(policy.clipped, clip_hi=0.3)
-
-
 def plain_values(model: Any, batch: nemorl.TokenBatch) -> Tensor:
     """transformers' own, at each token those of the one before it."""
     found = torch.zeros(batch.input_ids.shape)
@@ -180,7 +113,7 @@ def plain_values(model: Any, batch: nemorl.TokenBatch) -> Tensor:
 def test_values_are_those_of_each_sequence_alone(kind, layout):
     batch, options = random_batch(LENGTHS), dict(LAYOUTS[layout])
     plan = {k: options.pop(k) for k in ["activation_checkpointing"] if k in options}
-    made = critic(tiny_critic(kind), trainer=options, parallel=ParallelPlan(**plan))
+    made = critic(tiny_critic(kind), trainer=options, plan=plan)
     with torch.no_grad():
         expected = plain_values(tiny_critic(kind), batch)
     found = made.compute(batch, nemorl.Needs(values=True))
@@ -218,21 +151,14 @@ def test_training_values_does_not_depend_on_the_layout():
 
 
 def sharded_outcome(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    model = ModelConfig(path=str(folder))
-    made = critic_of(model, parallel=ParallelPlan(**plan))
+    made = backend(path=folder, plan=plan, head="scalar")
     found = outcome(made)
     made.save_checkpoint(folder.with_name(f"saved-{plan}"))
     made.shutdown()
     return found
 
 
-def critic_of(model: ModelConfig, **options: Any) -> DTensorBackend:
-    made = DTensorBackend()
-    given = {"trainer": TrainerConfig(device=DEVICE), "optimizer": OPTIMIZER, **options}
-    made.setup(BackendConfig(model=model, head="scalar", **given))
-    return made
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [{"dp_shard": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}],
@@ -242,7 +168,7 @@ def test_values_on_ranks_are_those_of_one_process(plan, tmp_path):
     """Of a language model's folder: the head's first numbers are of the seed, not of the plan."""
     folder = tmp_path / "model"
     tiny_model(scale=2.0, tied=False).save_pretrained(folder)
-    alone = outcome(critic_of(ModelConfig(path=str(folder))))
+    alone = outcome(backend(path=folder, head="scalar"))
     for found in run_ranks(2, sharded_outcome, folder, plan):
         close(found, alone)
     saved = AutoModelForTokenClassification.from_pretrained(exported(tmp_path / f"saved-{plan}"))
@@ -300,27 +226,14 @@ def test_a_fresh_head_is_of_the_seed(tmp_path, caplog):
     assert "MISSING" not in caplog.text, "a new head is meant to be missing"
 
 
-def test_a_critic_learns_values():
-    made, batch = critic(), random_batch(LENGTHS)
-    losses = [finalize(made.train_step(batch, regression))["loss"] for _ in range(30)]
-    assert losses[-1] < losses[0] / 10
-
-
 def test_the_wrong_head_is_an_error():
     batch, lm, values = random_batch([3, 4]), backend(tiny_model()), nemorl.Needs(values=True)
-    message = "the model's head must be scalar for values, but it is 'lm': load the backend"
-    for call in (lambda: lm.compute(batch, values), lambda: lm.train_step(batch, regression)):
-        with pytest.raises(ValueError, match=message):
-            call()
-    scalar, message = critic(), r"must be lm for token_logprobs, .* @nemorl.needs\(values=True"
-    for call in (lambda: scalar.get_logprobs(batch), lambda: scalar.train_step(batch, nll_loss)):
-        with pytest.raises(ValueError, match=message):
-            call()
-    for given, message in (
-        ({"lora": LoRAConfig(rank=4)}, "lora.rank must be 0 with a scalar head"),
-        ({"keep_reference": True}, "keep_reference must be off with a scalar head"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="head must be scalar for values, but it is 'lm': load"):
+        lm.compute(batch, values)
+    with pytest.raises(ValueError, match=r"must be lm for token_logprobs, .*needs\(values=True"):
+        critic().train_step(batch, nll_loss)
+    for given in ({"lora": LoRAConfig(rank=4)}, {"keep_reference": True}):
+        with pytest.raises(ValueError, match=r"must be .* with a scalar head"):
             BackendConfig(head="scalar", **given)
     for made in (partial(critic, tiny_model()), partial(backend, tiny_critic())):
         with pytest.raises(ValueError, match=r"model must have the head .* AutoModelFor"):
@@ -329,14 +242,6 @@ def test_the_wrong_head_is_an_error():
     message = r"head must be lm with trainer.backend megatron, .* take --trainer.backend dtensor"
     with pytest.raises(ValueError, match=message):
         check_training(by_megatron, None, ParallelPlan().on(1), limits)
-
-
-def test_values_of_packed_rows_start_again_in_each_sequence():
-    batch = random_batch([5, 7, 4])
-    rows = pack(batch, pack_plan([5, 7, 4], 16))
-    found = critic().compute(rows, nemorl.Needs(values=True)).values
-    starts = rows.position_ids == 0
-    assert (found[starts & (rows.segment_ids > 0)] == 0).all() and (found[~starts] != 0).any()
 
 
 def test_a_partial_of_a_loss_needs_what_the_loss_needs():

@@ -8,30 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.accelerator import module_of
 from nemorl.parallel import accumulation
-from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-)
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.offload import Offloaded, local_part
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.offload import Offloaded
 from tests.parallel.batches import nll_loss
-from tests.parallel.offloaded import FIRST, SECOND, generations
+from tests.parallel.offloaded import FIRST, SECOND, generations, held
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {},
     "with a reference": {"keep_reference": True},
-    "LoRA": {"lora": LoRAConfig(rank=2), "keep_reference": True},
+    "LoRA": {"lora": {"rank": 2}, "keep_reference": True},
 }
 
 
@@ -59,8 +52,7 @@ def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(monkeypatch
     emptied: list[str] = []
     module = SimpleNamespace(empty_cache=lambda: emptied.append("empty_cache"))
     monkeypatch.setattr(accumulation, "module_of", lambda device: module)
-    backend = DTensorBackend(tiny_model())
-    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    backend = set_up(tiny_model())
     backend.forward_backward(FIRST, nll_loss)
     backend.empty_cache()
     assert held(backend)["gradients"], "of the next step"
@@ -71,40 +63,6 @@ def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(monkeypatch
     backend.empty_cache()
     assert emptied == ["empty_cache"]
     backend.shutdown()
-
-
-def held(backend: DTensorBackend) -> dict[str, int]:
-    """Bytes on the device, by what they are."""
-
-    def size(tensors: Any) -> int:
-        parts = (local_part(x) for x in tensors if isinstance(x, Tensor))
-        return sum(
-            {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in parts}.values()
-        )
-
-    assert backend._model is not None
-    parameters = list(backend._model.parameters())
-    kept = backend.optimizer.state.values() if backend.config.trains else ()
-    states = [x for state in kept for x in state.values()]
-    reference = backend._reference
-    return {
-        "parameters": size(parameters),
-        "gradients": size(p.grad for p in parameters),
-        "optimizer": size(states),
-        "reference": size(reference.parameters()) if reference is not None else 0,
-    }
-
-
-def set_up(model: nn.Module | None, path: str = "", **options: Any) -> DTensorBackend:
-    backend = DTensorBackend(model)
-    config = BackendConfig(
-        model=ModelConfig(path=path),
-        trainer=TrainerConfig(device="cpu"),
-        optimizer=OptimizerConfig(lr=1e-2),
-        **options,
-    )
-    backend.setup(config)
-    return backend
 
 
 def trained(backend: DTensorBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
@@ -148,8 +106,8 @@ def test_training_has_the_same_bits(kind: str, keep: bool, tmp_path: Path):
 def on_rank(folder: Path, path: Path, options: dict[str, Any]) -> Any:
     found = []
     for offloads in (True, False):
-        plan = ParallelPlan(dp_shard=2, param_dtype="bfloat16")
-        backend = set_up(None, str(folder), parallel=plan, **options)
+        plan = {"dp_shard": 2, "param_dtype": "bfloat16"}
+        backend = set_up(None, folder, plan=plan, **options)
         assert all(isinstance(p, DTensor) for p in backend.model.parameters())
         found.append(trained(backend, path / str(offloads), offloads=offloads, keep=False))
         backend.shutdown()
@@ -157,6 +115,7 @@ def on_rank(folder: Path, path: Path, options: dict[str, Any]) -> Any:
     return found[0]["last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["with a reference", "LoRA"])
 def test_ranks_have_the_same_bits(kind: str, tmp_path: Path):
     model(kind).save_pretrained(tmp_path / "model")
@@ -167,9 +126,8 @@ def test_ranks_have_the_same_bits(kind: str, tmp_path: Path):
 def test_a_gpu_is_empty_meanwhile(accelerator: torch.device):
     """By the storages' sizes, and by CUDA's own counter."""
     on_cuda = accelerator.type == "cuda"
-    backend = DTensorBackend(tiny_model(scale=2.0, hidden_size=512).to(accelerator))
-    trainer = TrainerConfig(device=str(accelerator))
-    backend.setup(BackendConfig(trainer=trainer, keep_reference=True))
+    model = tiny_model(scale=2.0, hidden_size=512).to(accelerator)
+    backend = set_up(model, trainer={"device": str(accelerator)}, keep_reference=True)
     backend.train_step(FIRST, nll_loss)
     before = {name: tensor.clone() for name, tensor in backend.weights()}
     size = sum(held(backend).values())

@@ -22,7 +22,7 @@ def test_stages_of_all_sizes_have_each_layer_once(pp: int, vpp: int):
 
 
 def test_large_models_have_shorter_stages_at_both_ends():
-    """As Megatron's account_for_embedding_in_pipeline_split and ..loss.. divide them."""
+    """As Megatron's account_for_embedding_in_pipeline_split and ..loss."""
     for layers, pp, end in ((94, 4, 23), (94, 8, 11), (126, 8, 15), (126, 16, 7)):
         counts = [len(stage) for stage in ParallelPlan(pp=pp).stage_layers(layers)]
         assert counts == [end, *[end + 1] * (pp - 2), end]

@@ -70,14 +70,6 @@ def test_a_model_that_is_not_profiled_leaves_the_recording_whole(tmp_path):
     assert traces(tmp_path) == {"rank0_steps1-3.json": ["1", "2", "3"]}
 
 
-def test_each_rank_and_each_run_has_files_of_its_own(tmp_path):
-    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 3), rank=3)
-    another = tmp_path.with_name("another")  # run in this process
-    train(ProfileConfig(steps="5", dir=str(another)), range(5, 6))
-    assert traces(another) == {"rank0_steps5-5.json": ["5"]}
-    assert traces(tmp_path) == {"rank3_steps1-2.json": ["1", "2"]}
-
-
 def test_a_run_that_ends_earlier_keeps_what_there_is(tmp_path):
     config = ProfileConfig(steps="2:9", dir=str(tmp_path))
     train(config, range(1, 3))
@@ -135,17 +127,6 @@ def test_a_signal_while_it_is_written_leaves_no_half_a_file(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         close_profile()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_that_is_full_ends_no_run(tmp_path, monkeypatch):
-    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
-
-    def full(path: str) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(profiling._recording.profiler, "export_chrome_trace", full)
-    with pytest.warns(UserWarning, match=r"steps1-1\.json could not be written: No space left"):
-        close_profile()
 
 
 def test_a_folder_that_can_not_be_is_refused_early(tmp_path):

@@ -22,10 +22,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 import nemorl
 from nemorl.models import capabilities
 from nemorl.models.capabilities import ASSUMED, CAPABILITIES, TESTED, Proof, keep, known
-from nemorl.models.tensor_files import TensorFiles
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.parallel import proving
-from nemorl.parallel.checkpoint import saved_weights
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.limits import settled
@@ -34,7 +32,6 @@ from nemorl.parallel.proving import LIMIT, on_one_device, on_ranks
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from tests.parallel.saved import exported
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model as trained_model
 from tests.tiny_models import tiny_tokenizer
@@ -59,19 +56,18 @@ def differs_from_the_table(family: str, found: dict[Any, Proof]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OFTEN = ("Llama 3", "Gemma 2", "Phi 3, 4", "Qwen 3 MoE")
+
+
+@pytest.mark.parametrize(
+    "family", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
 def test_the_table_is_what_one_device_proves(family: str):
     found = on_one_device(tiny_config(generate_models.config_of(family)))
     assert not differs_from_the_table(family, found)
     assert all(
         proof.worst is not None and proof.worst <= LIMIT for proof in found.values() if proof.holds
     )
-
-
-def test_the_table_is_what_two_ranks_prove():
-    families = ["Gemma 2", "Phi 3, 4", "Qwen 3 MoE", "gpt-oss"]
-    for family, found in run_ranks(2, found_on_ranks, families)[0].items():
-        assert not differs_from_the_table(family, found)
 
 
 def adapted_by_two_ranks(families: list[str]) -> dict[str, float]:
@@ -86,51 +82,12 @@ def adapted_by_two_ranks(families: list[str]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_adapters_follow_layers_that_are_whole_cut_or_gathered():
     """Trained with tensor parallelism, merged, and computed by transformers."""
     families = ["Llama 3", "Phi 3, 4", "OLMo 2", "Qwen 3 MoE", "DeepSeek V3"]
     worst = run_ranks(2, adapted_by_two_ranks, families)[0]
     assert all(each < LIMIT for each in worst.values()), worst
-
-
-def of_folder(folder: Path, saved: Path) -> list[torch.Tensor]:
-    """Load on two ranks, save there, and load the checkpoint."""
-    plan = ParallelPlan(dp_shard=2, param_dtype="float32")
-    batch = proving.batch_of(proving.samples(160))
-    backend = DTensorBackend()
-    backend.setup(
-        BackendConfig(
-            model=ModelConfig(path=str(folder)), trainer=TrainerConfig(device="cpu"), parallel=plan
-        )
-    )
-    found = [backend.get_logprobs(batch).values]
-    backend.save_checkpoint(saved)
-    backend.load_checkpoint(saved)
-    found.append(backend.get_logprobs(batch).values)
-    backend.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_ranks_read_and_write_the_files_of_experts(kind: str, tmp_path: Path):
-    model = tiny_model(tiny_config(CONFIG_MAPPING[kind]()))
-    model.save_pretrained(tmp_path / "model")
-    found = run_ranks(2, of_folder, tmp_path / "model", tmp_path / "saved")[0]
-    again = exported(tmp_path / "saved")
-    found += run_ranks(2, of_folder, again, tmp_path / "again")[0]
-    rows = proving.samples(160)
-    batch = proving.batch_of(rows)
-    for values in found:
-        own = proving._of_responses(values, batch)
-        assert proving._logprobs_differ(model, rows, own) < LIMIT
-    before, *others = (
-        {name: files.read(name) for name in files.shapes}
-        for files in map(
-            TensorFiles, map(saved_weights, (tmp_path / "model", tmp_path / "again", again))
-        )
-    )
-    for after in others:
-        torch.testing.assert_close(before, after, atol=0, rtol=0)
 
 
 @pytest.mark.slow
@@ -155,6 +112,7 @@ def ours(module: Any) -> bool:
     return module.config._attn_implementation != "eager"
 
 
+@pytest.mark.slow
 def test_a_window_that_is_ignored_is_found():
     plain = modeling_mistral.MistralAttention.forward
 
@@ -170,6 +128,7 @@ def test_a_window_that_is_ignored_is_found():
     assert not found["alone"].holds and found["alone"].worst and found["alone"].worst > 0.01
 
 
+@pytest.mark.slow
 def test_a_cap_that_is_dropped_is_found():
     plain = modeling_gemma2.Gemma2Attention.forward
 
@@ -191,6 +150,7 @@ def test_a_layer_that_leaks_over_segments_is_found_where_it_does():
     assert leaks == {"left_padded", "packed", "shared_prompts", "cached"}
 
 
+@pytest.mark.slow
 def test_a_router_in_half_precision_is_found():
     plain = modeling_qwen3_moe.Qwen3MoeTopKRouter.forward
     calls = iter(range(10**6))
@@ -217,6 +177,7 @@ def with_a_bias_twice() -> dict[Any, Proof]:
         return on_ranks(tiny_config(CONFIG_MAPPING["llama"](attention_bias=True)))
 
 
+@pytest.mark.slow
 def test_a_bias_that_tensor_parallelism_adds_twice_is_found():
     found = run_ranks(2, with_a_bias_twice)[0]
     assert not found["tp"].holds and found["fsdp"].holds and found["cp"].holds
@@ -235,22 +196,6 @@ def test_tiny_models_have_every_kind_of_layer():
     config = tiny_config(CONFIG_MAPPING["qwen3"]())
     one, other = (tiny_model(config).state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_real_configuration_is_made_small():
-    rope = {
-        **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 32.0},
-        **{"short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
-    }
-    config = CONFIG_MAPPING["phi3"](
-        **{"hidden_size": 3072, "num_attention_heads": 32, "num_key_value_heads": 8},
-        **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
-        **{"partial_rotary_factor": 1.0, "rope_parameters": rope, "attention_dropout": 0.1},
-    )
-    tiny = tiny_config(config)
-    assert tiny.attention_dropout == 0.0 and tiny.num_key_value_heads == 2
-    assert len(tiny.rope_parameters["short_factor"]) == 8
-    assert on_one_device(tiny)["alone"].holds
 
 
 def test_a_type_that_computes_otherwise_is_found():
@@ -297,14 +242,6 @@ def test_what_is_not_proved_is_not_used():
         settled(replace(config, **options), "one", proofs())
 
 
-def test_rows_padded_on_the_left_are_refused_where_they_are_not_right():
-    model, rows = tiny_model(tiny_config(CONFIG_MAPPING["llama"]())), proving.samples(160)
-    settings = BackendConfig(trainer=TrainerConfig(device="cpu"), proofs=proofs("left_padded"))
-    proving.computed(model, rows, settings)
-    with pytest.raises(ValueError, match="rows must be padded on the right for this model"):
-        proving.computed(model, rows, settings, left=True)
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -332,12 +269,6 @@ def test_the_table_is_for_the_versions_that_it_was_tested_with(cache: Path, monk
     assert known(config) is None
 
 
-def test_a_check_is_not_lost_where_nothing_can_be_kept(cache: Path):
-    cache.write_text("a file, where a folder should be")
-    keep(CONFIG_MAPPING["olmo3"](), proofs())
-    assert known(CONFIG_MAPPING["olmo3"]()) is None
-
-
 def test_ranks_that_end_without_an_answer_are_an_error(monkeypatch):
     command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
 
@@ -350,6 +281,7 @@ def test_ranks_that_end_without_an_answer_are_an_error(monkeypatch):
         proving.prove(CONFIG_MAPPING["llama"]())
 
 
+@pytest.mark.slow
 def test_sampling_without_a_cache_gives_the_models_own_logprobs():
     config = tiny_config(CONFIG_MAPPING["qwen3_next"]())
     model = tiny_model(config)
@@ -380,6 +312,7 @@ def folder_of(kind: str, path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_run_checks_a_type_that_is_not_in_the_table_once(tmp_path: Path, cache: Path, capfd):
     folder = folder_of("olmo3", tmp_path / "model")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
@@ -393,25 +326,6 @@ def test_a_run_checks_a_type_that_is_not_in_the_table_once(tmp_path: Path, cache
         assert (said in capfd.readouterr().err) == (number == 0)
     (kept,) = (cache / "nemorl" / "models").iterdir()
     assert json.loads(kept.read_bytes())["packed"]["holds"]
-
-
-@pytest.mark.filterwarnings("ignore:data.max_total_sequence_length")
-def test_linear_attention_trains_row_by_row(tmp_path: Path):
-    folder = folder_of("qwen3_next", tmp_path / "model")
-    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(4)]
-    options: dict[str, Any] = {"algorithm": "sft", "max_num_steps": 1, "optimizer.lr": 1e-3}
-    losses = []
-    for name, value in (
-        ("sequence_packing", True),
-        ("sequence_packing", False),
-        ("train_micro_batch_size", 1),
-    ):
-        with pytest.warns(UserWarning, match="with qwen3_next "):
-            result = nemorl.train(folder, rows, **options, **{f"trainer.{name}": value})
-        losses.append(result.metrics["loss"])
-    packed, padded, alone = losses
-    assert packed == padded  # they are computed as the same microbatch
-    assert packed == pytest.approx(alone, rel=1e-6)  # CPUs round products by their shapes
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,13 @@ from torch import Tensor, nn
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import adapted_layers
 from nemorl.models.quantized import dequantize_layers, quantize_layers
-from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
-from tests.rollout.updates import update
-from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
@@ -38,19 +34,11 @@ def rounded_model() -> nn.Module:
     return model
 
 
-def backend(model: nn.Module, quantize: str = "nf4", **options: Any) -> DTensorBackend:
-    lora = {"rank": 4, "alpha": 8.0, "quantize": quantize, **options.pop("lora", {})}
-    made = DTensorBackend(model)
-    made.setup(
-        BackendConfig(
-            trainer=TrainerConfig(device="cpu"),
-            optimizer=OptimizerConfig(lr=1e-2),
-            lora=LoRAConfig(**lora),
-            parallel=ParallelPlan(**options),
-            keep_reference=True,
-        )
-    )
-    return made
+def backend(
+    model: nn.Module, quantize: str = "nf4", lora: Any = None, **plan: Any
+) -> DTensorBackend:
+    lora = {"rank": 4, "alpha": 8.0, "quantize": quantize, **(lora or {})}
+    return set_up(model, lora=lora, plan=plan, keep_reference=True)
 
 
 def step(made: DTensorBackend) -> dict[str, float]:
@@ -123,40 +111,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path):
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
-def test_samplers_have_the_trainers_model():
-    """The embedded engine shares it; another gets whole weights, adapters merged."""
-    made = backend(wide_model())
-    for _ in range(2):
-        step(made)
-    shared = TorchGenerationBackend(model=made.model, tokenizer=tiny_tokenizer())
-    own = TorchGenerationBackend(model=wide_model(), tokenizer=tiny_tokenizer())
-    for each in (shared, own):
-        each.setup(GenerationConfig())
-        update(each, made.weights(), version=1)
-    prompts, params = random_prompts(4), SamplingParams(max_new_tokens=12, seed=1)
-    pairs = zip(shared.generate(prompts, params), own.generate(prompts, params), strict=True)
-    for one, other in pairs:
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-
-
-def test_in_bfloat16_it_trains():
-    made = backend(wide_model(), param_dtype="bfloat16")
-    exact = backend(wide_model())
-    for _ in range(5):
-        found, expected = step(made)["loss"], step(exact)["loss"]
-        assert found == pytest.approx(expected, rel=0.02)
-
-
-def test_weights_come_back_from_main_memory():
-    made = backend(wide_model())
-    step(made)
-    before = values(made.weights())
-    made.offload()
-    torch.testing.assert_close(values(made.weights()), before, atol=0, rtol=0)
-    step(made)
-
-
 def refusal() -> str:
     try:
         backend(wide_model(), dp_shard=2)
@@ -165,6 +119,7 @@ def refusal() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_refuse_it(monkeypatch):
     for found in run_ranks(2, refusal):
         assert found.startswith("lora.quantize must be none on ranks, whose FSDP2 can't divide")

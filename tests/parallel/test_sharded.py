@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-)
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -35,22 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def set_up(folder: Path | str, model: nn.Module | None = None, **options: Any) -> DTensorBackend:
-    backend = DTensorBackend(model)
-    config = BackendConfig(
-        model=ModelConfig(path=str(folder), from_scratch=options.pop("from_scratch", False)),
-        trainer=TrainerConfig(device="cpu"),
-        optimizer=OptimizerConfig(lr=1e-2),
-        parallel=ParallelPlan(**options.pop("plan", {})),
-        **options,
-    )
-    backend.setup(config)
-    return backend
-
-
 def refusal(folder: Path | str, options: dict[str, Any]) -> str:
     try:
-        set_up(folder, **options)
+        set_up(None, folder, **options)
     except ValueError as error:
         return str(error)
     return "nothing was refused"
@@ -62,7 +41,7 @@ def forms(backend: DTensorBackend) -> set[tuple[str, torch.dtype]]:
 
 def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Logprobs before and after a step, and the forms of the parameters at every point."""
-    backend = set_up(folder, plan=plan, keep_reference=True)
+    backend = set_up(None, folder, plan=plan, keep_reference=True)
     batch = random_batch(LENGTHS)
     seen, found = [forms(backend)], {"first": backend.get_logprobs(batch).values}
     seen.append(forms(backend))
@@ -89,7 +68,7 @@ def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
-    backend = set_up(folder, keep_reference=True)
+    backend = set_up(None, folder, keep_reference=True)
     batch = random_batch(LENGTHS)
     return {
         "first": backend.get_logprobs(batch).values,
@@ -99,8 +78,11 @@ def alone(folder: Path) -> dict[str, Any]:
     }
 
 
+LIVES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "cpu_offload": True}]
+
+
 @pytest.mark.parametrize(
-    "plan", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "cpu_offload": True}], ids=str
+    "plan", [LIVES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LIVES[1:])], ids=str
 )
 def test_a_step_on_ranks(folder, alone, plan):
     for found in run_ranks(2, life, folder, plan):
@@ -113,14 +95,9 @@ def test_a_step_on_ranks(folder, alone, plan):
             assert found["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
 
 
-def test_in_bfloat16_the_parameters_stay_float32(folder, alone):
-    for found in run_ranks(2, life, folder, {"dp_shard": 2, "param_dtype": "bfloat16"}):
-        torch.testing.assert_close(found["first"], alone["first"], atol=0.05, rtol=0)
-
-
 def loaded(folder: Path, scratch: bool, lora: int, plan: dict) -> dict[str, torch.Tensor]:
-    options = {"from_scratch": scratch, "lora": LoRAConfig(rank=lora), "seed": 3}
-    backend = set_up(folder, plan=plan, **options)
+    options = {"from_scratch": scratch, "lora": {"rank": lora}, "seed": 3}
+    backend = set_up(None, folder, plan=plan, **options)
     metrics = finalize(backend.train_step(random_batch(LENGTHS), nll_loss))
     return {name: tensor.clone() for name, tensor in backend.weights()} | {
         "loss": torch.tensor(metrics["loss"]),
@@ -128,6 +105,7 @@ def loaded(folder: Path, scratch: bool, lora: int, plan: dict) -> dict[str, torc
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scratch", "lora", "plan"),
     [
@@ -140,7 +118,7 @@ def loaded(folder: Path, scratch: bool, lora: int, plan: dict) -> dict[str, torc
     ids=["from scratch", "LoRA", "LoRA, TP + SP", "LoRA, TP", "LoRA, FSDP2 x TP + SP"],
 )
 def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora, plan):
-    plain = set_up(folder, from_scratch=scratch, lora=LoRAConfig(rank=lora), seed=3)
+    plain = set_up(None, folder, from_scratch=scratch, lora={"rank": lora}, seed=3)
     loss = finalize(plain.train_step(random_batch(LENGTHS), nll_loss))["loss"]
     ranks = 2 * plan.get("tp", 1) if "dp_shard" in plan else 2
     for found in run_ranks(ranks, loaded, folder, scratch, lora, plan):
@@ -152,7 +130,7 @@ def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora, plan):
 
 def dropped(folder: Path, sequence_parallel: bool) -> tuple[list[float], list[torch.Tensor]]:
     plan = {"tp": 2, "sequence_parallel": sequence_parallel}
-    backend = set_up(folder, plan=plan, lora=LoRAConfig(rank=4, dropout=0.3))
+    backend = set_up(None, folder, plan=plan, lora={"rank": 4, "dropout": 0.3})
     batch = random_batch(LENGTHS)
     losses = [finalize(backend.train_step(batch, nll_loss))["loss"] for _ in range(3)]
     adapters = adapter_tensors(backend.model).values()
@@ -160,6 +138,7 @@ def dropped(folder: Path, sequence_parallel: bool) -> tuple[list[float], list[to
     return losses, [each.to_local().detach().clone() for each in whole]
 
 
+@pytest.mark.slow
 def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(folder):
     """The matrix of an adapter that is not cut, with and without sequence parallelism."""
     found = [each for on in (True, False) for each in run_ranks(2, dropped, folder, on)]
@@ -170,35 +149,12 @@ def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(fold
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
-def given(seed: int) -> float:
-    backend = set_up("", tiny_model(seed=seed), plan={"tp": 2})
-    return float(backend.get_logprobs(random_batch(LENGTHS)).values.sum())
-
-
-def test_a_model_that_every_rank_was_given(folder):
-    plain = set_up("", tiny_model(seed=5))
-    expected = float(plain.get_logprobs(random_batch(LENGTHS)).values.sum())
-    assert run_ranks(2, given, 5) == [pytest.approx(expected, abs=1e-3)] * 2
-
-
+@pytest.mark.slow
 def test_weights_in_another_type_are_read(folder, tmp_path):
     tiny_model(scale=2.0, tied=False).to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    expected = set_up(tmp_path / "half").get_logprobs(random_batch(LENGTHS)).values
+    expected = set_up(None, tmp_path / "half").get_logprobs(random_batch(LENGTHS)).values
     for found in run_ranks(2, life, tmp_path / "half", {"dp_shard": 2}):
         torch.testing.assert_close(found["first"], expected, atol=2e-6, rtol=0)
-
-
-def kept_operators() -> set[str]:
-    """Names of the operators whose results selective checkpointing keeps."""
-    from nemorl.parallel.dtensor.titan import SelectiveAC, checkpoint_activations
-
-    checkpoint_activations(tiny_model().get_decoder(), "selective")
-    return {str(operator) for operator in SelectiveAC.Config().build().get_save_ops()}
-
-
-def test_selective_checkpointing_knows_the_kernel_of_gpus():
-    """Which PyTorch registers when it is first imported, perhaps later than layers are wrapped."""
-    assert "torch_attn._varlen_attn.default" in run_ranks(1, kept_operators, fresh=True)[0]
 
 
 def broken(folder: Path, target: Path) -> Path:
@@ -217,15 +173,9 @@ def stale(folder: Path, target: Path) -> Path:
     return target
 
 
-def in_parts(folder: Path, target: Path) -> Path:
-    tiny_model(scale=2.0, tied=False).save_pretrained(target, max_shard_size="20KB")
-    assert not (target / "model.safetensors").exists()
-    return target
-
-
-@pytest.mark.parametrize("make", [stale, in_parts])
-def test_the_files_are_those_that_transformers_takes(folder, alone, tmp_path, make):
-    for found in run_ranks(2, life, make(folder, tmp_path / "model"), {"dp_shard": 2}):
+@pytest.mark.slow
+def test_the_files_are_those_that_transformers_takes(folder, alone, tmp_path):
+    for found in run_ranks(2, life, stale(folder, tmp_path / "model"), {"dp_shard": 2}):
         torch.testing.assert_close(found["first"], alone["first"], atol=1e-4, rtol=0)
 
 
@@ -246,11 +196,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "model.path must be a folder with a Hugging Face model or a hub name",
     ),
     "no name": (lambda folder, target: "", {}, "model.path must name a model folder"),
-    "too many devices": (
-        lambda folder, target: folder,
-        {"plan": {"tp": 4}},
-        "parallel must divide the 2 devices that there are, but it is '4",
-    ),
     "another number": (
         lambda folder, target: folder,
         {"plan": {"dp_shard": 3}},
@@ -259,18 +204,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(REFUSED))
 def test_what_is_refused(folder, tmp_path, case):
     make, options, message = REFUSED[case]
     for found in run_ranks(2, refusal, make(folder, tmp_path / "bad"), options):
         assert message in found
-
-
-def test_heads_that_do_not_divide_are_named(tmp_path):
-    tiny_model(num_attention_heads=3, num_key_value_heads=3).save_pretrained(tmp_path)
-    found, _ = run_ranks(2, refusal, tmp_path, {"plan": {"tp": 2}})
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        assert f"parallel.tp 2 does not divide the model's {name} 3" in found
 
 
 @pytest.mark.parametrize(
@@ -285,4 +224,4 @@ def test_heads_that_do_not_divide_are_named(tmp_path):
 )
 def test_what_one_process_by_itself_refuses(folder, plan, message):
     with pytest.raises(ValueError, match=message):
-        set_up(folder, plan=plan)
+        set_up(None, folder, plan=plan)

@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-)
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.shared_base import storage_of
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.offload import storage_of
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -31,20 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def backend(folder: Path, plan: dict[str, Any], *, seed: int = 0, **lora: Any) -> DTensorBackend:
-    made = DTensorBackend()
-    made.setup(
-        BackendConfig(
-            model=ModelConfig(path=str(folder)),
-            trainer=TrainerConfig(device="cpu"),
-            optimizer=OptimizerConfig(lr=1e-2),
-            lora=LoRAConfig(**{"rank": 4, **lora}),
-            parallel=ParallelPlan(**plan),
-            keep_reference=True,
-            seed=seed,
-        )
-    )
-    return made
+def backend(folder: Path, plan: Any, *, seed: int = 0, **lora: Any) -> DTensorBackend:
+    lora = {"rank": 4, **lora}
+    return set_up(None, folder, plan=plan, lora=lora, seed=seed, keep_reference=True)
 
 
 def bases(made: DTensorBackend) -> set[int]:
@@ -94,6 +76,7 @@ def test_backends_of_a_process_share_their_base(folder):
     assert life(folder, {}) == {**EXPECTED, "shared": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_backends_of_a_rank_share_their_base(folder, plan):
     for found in run_ranks(2, life, folder, plan):
@@ -104,9 +87,7 @@ def test_other_weights_and_given_models_are_not_shared(folder, tmp_path: Path):
     made = backend(folder, {})
     tiny_model(seed=5).save_pretrained(tmp_path / "other")
     assert not bases(made) & bases(backend(tmp_path / "other", {}))
-    given = DTensorBackend(tiny_model(scale=2.0))
-    config = BackendConfig(trainer=TrainerConfig(device="cpu"), lora=LoRAConfig(rank=4))
-    given.setup(config)
+    given = set_up(tiny_model(scale=2.0), lora={"rank": 4})
     assert not bases(made) & bases(given)
     given.shutdown()
 

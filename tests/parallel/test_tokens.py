@@ -11,39 +11,15 @@ from hypothesis import strategies as st
 from nemorl.data import collate, pack, pack_plan
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.packing import rows_of
-from nemorl.data.sharding import shard_by_rank, split, split_microbatches
+from nemorl.data.sharding import shard_by_rank
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.layout import cut, with_the_same_prompt
 from nemorl.parallel.tokens import once, work_of
-from tests.parallel.batches import nll_loss
+from tests.parallel.batches import GROUPS, grouped, nll_loss
 from tests.tiny_models import ALPHABET, tiny_model
-
-GROUPS = st.lists(
-    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 8), min_size=1, max_size=5)),
-    min_size=1,
-    max_size=4,
-)
-"""For each group the length of its prompt, and those of its responses."""
-
-
-def grouped(groups: Any, *, seed: int = 0, letters: int = len(ALPHABET)) -> TokenBatch:
-    generator, examples = torch.Generator().manual_seed(seed), []
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(2, letters + 2, (count,), generator=generator).tolist()
-
-    for length, responses in groups:
-        prompt = tokens(length)
-        for count in responses:
-            ids, response = [*prompt, *tokens(count)], [False] * length + [True] * count
-            trained = [r and bool(torch.rand((), generator=generator) < 0.8) for r in response]
-            examples.append(Example(input_ids=ids, loss_mask=trained, response_mask=response))
-    batch = collate(examples)
-    return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
-
 
 SEGMENTS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6
@@ -71,9 +47,7 @@ BATCHES = st.one_of(GROUPS.map(grouped), SEGMENTS.map(rewritten))
 @given(st.one_of(BATCHES, st.builds(grouped, GROUPS, letters=st.integers(2, 30))), st.booleans())
 @example(rewritten([(0, 5, 6), (1, 5, 6)]), False)
 def test_every_token_is_computed_and_none_twice(batch: TokenBatch, packed: bool):
-    """Two tokens are one exactly where all is the same up to them. Few letters: prompts that are
-    the beginning of others, or the same by chance.
-    """
+    """Two tokens are one exactly where all is the same up to them."""
     if packed:
         lengths = batch.lengths.tolist()
         batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))
@@ -161,80 +135,15 @@ def test_those_of_a_prompt_stay_together():
     assert sorted(cut(batch, trainer).packing or ()) == [(0, 1, 2), (3, 4, 5)]
     alone = replace(trainer, share_prompts=False)
     assert sorted(cut(batch, alone).packing or ()) == [(0, 1, 3), (2, 4, 5)]
-    shared, apart = (
-        cut(batch, TrainerConfig(share_prompts=share), num_ranks=2).microbatches
-        for share in (True, False)
-    )
-    assert sorted(shared) == [((0, 1, 2),), ((3, 4, 5),)] != sorted(apart)
     for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1]), (9, [1]), (9, [1] * 6)]):
         assert with_the_same_prompt(grouped(not_worth_it)) is None
-    # By tokens, too: here and on each of two ranks.
-    by_tokens = TrainerConfig(micro_batch_tokens=40)
-    assert sorted(cut(batch, by_tokens).microbatches[0]) == [(0, 1, 2), (3, 4, 5)]
-    apart = replace(by_tokens, share_prompts=False)
-    assert sorted(cut(batch, apart).microbatches[0]) == [(0, 1, 3, 4), (2, 5)]
-    found = cut(grouped([(4, [6, 1, 1])] * 4), by_tokens, num_ranks=2).microbatches
-    assert sorted(part for own in found for part in own) == [
-        tuple(range(i, i + 3)) for i in (0, 3, 6, 9)
-    ]
+    found = cut(grouped([(4, [6, 1, 1])] * 4), TrainerConfig(micro_batch_tokens=40), num_ranks=2)
+    units = [tuple(range(i, i + 3)) for i in (0, 3, 6, 9)]
+    assert sorted(part for own in found.microbatches for part in own) == units
     # A unit that no row holds is cut; with too few units for the ranks there are none.
     assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
     assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3
     assert shard_by_rank(batch, 3, units=((0, 1, 2, 3, 4, 5),)) == shard_by_rank(batch, 3)
-
-
-def thinking(groups: int, members: int, *, turns: int, opened: bool = False) -> TokenBatch:
-    """Conversations whose template removes thoughts, which `opened` ones begin in the prompt."""
-    generator, examples = torch.Generator().manual_seed(0), list[Example]()
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(4, 10_000, (count,), generator=generator).tolist()
-
-    for _ in range(groups):
-        prompt = tokens(32)
-        for _ in range(members):
-            given = prompt
-            for _ in range(turns):
-                thought, answer = [2, 3, *tokens(10)], tokens(6)
-                ids = [*given, *thought, *answer]
-                begin = len(given) + 2 * opened
-                mask = [place >= begin for place in range(len(ids))]
-                examples.append(Example(input_ids=ids, loss_mask=mask, response_mask=mask))
-                given = [*given, *answer, *tokens(6)]
-    return collate(examples)
-
-
-def computed(parts: Any) -> int:
-    found = [(part, once(part)) for part in parts]
-    return sum(part.num_tokens if each is None else len(each[0]) for part, each in found)
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_segments_of_a_conversation_stay_together(opened: bool):
-    """Also where a group fills several microbatches, which each compute what they begin with."""
-    batch = thinking(3, 4, turns=5, opened=opened)
-    units = with_the_same_prompt(batch)
-    assert sorted(tuple(sorted(unit)) for unit in units or ()) == [
-        tuple(range(i, i + 20)) for i in (0, 20, 40)
-    ]
-    least = 3 * (32 + 4 * (5 * 18 + 4 * 12))
-    assert computed([batch]) <= least < batch.num_tokens / 2
-    packed = {"sequence_packing": True, "packed_row_tokens": 1000, "train_micro_batch_size": 1}
-    for layout in ({"micro_batch_tokens": 1000}, packed):
-        trainer = TrainerConfig(**layout)
-        shared, apart = (
-            computed(cut(batch, replace(trainer, share_prompts=share)).parts())
-            for share in (True, False)
-        )
-        assert shared < 1.25 * least < apart
-    # Within a unit, the order is kept: by length, rows would lie apart that share most.
-    lengths = batch.lengths.tolist()
-    by_length = tuple(tuple(sorted(unit, key=lambda row: -lengths[row])) for unit in units or ())
-    in_order, mixed = (
-        computed(split(batch, split_microbatches(batch, token_budget=640, units=each)))
-        for each in (units, by_length)
-    )
-    assert in_order < mixed
 
 
 @given(

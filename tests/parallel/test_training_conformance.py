@@ -1,11 +1,12 @@
 """What every TrainingBackend must do. A new backend joins by adding a maker to BACKENDS."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,25 +19,11 @@ from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from tests.examples import load_example
-from tests.parallel.batches import DEVICE, nll_loss, random_batch
+from tests.parallel.batches import ATOL, DEVICE, LAYOUTS, LENGTHS, nll_loss, random_batch
 from tests.runtime.runs import TIMES
 from tests.tiny_models import KINDS, tiny_model
 
-LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
-ATOL = 2e-6 if DEVICE == "cpu" else 5e-6
 SAME_BITS = {"deterministic": DEVICE != "cpu"}
-LAYOUTS = {
-    "all at once": {},
-    "one row": {"train_micro_batch_size": 1},
-    "three rows": {"train_micro_batch_size": 3},
-    "token budget": {"micro_batch_tokens": 45},
-    "packed": {"sequence_packing": True},
-    "packed wide": {"sequence_packing": True, "packed_row_tokens": 64, "train_micro_batch_size": 1},
-    "packed budget": {"sequence_packing": True, "micro_batch_tokens": 40},
-    "checkpointed": {"activation_checkpointing": "full"},
-    "small chunks": {"logprob_chunk": 7},
-}
 OPTIMIZER = OptimizerConfig(
     lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1
 )
@@ -58,17 +45,9 @@ def adapted(model: nn.Module) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
 
 
-def watched(model: nn.Module, config: BackendConfig) -> TrainingBackend:
-    """Of examples/custom_training_backend.py."""
-    backend = load_example("custom_training_backend").WatchedBackend(model)
-    backend.setup(config)
-    return backend
-
-
 BACKENDS: dict[str, Callable[[nn.Module, BackendConfig], TrainingBackend]] = {
     "dtensor": dtensor,
     "dtensor with lora": dtensor_with_lora,
-    "watched": watched,
 }
 if DEVICE == "cpu" and find_spec("ray"):
     from tests.runtime.ranks.shared_ranks import ranked
@@ -83,12 +62,11 @@ loop gets what it trains.
 """
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * name.startswith("megatron"))
-        for name in sorted(BACKENDS)
-    ]
-)
+def slow_on_ranks(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=[pytest.mark.slow] * n.endswith("ranks")) for n in names]
+
+
+@pytest.fixture(params=slow_on_ranks(sorted(BACKENDS)))
 def backend_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -133,10 +111,6 @@ def assert_same_weights(
     a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float
 ) -> None:
     torch.testing.assert_close(a, b, atol=atol, rtol=0)
-
-
-def test_it_keeps_the_protocol(make):
-    assert isinstance(make(), TrainingBackend)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -273,7 +247,7 @@ def test_the_reference_stays_where_it_was(make):
         make().get_reference_logprobs(batch)
 
 
-@pytest.mark.parametrize("backend_name", OFFLOADING)
+@pytest.mark.parametrize("backend_name", slow_on_ranks(OFFLOADING))
 def test_offloading_changes_no_number(make):
     backend, batch = make(keep_reference=True), random_batch(LENGTHS)
     reference = backend.get_reference_logprobs(batch).values

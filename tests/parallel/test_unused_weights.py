@@ -66,6 +66,7 @@ def set_up(make: Any, folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [DTensorBackend, MegatronBackend])
 def test_the_first_rank_says_it_once(make: Any, tmp_path: Path):
     tiny_model("llama").save_pretrained(tmp_path)

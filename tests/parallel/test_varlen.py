@@ -15,18 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.data import pack, pack_plan
 from nemorl.data.transfer import to_device
-from nemorl.models import attention
 from nemorl.models.attention import Rule
-from nemorl.parallel import varlen
-from nemorl.parallel.attention import FlatSegments, segment_attention, segments_of
-from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.tokens import work_of
 from nemorl.parallel.varlen import Kernel, choose_kernel, installed, kernel_of
-from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.test_tokens import GROUPS, grouped
+from tests.parallel.batches import GROUPS, grouped, nll_loss, random_batch
 from tests.parallel.varlen import Call, used_on_cpus
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -72,33 +67,14 @@ def test_what_the_kernel_is_asked_for():
     options: dict[str, Any] = {"sequence_packing": True, "packed_row_tokens": 59}
     for precision in ("float32", "bfloat16"):
         with used_on_cpus() as calls:
-            backend = DTensorBackend(tiny_model(head_dim=16))
-            plan = ParallelPlan(param_dtype=precision)  # type: ignore[arg-type]
-            trainer = TrainerConfig(device="cpu", **options)
-            backend.setup(BackendConfig(trainer=trainer, parallel=plan))
+            plan = {"param_dtype": precision}
+            backend = set_up(tiny_model(head_dim=16), trainer=options, plan=plan)
             backend.train_step(batch, nll_loss)
         assert len(calls) == 2 and calls[0] == calls[1]
         found = torch.tensor(calls[0].cu_seqlens).diff().tolist()
         assert sorted(found) == sorted(lengths)
         dtype = getattr(torch, precision)
         assert calls[0] == Call(calls[0].cu_seqlens, 30, (4, 2), 16**-0.5, dtype)
-
-
-def test_padding_is_not_computed():
-    with used_on_cpus() as calls:
-        backend = DTensorBackend(tiny_model())
-        backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
-        backend.get_logprobs(random_batch([9, 2, 30]))
-    assert calls[0].cu_seqlens == [0, 9, 11, 41]
-
-
-def test_rows_that_lie_end_to_end_are_not_moved():
-    full = segments_of(torch.tensor([[1, 1, 2], [1, 2, 2]]), "varlen_attn")
-    assert isinstance(full, FlatSegments) and full.tokens is full.places is None
-    assert full.cu_seqlens.tolist() == [0, 2, 3, 4, 6]
-    moved = segments_of(IDS, "varlen_attn")
-    assert isinstance(moved, FlatSegments) and moved.tokens is not None
-    assert segments_of(torch.zeros_like(IDS), "varlen_attn") is None
 
 
 def test_dropout_is_refused():
@@ -140,29 +116,6 @@ def test_which_kernel_is_chosen(other: dict[str, Any], kernel: str):
     assert choose_kernel(case.pop("capability"), case.pop("dtype"), **case) == kernel
 
 
-def test_a_models_configuration_and_a_device_decide(monkeypatch):
-    """Heads of a size that is written down, or follows from others."""
-    config, cuda = tiny_model(head_dim=16).config, torch.device("cuda")
-    chosen: list[Any] = []
-
-    def recorded(*given: Any, **more: Any) -> Any:
-        chosen.append((given, more))
-        return "flash_attn"
-
-    monkeypatch.setattr(varlen, "choose_kernel", recorded)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernel_of(config, torch.device("cpu"), torch.bfloat16) == "buckets"
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert kernel_of(config, cuda, torch.bfloat16) == "buckets" and not chosen
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert kernel_of(config, cuda, torch.bfloat16) == "flash_attn"
-    other = SimpleNamespace(hidden_size=96, num_attention_heads=3, attention_dropout=0.1)
-    kernel_of(other, cuda, torch.float32)
-    (given, more), (_, others) = chosen
-    assert given == ((9, 0), torch.bfloat16) and more["head_dim"] == 16 and more["dropout"] == 0.0
-    assert others["head_dim"] == 32 and others["dropout"] == 0.1
-
-
 @pytest.fixture
 def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
     """The package flash-attn, version 2.8, which PyTorch's kernel stands for; yields the
@@ -174,24 +127,14 @@ def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
+        *rows: Any,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: torch.Tensor | None = None,
         deterministic: bool = False,
-        return_attn_probs: bool = False,
-        block_table: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert causal and not (dropout_p or softcap)
-        assert alibi_slopes is block_table is None and not return_attn_probs
+        assert causal
         calls.append({"softmax_scale": softmax_scale, "deterministic": deterministic})
-        rows: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options: Any = {"scale": softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
         return torch_varlen.varlen_attn(q, k, v, *rows, window_size=window_size, **options)  # type: ignore[return-value]
 
@@ -229,45 +172,16 @@ def test_the_package_is_asked_for_the_same(package, window: int | None):
     assert package == [asked, {**asked, "softmax_scale": None, "deterministic": True}]
 
 
-def test_no_shapes_are_new_to_dense_attention(monkeypatch):
-    """With buckets almost each step has some."""
-    shapes: list[torch.Size] = []
-
-    def recorded(query: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-        shapes.append(query.shape)
-        return scaled_dot_product_attention(query, *given, **options)
-
-    def of_steps() -> list[int]:
-        backend = DTensorBackend(tiny_model())
-        trainer = TrainerConfig(device="cpu", sequence_packing=True, packed_row_tokens=90)
-        backend.setup(BackendConfig(trainer=trainer))
-        found, known = [], set()
-        for step in range(4):
-            shapes.clear()
-            lengths = torch.randint(1, 40, (12,), generator=torch.Generator().manual_seed(step))
-            backend.train_step(random_batch(lengths.tolist(), seed=step), nll_loss)
-            found.append(len({*shapes} - known))
-            known |= {*shapes}
-        return found
-
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)
-    assert min(of_steps()) > 0
-    with used_on_cpus() as calls:
-        assert of_steps() == [0, 0, 0, 0] and calls
-
-
 def calls_of_a_step(folder: Path, how: Any) -> int:
     with used_on_cpus() as calls:
-        backend = DTensorBackend()
-        plan = ParallelPlan(dp_shard=1, activation_checkpointing=how)
-        trainer = TrainerConfig(device="cpu")
-        model = ModelConfig(path=str(folder))
-        backend.setup(BackendConfig(model=model, trainer=trainer, parallel=plan))
+        plan = {"dp_shard": 1, "activation_checkpointing": how}
+        backend = set_up(None, folder, plan=plan)
         backend.train_step(random_batch([9, 2, 30]), nll_loss)
         backend.shutdown()
         return len(calls)
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_what_attention_returned(tmp_path: Path):
     """A step calls it once a layer, or twice where whole layers are computed again."""
     tiny_model().save_pretrained(tmp_path)

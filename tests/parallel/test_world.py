@@ -1,7 +1,5 @@
 """What the ranks of a world tell each other."""
 
-import re
-from collections.abc import Iterator
 from operator import add
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch.distributed as dist
 
 from nemorl.losses.types import Max, Sum, merge
 from nemorl.parallel.dtensor import mesh
-from nemorl.parallel.fingerprint import Box, samples_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World
 from tests.ranks import run_ranks
@@ -58,6 +55,7 @@ def unlike() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_merge_is_raised_on_every_rank():
     found = run_ranks(4, unlike)
     assert len(set(found)) == 1 and "metric x must be a Sum" in found[0]
@@ -74,6 +72,7 @@ def failing(kind: type[Exception], shared: type[Exception]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shared"),
     [
@@ -86,22 +85,3 @@ def failing(kind: type[Exception], shared: type[Exception]) -> str:
 def test_the_first_ranks_error_is_raised_on_every_rank(kind, shared):
     found = run_ranks(3, failing, kind, shared)
     assert len(set(found)) == 1 and "file of 1" in found[0] and "rank 1 of 3" in found[0]
-
-
-def unreadable() -> str:
-    """The error of a fingerprint of which one rank can't read its part."""
-    world = joined()
-
-    def boxes() -> Iterator[Box]:
-        if world.rank:
-            raise MemoryError("no room")
-        yield "x", torch.ones(2), (0,)
-
-    with pytest.raises(RuntimeError) as caught:
-        samples_of({"x": (4,)}, boxes(), world)
-    return str(caught.value)
-
-
-def test_a_fingerprint_that_one_rank_cannot_read_is_an_error_on_all():
-    for message in run_ranks(2, unreadable):
-        assert re.fullmatch(r"rank 1 of 2 on .*: MemoryError\('no room'\)", message)

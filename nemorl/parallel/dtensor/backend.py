@@ -37,10 +37,15 @@ from nemorl.parallel.dtensor.build import build
 from nemorl.parallel.dtensor.checkpoint import contents_of, load
 from nemorl.parallel.dtensor.experts import Mixtures
 from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
-from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
+from nemorl.parallel.dtensor.lora import (
+    adapters_off,
+    add_adapters,
+    leave_base,
+    others_weights,
+    share_base,
+)
 from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
-from nemorl.parallel.dtensor.shared_base import leave_base, others_weights, share_base
 from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
@@ -393,7 +398,6 @@ def _check_given(model: nn.Module, config: BackendConfig) -> None:
 
 
 def _loaded_here(config: BackendConfig) -> nn.Module:
-    """Load the model that the configuration names, whole."""
     given: dict[str, Any] = {"head": config.head, "seed": config.seed}
     given |= {"trust_remote_code": config.model.trust_remote_code}
     return load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, **given)
@@ -432,7 +436,6 @@ def _forward(
 
 
 def _give_back(model: Any, found: Found, config: BackendConfig) -> None:
-    """Restore a model that was given but for its weights."""
     if config.lora.rank:
         adapters.merge_adapters(model)
     for parameter in found.trainable:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nemorl.models.adapters import live_tensors
@@ -16,6 +17,8 @@ from nemorl.models.causal_lm import (
     SCORE,
     decoder_of,
     fresh_head,
+    head_of,
+    layers_of,
     load_causal_lm,
     on_meta,
     refuse_scalar_head,
@@ -32,7 +35,9 @@ from nemorl.parallel.context_parallel import CONTEXT_ATTENTION, context_attentio
 from nemorl.parallel.dtensor.head import install_head
 from nemorl.parallel.dtensor.lora import add_adapters, fresh_adapters
 from nemorl.parallel.dtensor.pieces import fill
-from nemorl.parallel.world import World
+from nemorl.parallel.dtensor.tensor_parallel import is_tied
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import DTYPES, World
 
 
 def build(
@@ -76,7 +81,6 @@ def build(
 
 def shard(model: Any, world: World) -> None:
     """Spread a model over the mesh, in place; it needs no memory for that (meta device)."""
-    from nemorl.parallel.dtensor.fsdp import apply_fsdp
     from nemorl.parallel.dtensor.tensor_parallel import apply_tensor_parallel
     from nemorl.parallel.dtensor.titan import checkpoint_activations
 
@@ -158,3 +162,36 @@ def copy_whole(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         parameter.copy_(value)
+
+
+def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
+    """Shard a model's parameters over a mesh, in place; over one rank, too, for mixed precision.
+
+    Units are layers, the embedding, and the last norm with the head, where tied all three.
+
+    mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
+    """
+    decoder, head = decoder_of(model), head_of(model)
+    dtypes = MixedPrecisionPolicy(
+        param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype]
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": dtypes}
+    if plan.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    norms = (getattr(decoder, name, None) for name in ("norm", "norm_f"))
+    ends = [model.get_input_embeddings(), *filter(None, norms), head]
+    if not is_tied(model):
+        fully_shard(ends.pop(0), **options, reshard_after_forward=True)
+    fully_shard(ends, **options, reshard_after_forward=False)
+    for layer in layers_of(decoder):
+        fully_shard(layer, **options, reshard_after_forward=True)
+    fully_shard(model, **options)
+    sum_gradients(model)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Have FSDP2 sum gradients, not average them: a loss's weights count over the whole step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum, all that gloo has

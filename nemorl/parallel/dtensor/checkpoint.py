@@ -42,12 +42,10 @@ def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
 
 
 def _names(model: nn.Module) -> Stored:
-    """Return the tensors that a checkpoint's files have otherwise."""
     return {} if has_adapters(model) else stored_names(model)
 
 
 def _trained(model: nn.Module, optimizer: Optimizers) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by name, in its order."""
     names = {id(parameter): name for name, parameter in live_tensors(model).items()}
     groups = optimizer.param_groups
     return {names[id(parameter)]: parameter for group in groups for parameter in group["params"]}
@@ -124,9 +122,7 @@ def _adapters(model: nn.Module, world: World) -> tuple[list[Piece], list[Tensor]
 
 
 def _state(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return the optimizer's state by `<parameter's name>.<what>`, in the order of its parameters:
-    its own table has another one after a load.
-    """
+    """Return the optimizer's state by `<parameter's name>.<what>`, in the parameters' order."""
     return {
         f"{name}.{what}": tensor
         for name, parameter in _trained(model, optimizer).items()

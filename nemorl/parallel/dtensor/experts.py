@@ -160,7 +160,6 @@ class Mixtures:
         return (bias for part in parts if (bias := part._buffers.get(BIAS)) is not None)
 
     def _routed(self, router: nn.Module, args: Any, output: Any) -> Any:
-        """Show a router's logits to the loss that balances experts."""
         if self._balance is None:
             return None
         logits = output[self._index].flatten(0, -2)
@@ -174,9 +173,7 @@ class Mixtures:
         return (*output[:carrier], pulled, *output[carrier + 1 :])
 
     def _chosen(self, number: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count the tokens that go to each expert of a block; twice, all alike, where the layer is
-        computed again for its gradient.
-        """
+        """Count the tokens that go to each expert of a block."""
         if len(args) < 3:
             return  # Llama 4's experts get all tokens, most of them as zeros
         chosen, size = args[1].detach(), num_experts(self.config)

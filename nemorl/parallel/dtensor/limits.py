@@ -6,8 +6,7 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.models.capabilities import Capability, Proofs
-from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.limits import TrainingSections
+from nemorl.parallel.config import BackendConfig, TrainingSections
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
 from nemorl.warn import warn

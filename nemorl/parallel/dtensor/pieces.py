@@ -83,10 +83,7 @@ def _is_one(groups: Groups, tensor: Tensor) -> bool:
 
 
 def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
-    """Return the tensors of whose part this rank, of all that hold it, is the one that writes.
-
-    What is no DTensor rank 0 writes: others may lack what belongs to a part that is empty there.
-    """
+    """Return the tensors of whose part this rank, of all that hold it, is the one that writes."""
     sizes: dict[Hashable, dict[str, int]] = {}
     places: dict[Hashable, tuple[int, int]] = {}
     found = set[str]()

@@ -3,6 +3,7 @@ layout of activations between modules.
 """
 
 import functools
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,10 +27,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.functional import linear
 
 from nemorl.models.adapters import adapted_layers
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
-from nemorl.parallel.dtensor.lora_parallel import spread_adapters
 
 
 def is_tied(model: Any) -> bool:
@@ -212,7 +213,6 @@ class Experts(ParallelStyle):
             return total.redistribute(placements=[Replicate()]).to_local()
 
         def partial(whole: Tensor) -> Tensor:
-            """Sum the gradient over ranks."""
             spread = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
             return spread.to_local(grad_placements=[Partial()])
 
@@ -236,3 +236,86 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
     finally:
         for part, name, _ in found:
             del part.__dict__[name]
+
+
+def spread_adapters(
+    layer: nn.Module, mesh: Any, plan: Mapping[str, ParallelStyle]
+) -> dict[str, ParallelStyle]:
+    """Spread a decoder layer's adapters over a mesh, in place, as the plan cuts their layers.
+
+    The wide side of an adapter is cut as its layer is: the rows of B, or the columns of A. The
+    other matrix is whole on each rank, and what is between the two is all that is sent.
+
+    Returns: the plan, whose styles of adapted layers are for what the adapters adapt.
+    """
+    left = dict(plan)
+    for name, adapted in adapted_layers(layer).items():
+        style = left.pop(name, None)
+        if not isinstance(style, ColwiseParallel | RowwiseParallel):
+            continue  # it is in a block that each rank has as a whole
+        (layout,) = style.output_layouts
+        by_rows = isinstance(style, ColwiseParallel)
+        if (layout if by_rows else style.input_layouts[0]).is_replicate():
+            first, second, inner, outer = _compute_whole(mesh, layout)
+        elif by_rows:
+            first, second, inner, outer = _follow_rows(mesh)
+        else:
+            first, second, inner, outer = _follow_columns(mesh, layout)
+        for key in adapted.lora_A:
+            _place(adapted.lora_A[key], mesh, first, inner)
+            _place(adapted.lora_B[key], mesh, second, outer)
+        left[f"{name}.base_layer"] = style
+    return left
+
+
+def _compute_whole(mesh: Any, layout: Placement) -> tuple[Placement, Placement, Any, Any]:
+    """Both products on each rank; with sequence parallelism (`layout` Shard) the rank's tokens."""
+
+    def inner(self: Any, x: Tensor) -> Tensor:
+        x = x.to_local() if isinstance(x, DTensor) else x
+        return linear(x, self.weight.to_local())
+
+    def outer(self: Any, x: Tensor) -> Tensor:
+        found = linear(x, self.weight.to_local())
+        whole = DTensor.from_local(found, mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[layout]).to_local()
+
+    return Replicate(), Replicate(), inner, outer
+
+
+def _follow_rows(mesh: Any) -> tuple[Placement, Placement, Any, Any]:
+    """Each rank has the outputs of its rows: x ↦ B (A x), of which it has rows of B."""
+
+    def inner(self: Any, x: Tensor) -> Tensor:
+        x = x.to_local() if isinstance(x, DTensor) else x  # with sequence parallelism
+        found = linear(x, self.weight.to_local())
+        # Each rank's rows give a part of the gradient.
+        whole = DTensor.from_local(found, mesh, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
+    def outer(self: Any, x: Tensor) -> Tensor:
+        return linear(x, self.weight.to_local())
+
+    return Replicate(), Shard(0), inner, outer
+
+
+def _follow_columns(mesh: Any, layout: Placement) -> tuple[Placement, Placement, Any, Any]:
+    """Products with columns of A are summed; B takes all tokens, or (`layout` Shard) the rank's."""
+    gradient = Partial() if layout.is_shard() else Replicate()
+
+    def inner(self: Any, x: Tensor) -> Tensor:
+        found = linear(x, self.weight.to_local())
+        part = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[layout]).to_local()
+
+    def outer(self: Any, x: Tensor) -> Tensor:
+        return linear(x, self.weight.to_local(grad_placements=[gradient]))
+
+    return Shard(1), Replicate(), inner, outer
+
+
+def _place(matrix: nn.Module, mesh: Any, placement: Placement, forward: Any) -> None:
+    weight: Any = matrix.weight
+    spread = distribute_tensor(weight.detach(), mesh, [placement], src_data_rank=None)
+    matrix.weight = nn.Parameter(spread, requires_grad=weight.requires_grad)
+    matrix.forward = types.MethodType(forward, matrix)

@@ -52,8 +52,7 @@ from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
-from nemorl.parallel.megatron.moments import fill_moments, own_moments
-from nemorl.parallel.megatron.pieces import own_boxes, own_weights
+from nemorl.parallel.megatron.pieces import fill_moments, own_boxes, own_moments, own_weights
 from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.offload import Offloaded, storage_of
@@ -111,10 +110,7 @@ class MegatronBackend(Accumulating):
         torch.manual_seed(config.seed)
 
     def _load(self) -> Source:
-        """Build this rank's stage and fill it from safetensors, or from a whole model on the CPU
-        where that is given, has random weights, or is put together from adapters. Returns where its
-        weights came from.
-        """
+        """Build this rank's stages and fill them; return where their weights came from."""
         from nemorl.parallel.megatron.model import Stage
         from nemorl.parallel.megatron.optimizer import ShardedAdamW
         from nemorl.parallel.megatron.pipeline import Pipeline
@@ -321,7 +317,7 @@ class MegatronBackend(Accumulating):
 
 def _runtime(device: torch.device) -> AbstractContextManager[None]:
     """Return what lets megatron-core run on a device, once it is imported."""
-    from nemorl.parallel.megatron.without_cuda import runtime
+    from nemorl.parallel.megatron.core import runtime
 
     return runtime(device)
 
@@ -352,9 +348,7 @@ def _held(backend: MegatronBackend, keep_weights: bool) -> Iterator[Tensor]:
 
 
 def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
-    """Return a parameter; one in bfloat16 that trains, from the spans that ranks have of it in
-    float32, in a collective call.
-    """
+    """Return a parameter."""
     optimizer, present = backend.optimizer, backend._away.present
     if parameter.dtype == torch.float32 or optimizer is None:
         return present(parameter).detach().float()
@@ -364,7 +358,6 @@ def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
 
 
 def _parameters(backend: MegatronBackend, stages: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return stages' parameters by name, once they are gathered."""
     if backend.optimizer is not None:
         backend.optimizer.wait()
     return stages.named_parameters()

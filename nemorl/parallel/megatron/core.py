@@ -1,10 +1,19 @@
-"""All that we take from megatron-core; nothing else imports it."""
+"""All that we take from megatron-core, which nothing else imports; and any other device where it
+asks for CUDA. On a GPU of CUDA nothing is changed.
+"""
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 # Advice to install Transformer Engine and Apex, and what newer versions of PyTorch deprecate, which
-# is said there, or where `without_cuda` passes on a call.
+# is said there, or where `runtime` passes on a call.
 warnings.filterwarnings("ignore", module=r"(nemorl\.parallel\.)?megatron\.")
 for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
     warnings.filterwarnings("ignore", rf".*{name}. is deprecated", FutureWarning)
@@ -48,3 +57,57 @@ except ImportError as error:
 vars(moe_utils).setdefault("te_general_gemm", None)
 # It logs the settings of every model.
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
+
+
+class _CudaIs(TorchFunctionMode):
+    """Creates tensors on a device where code says "cuda"."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0].to(self.device)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return f"torch.cuda.{func(*args).rpartition('.')[2]}"
+        if kwargs and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs = {**kwargs, "device": self.device}
+        return func(*args, **(kwargs or {}))
+
+
+class _Stream:
+    """A CUDA stream where all is done in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.cpu().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+@contextmanager
+def runtime(device: torch.device) -> Iterator[None]:
+    """Run megatron-core's functions in the block on this device; models have no dropout."""
+    with ExitStack() as stack:
+        if device.type != "cuda":
+            for place, name, function in (
+                (torch.cuda, "current_device", lambda: device),
+                (torch.cuda, "synchronize", lambda *_: None),
+                (torch.cuda, "Stream", _Stream),
+                (torch.cuda, "current_stream", _Stream),
+                (torch.cuda, "stream", lambda _: nullcontext()),
+                (token_dispatcher, "maybe_move_tensor_to_cpu", _splits),
+                (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+                (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+            ):
+                stack.enter_context(patch.object(place, name, function))
+            stack.enter_context(_CudaIs(device))
+        yield

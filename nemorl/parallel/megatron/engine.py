@@ -169,7 +169,6 @@ def _places(plan: ParallelPlan, num_layers: int) -> tuple[list[int], int]:
 
 
 def _nothing(device: torch.device) -> Pass:
-    """Return a pass of a token that nobody asked for."""
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
     slot = Slot(Request([0], SamplingParams(seed=0)), sample=0, limit=1)
     work = Pass(

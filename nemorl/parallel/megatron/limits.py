@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemorl.checks import require
-from nemorl.parallel.limits import TrainingSections
+from nemorl.parallel.config import TrainingSections
 from nemorl.parallel.megatron.families import FAMILIES
 from nemorl.parallel.plan import ParallelPlan, num_experts
 from nemorl.parallel.traits import TrainingTraits

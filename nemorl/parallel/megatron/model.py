@@ -219,9 +219,7 @@ class Stage(core.GPTModel):
         return functional.linear(self._read(hidden, cached.states), self._head_weight())
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings, of which the padding token's is not trained, as in Hugging
-        Face's models.
-        """
+        """Return embeddings; the padding token's is not trained, as in Hugging Face's models."""
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if self.padding is None:
             return hidden

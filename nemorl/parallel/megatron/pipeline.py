@@ -20,9 +20,8 @@ from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.experts import Load
 from nemorl.parallel.head import RankInputs, planned
 from nemorl.parallel.layout import Layout
-from nemorl.parallel.megatron.core import get_forward_backward_func
+from nemorl.parallel.megatron.core import get_forward_backward_func, runtime
 from nemorl.parallel.megatron.routing import balancing, copies_of, routes_of
-from nemorl.parallel.megatron.without_cuda import runtime
 from nemorl.parallel.varlen import kernel_of
 from nemorl.parallel.world import DTYPES, World
 
@@ -97,9 +96,7 @@ class Pipeline:
         parts: Iterator[TokenBatch],
         model: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Compute a stage's share of the next microbatch; also return what the last stage does with
-        it.
-        """
+        """Compute a stage's share of the next microbatch."""
         stage = getattr(model, "module", model)
         part, trainer = next(parts), self.trainer
         wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)

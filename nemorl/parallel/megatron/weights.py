@@ -148,9 +148,7 @@ class Conversion:
         return fused(parts, self.groups // tp) if entry.kind == "qkv" else torch.cat(parts)
 
     def _rows(self, entry: Entry) -> list[Rows]:
-        """Return what a parameter is made of: whole tensors, or the rows of one that Hugging Face
-        has fused by itself: all queries, then all keys, then all values; gates, then ups.
-        """
+        """Return what a parameter is made of."""
         shares = {"qkv": (self.heads_per_group, 1, 1), "gated": (1, 1)}.get(entry.kind, (1,))
         if len(shares) == 1 or len(entry.names) > 1:
             return [Rows(name, 0, self.shapes[name]) for name in entry.names]
@@ -196,7 +194,6 @@ class Conversion:
                     yield hf_name, self._sent(value.contiguous(), rank, expert_rank)
 
     def _wholes(self, entry: Entry, own: Tensor) -> list[Tensor]:
-        """Gather the parts of all ranks of tensor parallelism."""
         group, parts = self.world.tp_group, [own]
         if group is not None and entry.dim is not None:
             parts = [torch.empty_like(own) for _ in range(self.world.plan.tp)]

@@ -2,7 +2,6 @@
 weights of a model in bfloat16, gradients added over batches.
 """
 
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,62 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemorl.losses.types import LossOutput, Max, Sum, finalize
+from nemorl.losses.types import finalize
 from nemorl.models.digest import sampled
-from nemorl.parallel.backend import ForwardOutput
-from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.fingerprint import hash_of
-from nemorl.parallel.measure import flops_per_step, segment_lengths
-from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.saved import Carried
-from tests.parallel.test_checkpoint_reshard import assert_same, contents
-from tests.parallel.test_tokens import grouped
+from tests.parallel.saved import Carried, assert_same, contents
+from tests.parallel.ways import LENGTHS, OPTIMIZER, WAYS, start, train, unlike, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
-
-LENGTHS = [9, 2, 30, 17, 1, 12]
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, eps=1e-4)
-WAYS = {
-    "tp 2": ("megatron", ParallelPlan(dp_shard=1, tp=2)),
-    "pp 2": ("megatron", ParallelPlan(dp_shard=1, pp=2)),
-    "dp 2": ("megatron", ParallelPlan(dp_shard=2)),
-    "pp 2, interleaved": ("megatron", ParallelPlan(dp_shard=1, pp=2, vpp=2)),
-    "pp 2, 1 layer first": (
-        "megatron",
-        ParallelPlan(dp_shard=1, pp=2, num_layers_in_first_pipeline_stage=1),
-    ),
-    "pp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=1, pp=2, param_dtype="bfloat16")),
-    "dp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=2, param_dtype="bfloat16")),
-    "ep 2": ("megatron", ParallelPlan(dp_shard=2, ep=2)),
-    "ep 2 of tp": ("megatron", ParallelPlan(dp_shard=1, tp=2, ep=2)),
-    "FSDP2 2": ("dtensor", ParallelPlan(dp_shard=2)),
-}
-
-
-def start(way: str, folder: Path, **options: Any) -> DTensorBackend | MegatronBackend:
-    name, plan = WAYS[way]
-    backend = MegatronBackend() if name == "megatron" else DTensorBackend()
-    config = BackendConfig(
-        model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(device="cpu"),
-        optimizer=OPTIMIZER,
-        parallel=plan,
-        total_steps=4,
-    )
-    backend.setup(replace(config, **options))
-    return backend
-
-
-def weights(backend: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.weights()}
-
-
-def train(backend: Any, *seeds: int) -> list[float]:
-    steps = (backend.train_step(random_batch(LENGTHS, seed=seed), nll_loss) for seed in seeds)
-    return [finalize(metrics)["loss"] for metrics in steps]
 
 
 def save(way: str, model: Path, checkpoint: Path) -> dict[str, Tensor]:
@@ -101,12 +53,6 @@ def model() -> Any:
         yield Path(folder)
 
 
-def unlike(output: ForwardOutput, batch: Any) -> LossOutput:
-    """A loss with a metric that is of another kind on rank 1."""
-    kind = Max if torch.distributed.get_rank() else Sum
-    return replace(nll_loss(output, batch), metrics={"x": kind(torch.tensor(1.0))})
-
-
 def tried_again(way: str, model: Path, overlaps: bool) -> list[tuple[dict[str, float], dict]]:
     """Metrics and weights of a step, and of one whose first metrics could not be merged."""
     batch, found = random_batch(LENGTHS), []
@@ -124,6 +70,7 @@ def tried_again(way: str, model: Path, overlaps: bool) -> list[tuple[dict[str, f
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "overlaps"), [("FSDP2 2", False), ("dp 2", False), ("dp 2", True)])
 def test_a_batch_whose_metrics_could_not_be_merged_counts_once(way: str, overlaps: bool, model):
     for (numbers, expected), (again, found) in run_ranks(2, tried_again, way, model, overlaps):
@@ -131,29 +78,7 @@ def test_a_batch_whose_metrics_could_not_be_merged_counts_once(way: str, overlap
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
-def without_room(way: str, model: Path, folder: Path) -> list[str]:
-    """The errors of a save and a load for which what is offloaded does not fit on the second rank;
-    they go well afterwards.
-    """
-    backend, said = start(way, model), []
-    for use in (backend.save_checkpoint, backend.load_checkpoint):
-        with patch.object(backend._away, "restore", wraps=backend._away.restore) as restore:
-            restore.side_effect = MemoryError("no room") if backend.world.rank else None
-            with pytest.raises(RuntimeError) as caught:
-                use(folder)
-        said.append(str(caught.value))
-        use(folder)
-    backend.shutdown()
-    return said
-
-
-@pytest.mark.parametrize("way", ["FSDP2 2", "dp 2"])
-def test_ranks_share_the_error_of_what_does_not_come_back(way: str, model, tmp_path: Path):
-    for said in run_ranks(2, without_room, way, model, tmp_path):
-        for each in said:
-            assert re.fullmatch(r"rank 1 of 2 on .*: MemoryError\('no room'\)", each)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["tp 2", "pp 2, 1 layer first", "FSDP2 2", "dp 2 in bfloat16"])
 def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path: Path):
     saved = run_ranks(2, save, first, model, tmp_path)[0]
@@ -170,9 +95,7 @@ def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path
 
 
 def to_the_other_backend_and_back(folder: Path) -> tuple[set[str], list[list[float]]]:
-    """Fingerprints of the initial weights, and both backends' losses after two checkpoints. What
-    was loaded is saved again at once.
-    """
+    """Fingerprints of the initial weights, and both backends' losses after two checkpoints."""
     ways, bases, losses = ("FSDP2 2", "ep 2"), set[str](), []
     for way, other in (ways, ways[::-1]):
         for each, source in ((way, ""), (way, way), (other, way)):
@@ -189,6 +112,7 @@ def to_the_other_backend_and_back(folder: Path) -> tuple[set[str], list[list[flo
     return bases, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_go_on_with_the_other_backend(kind: str, tmp_path: Path):
     """With the same moments, bit for bit, and the same fingerprint of initial weights."""
@@ -203,21 +127,6 @@ def test_experts_go_on_with_the_other_backend(kind: str, tmp_path: Path):
             assert_same(tmp_path / way, tmp_path / f"{way} by {each}")
 
 
-def test_experts_go_on_with_a_checkpoint(tmp_path: Path):
-    """Of another plan, with other ranks for them."""
-    model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
-    tiny_model("qwen3_moe", scale=2.0, tied=False).save_pretrained(model)
-    saved = run_ranks(2, save, "ep 2", model, checkpoint)[0]
-    ends = []
-    for way in ("ep 2", "tp 2", "pp 2", "ep 2 of tp"):
-        for before, losses, after in run_ranks(2, resume, way, model, checkpoint):
-            torch.testing.assert_close(before, saved, atol=0, rtol=0)
-            ends.append((losses, after))
-    for losses, after in ends[1:]:
-        assert losses == pytest.approx(ends[0][0], abs=1e-6)
-        torch.testing.assert_close(after, ends[0][1], atol=2e-6, rtol=0)
-
-
 def largest_calls(way: str, folder: Path) -> tuple[int, int]:
     """The bytes of the largest collective call of a save, and of an export."""
     backend = start(way, folder / "model")
@@ -230,32 +139,13 @@ def largest_calls(way: str, folder: Path) -> tuple[int, int]:
     return saving.most, exporting.most
 
 
-@pytest.mark.parametrize("way", ["tp 2", "pp 2", "dp 2 in bfloat16", "ep 2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["FSDP2 2", "tp 2", "pp 2", "dp 2 in bfloat16", "ep 2"])
 def test_no_rank_gathers_what_others_write(way: str, tmp_path: Path):
     kind = "qwen3_moe" if way == "ep 2" else "qwen3"
     tiny_model(kind, hidden_size=256, intermediate_size=256).save_pretrained(tmp_path / "model")
     for saving, exporting in run_ranks(2, largest_calls, way, tmp_path):
         assert saving < 16_384 < exporting
-
-
-def of_experts(folder: Path) -> Tensor:
-    backend = start("ep 2", folder)
-    found = backend.get_logprobs(random_batch(LENGTHS)).values
-    backend.shutdown()
-    return found
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_experts_are_weighted_as_the_model_says(normed: bool, tmp_path: Path):
-    model, batch = tiny_model("qwen3_moe", scale=2.0, norm_topk_prob=normed), random_batch(LENGTHS)
-    model.save_pretrained(tmp_path)
-    for found in run_ranks(2, of_experts, tmp_path):
-        for row, length in enumerate(LENGTHS):
-            ids = batch.input_ids[row : row + 1, :length]
-            with torch.no_grad():
-                logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-            expected = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-            torch.testing.assert_close(found[row, 1:length], expected, atol=2e-6, rtol=0)
 
 
 def in_bfloat16(folder: Path) -> list[dict[str, Tensor]]:
@@ -270,6 +160,7 @@ def in_bfloat16(folder: Path) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_begins_with_the_files_float32(model: Path):
     """And engines get the bfloat16 that it computes in, of which every rank has its part."""
     expected = dict(made().named_parameters())
@@ -302,66 +193,6 @@ def test_gradients_of_several_batches_add(model: Path):
         torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
 
 
-def many_ranks_of_a_head(folder: Path) -> Tensor:
-    WAYS["tp 4"] = ("megatron", ParallelPlan(dp_shard=1, tp=4))
-    backend = start("tp 4", folder)
-    train(backend, 0)
-    found = backend.get_logprobs(random_batch(LENGTHS)).values
-    backend.shutdown()
-    return found
-
-
-def test_more_ranks_than_key_value_heads(tmp_path: Path):
-    tiny_model("qwen3", scale=2.0, vocab_size=44).save_pretrained(tmp_path)
-    alone = DTensorBackend(tiny_model("qwen3", scale=2.0, vocab_size=44))
-    alone.setup(
-        BackendConfig(trainer=TrainerConfig(device="cpu"), optimizer=OPTIMIZER, total_steps=4)
-    )
-    train(alone, 0)
-    expected = alone.get_logprobs(random_batch(LENGTHS)).values
-    for found in run_ranks(4, many_ranks_of_a_head, tmp_path):
-        torch.testing.assert_close(found, expected, atol=5e-6, rtol=0)
-
-
-def test_a_process_of_its_own_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=r"trainer.backend megatron needs a process .* a rank"):
-        MegatronBackend().setup(BackendConfig())
-
-
-ROPES = (
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-)
-
-
-def with_rope(folders: list[Path]) -> list[Tensor]:
-    found = []
-    for folder in folders:
-        backend = start("tp 2", folder)
-        found.append(backend.get_logprobs(random_batch(LENGTHS)).values)
-        backend.shutdown()
-    return found
-
-
-def test_rotary_frequencies_and_their_factor_are_the_models(tmp_path: Path):
-    """yarn has one of cosine and sine, too."""
-    models = [
-        tiny_model("llama", scale=2.0, rope_parameters={"rope_theta": 1e4, **rope})
-        for rope in ROPES
-    ]
-    folders = [tmp_path / str(index) for index in range(len(models))]
-    expected = []
-    for model, folder in zip(models, folders, strict=True):
-        model.save_pretrained(folder)
-        alone = DTensorBackend(model)
-        alone.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
-        expected.append(alone.get_logprobs(random_batch(LENGTHS)).values)
-    assert (expected[0] - expected[1]).abs().max() > 1e-3
-    for found in run_ranks(2, with_rope, folders):
-        torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-
-
 def base_of(way: str, folder: Path) -> str:
     backend = start(way, folder)
     found = backend._base
@@ -379,11 +210,10 @@ def bases_of(folder: Path) -> tuple[set[str], int]:
     return found, carried.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_have_one_fingerprint(tied: bool, tmp_path: Path):
-    """By which a run that is resumed with the other backend finds its reference again. No rank
-    gathers the weights for it.
-    """
+    """By which a run that is resumed with the other backend finds its reference again."""
     model = tiny_model("qwen2", tied=tied, num_hidden_layers=4, vocab_size=4000)
     model.save_pretrained(tmp_path)
     samples = {
@@ -397,39 +227,18 @@ def test_initial_weights_have_one_fingerprint(tied: bool, tmp_path: Path):
         assert most <= size or tied  # of which megatron-core itself compares copies
 
 
-def work_of_a_step(folder: Path, way: str, copied: int) -> tuple[float, float]:
-    """Operations of a step as measured, and of its sequences one by one."""
-    backend, batch = start(way, folder), grouped([(20, [3, 5, 4, 4])])
-    found = backend.train_step(batch, nll_loss)["trainer/tflops_per_device"].total * 1e12
-    config, lengths = backend.model.config, segment_lengths(batch)
-    backend.shutdown()
-    return float(found), flops_per_step(config, lengths, copied=copied)
-
-
-@pytest.mark.parametrize(("way", "copied"), [("pp 2", 60), ("pp 2, interleaved", 40)])
-def test_a_prompt_that_is_computed_once_counts_once(way: str, copied: int, model: Path):
-    """Once in each microbatch, of which interleaved stages need two."""
-    for found, expected in run_ranks(2, work_of_a_step, model, way, copied):
-        assert found == pytest.approx(expected)
-
-
 def frozen(folder: Path, base: str) -> tuple[Tensor, Tensor, dict[str, Tensor], bool]:
     """Log-probabilities of a model that trains and of one that does not, this one's weights, and
     whether it keeps anything for training.
     """
-    config, batch = {"same_initial_model_as": folder / "saved"}, random_batch(LENGTHS)
+    batch = random_batch(LENGTHS)
     trained = start("dp 2 in bfloat16", folder)
     assert trained._base == base
     trained.save_checkpoint(folder / "saved")
-    teacher = start("dp 2 in bfloat16", folder, trains=False, **config)
-    for use in (
-        lambda: teacher.train_step(batch, nll_loss),
-        lambda: teacher.optim_step(),
-        lambda: teacher.save_checkpoint(folder / "none"),
-        lambda: teacher.load_checkpoint(folder / "saved"),
-    ):
-        with pytest.raises(ValueError, match="trains must be True for steps and checkpoints"):
-            use()
+    settings = {"trains": False, "same_initial_model_as": folder / "saved"}
+    teacher = start("dp 2 in bfloat16", folder, **settings)
+    with pytest.raises(ValueError, match="trains must be True for steps and checkpoints"):
+        teacher.train_step(batch, nll_loss)
     found = [each.get_logprobs(batch).values for each in (trained, teacher)]
     parameters = list(teacher._stages.parameters())
     keeps = any(p.requires_grad or hasattr(p, "main_grad") for p in parameters)
@@ -439,6 +248,7 @@ def frozen(folder: Path, base: str) -> tuple[Tensor, Tensor, dict[str, Tensor], 
     return (*found, *last)
 
 
+@pytest.mark.slow
 def test_what_does_not_train_has_no_optimizer_and_no_gradients(model: Path):
     """In bfloat16 it has the numbers of one that trains, and is known by its float32 weights."""
     base = run_ranks(2, base_of, "dp 2", model)[0]
@@ -470,6 +280,7 @@ def two_models(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_models_train_side_by_side(model: Path):
     for first, second, *alone in run_ranks(2, two_models, model):
         for (losses, found), (expected, end) in zip((first, second), alone, strict=True):

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
-from nemorl.parallel.megatron.engine import Order
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.generation import Completion, SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import exported
+from tests.parallel.ways import answers
 from tests.ranks import run_ranks
 from tests.rollout.backends import (
     greedy,
@@ -47,7 +47,7 @@ PLANS = {
     "unequal stages": ParallelPlan(dp_shard=1, pp=2, num_layers_in_first_pipeline_stage=3),
     "all": ParallelPlan(dp_shard=1, tp=2, pp=2, cp=2, cp_method="allgather"),
 }
-QUICK = ("tp", "dp")
+QUICK = ("tp",)
 
 
 def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
@@ -60,21 +60,6 @@ def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend
     backend.setup(config)
     backend.open_engine(max_batch_size=8, max_positions=256, end_tokens=[1])
     return backend
-
-
-def answers(
-    backend: MegatronBackend,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    *,
-    anew: bool = False,
-) -> list[Completion]:
-    """By a few passes at a time, as rank 0 has them; anew: with a new cache each time."""
-    order, found = Order(new=[*zip(range(100), prompts, params, strict=False)], passes=3), {}
-    while len(found) < len(prompts):
-        found |= backend.world.merge_objects(backend.decode(order)[0], lambda first, _: first)
-        order = Order(passes=3, anew=anew)
-    return [completion for _, answer in sorted(found.items()) for completion in answer]
 
 
 def sampled(folder: Path, plan: ParallelPlan) -> list[Completion]:
@@ -139,12 +124,13 @@ def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:
     return [before, answers(backend, PROMPTS, params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
         pytest.param(ParallelPlan(dp_shard=2, ep=2), id="ep"),
-        pytest.param(ParallelPlan(dp_shard=2, tp=2, ep=2), id="ep, tp", marks=pytest.mark.slow),
-        pytest.param(ParallelPlan(dp_shard=2, pp=2, ep=2), id="ep, pp", marks=pytest.mark.slow),
+        pytest.param(ParallelPlan(dp_shard=2, tp=2, ep=2), id="ep, tp"),
+        pytest.param(ParallelPlan(dp_shard=2, pp=2, ep=2), id="ep, pp"),
     ],
 )
 def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
@@ -167,11 +153,12 @@ def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
     return answers(backend, PROMPTS, params, anew=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
         ParallelPlan(dp_shard=2, ep=2),
-        pytest.param(ParallelPlan(dp_shard=1, tp=2, pp=2), marks=pytest.mark.slow),
+        ParallelPlan(dp_shard=1, tp=2, pp=2),
         ParallelPlan(dp_shard=1, pp=2, vpp=2),
     ],
 )

@@ -12,21 +12,16 @@ from transformers import AutoModelForCausalLM
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.megatron.families import FAMILIES
 from nemorl.parallel.megatron.limits import check_model
 from tests.parallel.batches import random_batch
-from tests.parallel.megatron.test_backend import LENGTHS, start, train, weights
 from tests.parallel.parity.cases import Case
 from tests.parallel.parity.compare import verdict
 from tests.parallel.parity.golden import Problem
 from tests.parallel.parity.run import run_chunk
 from tests.parallel.saved import exported
+from tests.parallel.ways import LENGTHS, start, train, weights
 from tests.ranks import run_ranks
-from tests.tiny_models import EXPERTS, KINDS, OTHERS, tiny_model
-
-
-def test_all_families_are_tested():
-    assert FAMILIES.keys() == {**KINDS, **EXPERTS, **OTHERS}.keys()
+from tests.tiny_models import OTHERS, tiny_model
 
 
 def cases(kind: str) -> list[Case]:
@@ -40,6 +35,7 @@ def cases(kind: str) -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_values_gradients_and_weights_are_plain_pytorchs(kind: str):
     """Three steps: log-probabilities, entropy, loss, gradients, weights, and what is exported."""
@@ -57,6 +53,7 @@ def trained(way: str, model: Path, folder: Path) -> tuple[dict[str, Tensor], Ten
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["tp 2", "pp 2"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_transformers_loads_the_export_of_a_checkpoint(kind: str, way: str, tmp_path: Path):
@@ -82,6 +79,7 @@ def scored(folder: Path) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_rotate_have_no_factor_of_the_rotation(tmp_path: Path):
     """With yarn cosine and sine have one, by which the other layers' scores grow."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}

@@ -16,6 +16,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import SamplingParams
 from tests.parallel.batches import nll_loss
 from tests.parallel.offloaded import FIRST, SECOND, generations
+from tests.parallel.offloaded import held_by_megatron as held
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -23,7 +24,6 @@ PLANS = {
     "dp 2": {"dp_shard": 2, "param_dtype": "float32"},
     "dp 2 in bfloat16": {"dp_shard": 2, "param_dtype": "bfloat16"},
     "pp 2": {"dp_shard": 1, "pp": 2, "param_dtype": "float32"},
-    "pp 2 in bfloat16": {"dp_shard": 1, "pp": 2, "param_dtype": "bfloat16"},
     "pp 2, interleaved": {"dp_shard": 1, "pp": 2, "vpp": 2, "param_dtype": "float32"},
     "ep 2": {"dp_shard": 2, "ep": 2, "param_dtype": "bfloat16"},
     "dp 2, overlapped": {"dp_shard": 2, "param_dtype": "float32", "overlap_grad_reduce": True},
@@ -42,28 +42,6 @@ def start(folder: Path, way: str, *, device: str = "cpu", **options: Any) -> Meg
         )
     )
     return backend
-
-
-def held(backend: MegatronBackend) -> dict[str, int]:
-    """Bytes on the device, by what they are; storages that several tensors share once."""
-
-    def size(tensors: Any) -> int:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        return sum({each._cdata: each.nbytes() for each in storages}.values())
-
-    found, optimizer = {"parameters": size(backend._stages.parameters())}, backend.optimizer
-    if backend._reference is not None:
-        found["reference"] = size(backend._reference.parameters())
-    if optimizer is not None:
-        trained = list(backend._stages.parameters())
-        spans = [optimizer.main(p) for p in trained if optimizer.span(p) is not None]
-        found |= {
-            "spans": size(spans),
-            "gradients": size(p.main_grad for p in trained),
-            "of spans": size(span.grad for span in spans if span.grad is not None),
-            "moments": size(x for p in trained for x in optimizer.state(p).values()),
-        }
-    return found
 
 
 def trained(backend: MegatronBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
@@ -105,6 +83,7 @@ def same_bits(folder: Path, path: Path, way: str, keep: bool) -> dict[str, Tenso
     return found[0]["last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "keep"),
     [
@@ -119,27 +98,6 @@ def test_ranks_have_the_same_bits(way: str, keep: bool, tmp_path: Path):
     made.save_pretrained(tmp_path / "model")
     one, other = run_ranks(2, same_bits, tmp_path / "model", tmp_path, way, keep)
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def emptied(folder: Path) -> None:
-    backend = start(folder, "dp 2 in bfloat16", keep_reference=False)
-    assert held(backend)["gradients"]
-    backend.empty_cache()
-    backend.forward_backward(FIRST, nll_loss)
-    before = held(backend)
-    backend.empty_cache()
-    assert held(backend) == before, "the next step's"
-    backend.optim_step()
-    backend.empty_cache()
-    found = held(backend)
-    assert not found["gradients"] and not found["of spans"]
-    assert found["parameters"] == before["parameters"] and found["moments"]
-    backend.shutdown()
-
-
-def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(tmp_path: Path):
-    tiny_model("qwen3").save_pretrained(tmp_path)
-    run_ranks(2, emptied, tmp_path)
 
 
 def answers(backend: MegatronBackend) -> list[Any]:
@@ -164,25 +122,8 @@ def decoded(folder: Path, way: str) -> None:
     backend.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["dp 2 in bfloat16", "pp 2"])
 def test_ranks_generate_while_the_rest_is_away(way: str, tmp_path: Path):
     tiny_model("qwen3", scale=2.0).save_pretrained(tmp_path)
     run_ranks(2, decoded, tmp_path, way)
-
-
-def frozen(folder: Path) -> None:
-    """A model that does not train, beside one that does."""
-    teacher = start(folder, "dp 2", trains=False, keep_reference=False)
-    expected = teacher.get_logprobs(FIRST).values
-    before = {name: tensor.clone() for name, tensor in teacher.weights()}
-    teacher.offload()
-    teacher.empty_cache()
-    assert held(teacher) == {"parameters": 0}
-    torch.testing.assert_close(dict(teacher.weights()), before, rtol=0, atol=0)
-    assert torch.equal(teacher.get_logprobs(FIRST).values, expected)
-    teacher.shutdown()
-
-
-def test_what_does_not_train_is_offloaded_too(tmp_path: Path):
-    tiny_model("qwen3").save_pretrained(tmp_path)
-    run_ranks(2, frozen, tmp_path)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -22,8 +22,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import RanksLost
 from nemorl.rollout.generation import SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.megatron.test_backend import start, unlike, weights
-from tests.parallel.megatron.test_engine import answers
+from tests.parallel.ways import answers, start, unlike, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -56,21 +55,13 @@ class Calls:
 
 
 class Late:
-    """What other ranks have of a bucket group's parameters, which comes when it is waited for; not
-    a number until then.
-    """
+    """Other ranks' parameters of a bucket group: no numbers until they are waited for."""
 
-    waited: ClassVar[list[int]] = []
-    """Numbers of those that were waited for, counted from the first that began."""
-
-    def __init__(self, group: Any, number: int) -> None:
-        self.number = number
+    def __init__(self, group: Any) -> None:
         group.param_gather_handle.wait()
         group.param_gather_handle = self
-        rank, size = (
-            group.intra_distributed_optimizer_instance_group.rank(),
-            group.intra_distributed_optimizer_instance_size,
-        )
+        rank = group.intra_distributed_optimizer_instance_group.rank()
+        size = group.intra_distributed_optimizer_instance_size
         self.others = [
             part
             for bucket in group.buckets
@@ -82,7 +73,6 @@ class Late:
             part.fill_(torch.nan)
 
     def wait(self) -> None:
-        Late.waited.append(self.number)
         for part, values in zip(self.others, self.values, strict=True):
             part.copy_(values)
 
@@ -100,13 +90,10 @@ def small_buckets(size: int = 1500) -> Iterator[Calls]:
         calls.made.append("reduce")
         begin(group, *args, **options)
 
-    begun = list[Any]()
-
     def late(group: Any, *args: Any, **options: Any) -> None:
         gather(group, *args, **options)
         if group.param_gather_handle is not None:
-            Late(group, len(begun))
-            begun.append(group)
+            Late(group)
 
     small = partial(core.DistributedDataParallelConfig, bucket_size=size)
     with (
@@ -164,7 +151,9 @@ PLANS: dict[str, Case] = {
 """Ranks, the model's type, whether its head is tied, and a plan."""
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [n if n == "dp 2" else pytest.param(n, marks=pytest.mark.slow) for n in PLANS]
+)
 def test_overlap_changes_no_number(name: str, tmp_path: Path):
     size, kind, tied, plan = PLANS[name]
     tiny_model(kind, scale=2.0, tied=tied, num_hidden_layers=4).save_pretrained(tmp_path)
@@ -201,6 +190,7 @@ def order(folder: Path, plan: ParallelPlan) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp 2", "dp 2 x pp 2 x vpp 2", "ep 2"])
 def test_reductions_begin_in_the_last_backward_pass_of_a_step(name: str, tmp_path: Path):
     size, kind, _, plan = PLANS[name]
@@ -261,6 +251,7 @@ def after_an_error(folder: Path, plan: ParallelPlan) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [without_some, after_an_error])
 def test_overlap_changes_no_number_of_an_incomplete_step(run: Any, tmp_path: Path):
     tiny_model(scale=2.0).save_pretrained(tmp_path)
@@ -293,6 +284,7 @@ def lost(folder: Path, plan: ParallelPlan, how: str) -> tuple[int, str]:
     return begun, str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["layers", "metrics"])
 def test_an_error_while_gradients_are_summed_is_the_end(how: str, tmp_path: Path):
     """Of each rank at once: none waits for sums that another has not begun."""
@@ -348,6 +340,7 @@ def read(folder: Path, plan: ParallelPlan) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_whoever_reads_parameters_waits_for_them(tied: bool, tmp_path: Path):
     tiny_model(scale=2.0, tied=tied).save_pretrained(tmp_path)
@@ -355,39 +348,3 @@ def test_whoever_reads_parameters_waits_for_them(tied: bool, tmp_path: Path):
     expected, _ = run_ranks(2, read, tmp_path, plan)
     for found in run_ranks(2, read, tmp_path, replace(plan, **GATHER)):
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
-
-
-def under_way(folder: Path, plan: ParallelPlan) -> list[list[int]]:
-    """How many groups of buckets there are; how many are not gathered yet as each layer is called,
-    in a step, in the next one, and after its `weights`; and which was waited for first.
-    """
-    with small_buckets():
-        backend = set_up(folder, replace(plan, **GATHER))
-        groups, found = backend.optimizer._gathering.groups, list[list[int]]()
-
-        def count(*_: Any) -> None:
-            found[-1].append(sum(group.param_gather_handle is not None for group in groups))
-
-        for stage in backend._stages:
-            for layer in stage.decoder.layers:
-                layer.register_forward_pre_hook(count)
-        for then in (None, weights, None):
-            found.append([])
-            Late.waited.clear()
-            backend.train_step(random_batch([3, 4]), nll_loss)
-            if then is weights:
-                first = Late.waited[:1]
-                then(backend)
-    backend.shutdown()
-    return [[len(groups)], *found, first]
-
-
-@pytest.mark.parametrize("name", ["dp 2", "dp 2 x pp 2 x vpp 2", "ep 2"])
-def test_layers_wait_for_their_own_parameters_alone(name: str, tmp_path: Path):
-    size, kind, _, plan = PLANS[name]
-    tiny_model(kind, scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)
-    for groups, before, after, waited, first in run_ranks(size, under_way, tmp_path, plan):
-        assert set(before) == set(waited) == {0}
-        assert groups[0] >= after[0] > after[1]
-        assert after == sorted(after, reverse=True)
-        assert first == [0]

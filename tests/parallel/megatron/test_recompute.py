@@ -15,7 +15,7 @@ from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.megatron.test_backend import start, weights
+from tests.parallel.ways import start, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -77,6 +77,7 @@ def steps(folder: Path, kind: str) -> list[Found]:
     return [step(folder, modules, experts=experts) for modules in KINDS[kind]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recomputed_has_the_same_bits(kind: str, tmp_path: Path):
     tiny_model(kind, scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)

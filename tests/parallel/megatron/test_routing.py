@@ -13,7 +13,7 @@ from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.experts import with_routes
 from nemorl.parallel.megatron.routing import Routes
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.megatron.test_backend import start
+from tests.parallel.ways import start
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -44,6 +44,7 @@ def record(folder: Path) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_recorded_routes_are_those_of_the_models_routers(tmp_path: Path):
     model, batch = tiny_model("qwen3_moe", scale=2.0, num_experts_per_tok=3), random_batch(LENGTHS)
     model.save_pretrained(tmp_path)

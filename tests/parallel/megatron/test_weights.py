@@ -32,6 +32,7 @@ PLANS = (
     ParallelPlan(dp_shard=2, pp=2, ep=2, num_layers_in_first_pipeline_stage=4),
     ParallelPlan(dp_shard=2, tp=2, ep=4),
 )
+NAMES = [f"tp {plan.tp} pp {plan.pp} vpp {plan.vpp} ep {plan.ep}" for plan in PLANS]
 
 
 def odd_numbers(model: nn.Module) -> dict[str, Tensor]:
@@ -76,9 +77,8 @@ def all_of(plan: ParallelPlan) -> None:
             there_and_back(plan, kind, tied)
 
 
-@pytest.mark.parametrize(
-    "plan", PLANS, ids=lambda plan: f"tp {plan.tp} pp {plan.pp} vpp {plan.vpp} ep {plan.ep}"
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
 def test_weights_go_there_and_back(plan: ParallelPlan):
     run_ranks(4, all_of, plan)
 
@@ -143,9 +143,8 @@ def all_into_pieces(plan: ParallelPlan) -> None:
             into_pieces(plan, kind, tied, seed=len(kind))
 
 
-@pytest.mark.parametrize(
-    "plan", PLANS, ids=lambda plan: f"tp {plan.tp} pp {plan.pp} vpp {plan.vpp} ep {plan.ep}"
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
 def test_each_number_is_in_one_piece_of_one_rank(plan: ParallelPlan):
     """Wherever the optimizer cuts parameters, in at most three pieces of a tensor."""
     run_ranks(4, all_into_pieces, plan)

@@ -49,7 +49,7 @@ Errors = dict[str, float]
 
 
 def errors(case: Case, results: list[Result]) -> Errors:
-    """The ranks' errors by the names of `limits`. Raises ValueError where parameters differ."""
+    """The ranks' errors by the names of `limits`."""
     outcome = results[0][0]
     assert outcome is not None
     exact = reference(replace(case.problem, dtype="float32"))
@@ -78,7 +78,7 @@ def limits(case: Case) -> Mapping[str, float]:
 
 
 def beyond(case: Case, found: Errors) -> dict[str, tuple[float, float]]:
-    """What differs more than it may, with the limit. A number that is none differs."""
+    """What differs more than it may, with the limit."""
     allowed = limits(case)
     return {
         name: (value, allowed[name]) for name, value in found.items() if not value <= allowed[name]

@@ -60,10 +60,7 @@ def forced(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
 def sequence_logprobs(
     model: nn.Module, ids: Tensor, kind: LogprobKind, experts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log p and entropy of each token of a sequence, 0 for the first, under `kind`.
-
-    experts: `[seq, layers, topk]`.
-    """
+    """log p and entropy of each token of a sequence, 0 for the first, under `kind`."""
     with ExitStack() as stack:
         if experts is not None:
             routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]

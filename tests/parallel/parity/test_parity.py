@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from tests.parallel.parity.cases import (
     LAYOUTS,
     PLANS,
     QUICK,
-    REST,
     Case,
     matrix,
     subset,
@@ -37,7 +35,16 @@ def together(quick: tuple[Case, ...], rest: tuple[Case, ...]) -> list:
     ]
 
 
-@pytest.mark.parametrize("chunk", together(QUICK, REST))
+FAST = tuple(
+    case
+    for case in QUICK
+    if case.plan in ("one process", "TP 2 + SP", "megatron PP 2") and not case.varlen
+)
+
+
+@pytest.mark.parametrize(
+    "chunk", together(FAST, tuple(case for case in subset() if case not in FAST))
+)
 def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     verdicts = {
         str(case): verdict(case, errors)
@@ -75,7 +82,7 @@ FORWARD = ("the packed mask", "which prompts are the same", "the sampler's exper
 """What also spoils logprobs."""
 
 
-@pytest.mark.parametrize("chunk", together(CONTROLS[:4], CONTROLS[4:]))
+@pytest.mark.parametrize("chunk", together((), CONTROLS))
 def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
     for case, errors in zip(chunk, run_chunk(chunk), strict=True):
         assert verdict(case, errors)[0], f"{case} was not noticed: {errors}"
@@ -104,18 +111,8 @@ def test_only_what_is_right_passes():
 
 
 def test_the_subset_has_everything_once():
-    guide = (Path(__file__).parents[3] / "docs" / "parity.md").read_text(encoding="utf-8")
-    emulated = sum(each.ranks in (1, 2) and not each.compile for each in subset())
-    counts = f"{len(QUICK)} representative cases and `make test-all` {len(subset())}, of which the"
-    assert f"{counts} {emulated} of one or two" in " ".join(guide.split())
     assert {case.layout for case in QUICK} > set(LAYOUTS) - {"padded"}
-    assert {case.plan for case in subset()} >= set(PLANS) - {
-        "FSDP2 2 + CPU offload",
-        "FSDP2 4",
-        "TP 4 + SP",
-        "CP 4 ulysses",
-        "HSDP 2×2 × TP 2 + SP",
-    }
+    assert {case.plan for case in subset()} == set(PLANS) and len(subset()) >= 200
     assert {case.layout for case in subset()} == set(LAYOUTS)
     assert {case.problem.loss for case in subset()} == set(LOSSES)
     assert {case.problem.model for case in subset()} == KINDS.keys() | EXPERTS.keys()

@@ -9,7 +9,7 @@ import pytest
 import nemorl
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.runtime.start import devices
-from tests.parallel.megatron.test_offload import held
+from tests.parallel.offloaded import held_by_megatron as held
 from tests.ranks import run_ranks
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
 from tests.tiny_models import tiny_model, tiny_tokenizer

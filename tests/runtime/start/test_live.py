@@ -32,7 +32,7 @@ from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.open_run import failed_ranks
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.errors import WorkerTimeout
-from tests.parallel.test_offload import held
+from tests.parallel.offloaded import held
 from tests.rollout.updates import update
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed

@@ -323,7 +323,7 @@ def _config(
     known: Collection[bool] = (False,),
 ) -> Answers:
     """Return the config of a command with overrides, over the settings of the run `model`."""
-    trust = Trust(everything=trust_code, in_python=True)
+    trust = Trust(runs="all" if trust_code else "given")
     of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)

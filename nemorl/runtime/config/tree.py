@@ -58,11 +58,9 @@ def key_of(name: str) -> str:
 def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False) -> Config:
     """Return the config that a YAML file describes; errors name the file and line.
 
-    trust_code: allow code that the file names (a reward `./f.py:fn`). The config.yaml of a run that
-    this user made on this machine needs no permission.
+    trust_code: allow code that the file names (a reward `./f.py:fn`).
     """
-    trust = Trust(everything=trust_code, in_python=True)
-    return construct(cls, yaml_layer(cls, {}, path, trust))
+    return construct(cls, yaml_layer(cls, {}, path, Trust(runs="all" if trust_code else "given")))
 
 
 def dump_yaml(config: Any, *, comments: bool = False) -> str:
@@ -238,8 +236,8 @@ def yaml_layer(
     """
     mapping, lines = read(path)
     with located(path, lines):
-        file, mapping = mapping, used(mapping)
-        trust.require(mapping, file)
+        mapping = used(mapping)
+        trust.require(mapping)
         mapping.pop("environment", None)
         printed = set()
         for section in own_sections(cls):
@@ -247,7 +245,7 @@ def yaml_layer(
             if ":" not in name:
                 continue
             if flag is None:
-                printed |= set() if trust.runs or trust.everything else {section}
+                printed |= {section} if trust.runs == "none" else set()
             elif same_function(name, flag):
                 chosen = mapping[section] if isinstance(mapping[section], Mapping) else {}
                 mapping[section] = {**chosen, "name": flag}

@@ -20,8 +20,7 @@ from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environments import Environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import require_rows
-from nemorl.runtime.config.tree import dump_yaml, to_dict
-from nemorl.runtime.config.trust import seal_of
+from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
 from nemorl.runtime.run.data import Reward, Rows, first_of_each, read_data
 from nemorl.runtime.run.signals import signals_raise
@@ -195,7 +194,6 @@ def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> Ru
         dump_yaml(kept(config)),
         resume=config.run.resume,
         restarted=restarted,
-        seal=seal_of(to_dict(config)),
     )
     if directory.holds_results():
         check_algorithm(directory, algorithm)

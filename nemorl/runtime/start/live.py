@@ -17,8 +17,7 @@ from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
 from nemorl.rollout.traits import GenerationTraits
-from nemorl.runtime.config.tree import dump_yaml, to_dict
-from nemorl.runtime.config.trust import seal_of
+from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.loop import OpenRun, Parts
 from nemorl.runtime.run.models import BackendOrder
@@ -333,6 +332,6 @@ def resumed(launch: Launch, run: OpenRun, trainer: Any) -> tuple[LoopState, Path
             f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"
             " back, or start again in another folder (--run.dir)"
         )
-    directory.write_config(dump_yaml(kept(config)), seal_of(to_dict(config)))
+    directory.write_config(dump_yaml(kept(config)))
     directory.truncate(state.step if found is not None else -1)
     return replace(state, data=launch.data), found and found[0]

@@ -149,8 +149,7 @@ def policy_loss(
     term: a function of `nemorl.losses.policy` or one like them,
     term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput or the
     loss alone; it is given segment_ids if it has a parameter of that name. off_policy, kl: keywords
-    of `importance_weights` and `kl_loss`; None without them. `by_advantage` in off_policy: False
-    keeps the advantages from `importance_weights`. interpolate: where the batch has no
+    of `importance_weights` and `kl_loss`; None without them. interpolate: where the batch has no
     `prev_logprobs` they are estimated by `interpolated_logprobs`, from its `policy_versions` and
     what `at_version` says, and `sampler_gap` is measured before the first update on the rollout
     batch alone; otherwise they are the present ones. penalty: coef of
@@ -230,10 +229,8 @@ def _policy_loss(
     metrics = {} if before is None else sampler_gap(before, sampled, mask, segments)
     options = {"segment_ids": segments} if by_sequence else {}
     if off_policy is not None:
-        keywords = dict(off_policy)
-        advantages = batch.advantages if keywords.pop("by_advantage", True) else None
         importance, measured = importance_weights(
-            prev, sampled, mask, segments, advantages, **keywords
+            prev, sampled, mask, segments, batch.advantages, **off_policy
         )
         options["importance_weights"] = importance
         metrics = merge(metrics, measured)

@@ -24,7 +24,7 @@ from nemorl.rollout.conversation import Conversation
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
-from nemorl.runtime.config.asynchrony import AsyncConfig
+from nemorl.runtime.config.grpo import AsyncConfig
 from nemorl.warn import warn
 
 

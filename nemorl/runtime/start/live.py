@@ -1,13 +1,14 @@
 """A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.source import ModelSource
@@ -17,13 +18,14 @@ from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
 from nemorl.rollout.traits import GenerationTraits
-from nemorl.runtime.config.tree import dump_yaml
+from nemorl.runtime.config.grpo import GapConfig
+from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.loop import OpenRun, Parts
 from nemorl.runtime.run.models import BackendOrder
+from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop, ExportCallback
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
 from nemorl.runtime.start.backends import Backends, has_method, ranks_of
-from nemorl.runtime.start.callbacks import exported, own_callbacks
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
@@ -33,8 +35,12 @@ from nemorl.runtime.start.sharing import sharing_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.files import writing
-from nemorl.runtime.store.state import LoopState, Run
+from nemorl.runtime.store.state import POLICY, LoopState, Run
+from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
+from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.log import event
+from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
+from nemorl.runtime.watch.resources import ResourceMeter
 from nemorl.runtime.watch.waiting import waiting_for_engines
 from nemorl.warn import warn
 
@@ -170,6 +176,67 @@ class Live:
             tokens = None if sharing is None else sharing.micro_batch_tokens
             self._backends = Backends(launch, run, found, ranks, tokens)
         return self._backends
+
+
+def exported(launch: Launch, backends: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the models of backends that can export their weights, by name."""
+    models = {name: getattr(each, "model", None) for name, each in backends.items()}
+    return {
+        name: model
+        for name, model in models.items()
+        if model is not None and has_method(launch, backends[name], "weights")
+    }
+
+
+def own_callbacks(
+    launch: Launch, models: Mapping[str, nn.Module]
+) -> tuple[list[Callback], list[Callback]]:
+    """Return the callbacks that show and record, and the ones that save, which come last: a
+    checkpoint covers all that was recorded before it.
+
+    models: to export at the end, by name.
+    """
+    config, directory = launch.config, launch.directory
+    logged = LoggedRun(
+        directory=directory,
+        run_id=launch.log.record.run_id,
+        config=to_dict(config),
+        project=config.run.project,
+        samples_per_step=config.run.samples_per_step,
+    )
+    before: list[Callback] = [
+        ResourceMeter(),
+        make_display(config.run.display, total_steps=launch.log.total_steps),
+        Recorder(launch.loggers, logged),
+        SignalWatch(),
+    ]
+    after: list[Callback] = []
+    if condition := config.run.stop_condition():
+        after.append(EarlyStop(condition, directory, quiet=launch.quiet))
+    after.append(
+        CheckpointCallback(
+            directory,
+            period=config.run.save_period,
+            keep=config.run.keep_checkpoints,
+            ranking=config.run.ranking(),
+            observers=(launch.log, *launch.callbacks, *before),
+            background=config.run.async_save,
+        )
+    )
+    if isinstance(gap := getattr(config, "gap", None), GapConfig):
+        after.append(GapWatch(gap, directory))
+    if config.run.export and POLICY not in models:
+        warn(
+            f"{directory.hf} will not be written, because the training backend"
+            f" {config.trainer.backend!r} has no attribute model or no weights to export"
+        )
+    elif config.run.export:
+        after.append(ExportCallback(directory, models, adapter=config.lora.export == "adapter"))
+    if config.run.plots:
+        from nemorl.runtime.watch.plots import PlotCallback  # slow to import
+
+        after.append(PlotCallback(directory))
+    return before, after
 
 
 def check_generation(launch: Launch, run: OpenRun) -> None:

@@ -39,11 +39,11 @@ ALGORITHMS = {
     },
     "sft of a stream": {
         "algorithm": "sft",
-        "options": {"data": {"streaming": True, "shuffle_buffer": 7}},
+        "options": {"data": {"streaming": True}},
     },
     "grpo of a stream": {
         "algorithm": "grpo",
-        "options": {"data": {"streaming": True, "shuffle_buffer": 7}, "dynamic_sampling": True},
+        "options": {"data": {"streaming": True}, "dynamic_sampling": True},
     },
     "grpo with adapters and a reference": {
         "algorithm": "grpo",

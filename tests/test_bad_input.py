@@ -32,7 +32,7 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.lock import locked
 from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config
-from tests.runtime.start.test_robustness import FailsOnce
+from tests.runtime.start.mishaps import FailsOnce
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tools.from_nemo_rl import translate
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.accelerator import module_of
@@ -21,9 +21,10 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.offload import Offloaded, local_part
+from nemorl.parallel.offload import Offloaded
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss
+from tests.parallel.held import held
 from tests.parallel.offloaded import FIRST, SECOND, generations
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
@@ -71,28 +72,6 @@ def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(monkeypatch
     backend.empty_cache()
     assert emptied == ["empty_cache"]
     backend.shutdown()
-
-
-def held(backend: DTensorBackend) -> dict[str, int]:
-    """Bytes on the device, by what they are."""
-
-    def size(tensors: Any) -> int:
-        parts = (local_part(x) for x in tensors if isinstance(x, Tensor))
-        return sum(
-            {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in parts}.values()
-        )
-
-    assert backend._model is not None
-    parameters = list(backend._model.parameters())
-    kept = backend.optimizer.state.values() if backend.config.trains else ()
-    states = [x for state in kept for x in state.values()]
-    reference = backend._reference
-    return {
-        "parameters": size(parameters),
-        "gradients": size(p.grad for p in parameters),
-        "optimizer": size(states),
-        "reference": size(reference.parameters()) if reference is not None else 0,
-    }
 
 
 def set_up(model: nn.Module | None, path: str = "", **options: Any) -> DTensorBackend:

@@ -32,7 +32,7 @@ from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.open_run import failed_ranks
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.errors import WorkerTimeout
-from tests.parallel.test_offload import held
+from tests.parallel.held import held
 from tests.rollout.updates import update
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
@@ -260,20 +260,6 @@ class Arm(Callback):
         self.begun += 1
         if self.begun == 2:
             self.deaths[("train_step", 2)] = self.death
-
-
-def test_more_deaths_than_restarts_end_the_run(folder, ranks, tmp_path: Path):
-    config = on_ranks(
-        sft_config(tmp_path / "run", steps=4, run={"save_period": 1}), folder, max_restarts=1
-    )
-    ranks["deaths"] |= {("train_step", 3): killed}
-    with (
-        pytest.warns(UserWarning, match="restart 1 of 1"),
-        pytest.raises(ChildProcessError, match="rank 1") as caught,
-    ):
-        go(config, callbacks=[Arm(ranks["deaths"], killed)])
-    assert len(ranks["all"]) == 2
-    assert "has a checkpoint of step 3: go on from there" in "".join(caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
@@ -528,13 +514,6 @@ def test_routers_replay_what_an_engine_has_recorded(
     with pytest.raises(ValueError, match=message):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]
-
-
-@pytest.mark.parametrize("kind", [nemorl.SFTConfig, nemorl.DPOConfig])
-def test_routers_do_not_replay_what_nobody_sampled(kind: type):
-    trainer = nemorl.TrainerConfig(backend="megatron", router_replay=True)
-    with pytest.raises(ValueError, match="router_replay is for runs that train on what an engine"):
-        kind(trainer=trainer)
 
 
 def test_another_model_has_its_own_experts(folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

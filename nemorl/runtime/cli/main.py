@@ -224,9 +224,7 @@ def _execute(
     *,
     typed: tuple[str, ...],
 ) -> int:
-    """Execute a known command, or `use` its config, and return its exit code. An error of settings,
-    data or machine is one line.
-    """
+    """Execute a known command, or `use` its config, and return its exit code."""
     prog, config = _prog(command), None
     try:
         config = parse(command, args, typed)
@@ -422,10 +420,7 @@ def _extra(cls: type) -> "list[Extra]":
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for a reward, a backend, data, a model, a run or its checkpoints that are
-    missing, an empty data set, or a run in the way of another.
-    Without torch: it takes seconds to import.
-    """
+    """Raise ValueError for what is missing or in the way, without importing torch."""
     from nemorl.models.pretrained import model_folder
 
     if isinstance(config, BaseConfig):
@@ -453,11 +448,7 @@ def _require_inputs(command: str, config: Any) -> None:
 
 
 def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
-    """Raise ValueError for a reward, backend, logger or data file that is missing, and for first
-    rows of a file without the columns that the settings name.
-
-    elsewhere: the settings may be for another machine, so a missing data file is only warned of.
-    """
+    """Raise ValueError for wrong names and first rows; only warn of files `elsewhere`."""
     require_names(config)
     data = getattr(config, "data", DataConfig())
     for name, source in {"data.train": data.train, "data.validation": data.validation}.items():
@@ -534,7 +525,7 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
-    """Raise ValueError for a flag of another variant: --loss reinforce --loss.clip-low 0.1."""
+    """Raise ValueError for a flag of another variant."""
     keys = {
         name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
         for name, member in unions(cls)[section].items()

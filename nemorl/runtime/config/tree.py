@@ -47,11 +47,7 @@ def _by_key(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a field: a Python keyword has an underscore behind it there.
-
-    >>> key_of("async_"), key_of("max_staleness")
-    ('async', 'max_staleness')
-    """
+    """Return the key of a field: `async` of `async_`, which Python could not name."""
     return name.removesuffix("_")
 
 
@@ -119,11 +115,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key as sections.
-
-    >>> nested({"optimizer.lr": 1e-5, "max_num_steps": 4})
-    {'optimizer': {'lr': 1e-05}, 'max_num_steps': 4}
-    """
+    """Return settings by dotted key as sections: the inverse of `flat`, two levels deep."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
@@ -188,11 +180,7 @@ def own_sections(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def name_in(tree: Mapping[str, Any], section: str) -> str:
-    """Return the name of the variant that a tree gives to a section, "" without one.
-
-    >>> name_in({"loss": {"name": "gspo"}}, "loss"), name_in({"loss": "gspo"}, "loss")
-    ('gspo', 'gspo')
-    """
+    """Return the name of the variant that a tree gives to a section, "" without one."""
     chosen = tree.get(section)
     name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
     return name if isinstance(name, str) else ""
@@ -299,7 +287,7 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
 
 
 def unused(cls: type) -> set[str]:
-    """Return the dotted keys in a config's sections that its command refuses (`cls.unused`)."""
+    """Return the dotted keys that a config's command refuses (`cls.unused`)."""
     sections: Mapping[str, Collection[str]] = getattr(cls, "unused", {})
     return {f"{section}.{name}" for section, names in sections.items() for name in names}
 

@@ -61,6 +61,8 @@ class Launch:
     """Folder or hub name of the model."""
     model: nn.Module | None
     """A loaded model that was given."""
+    of_model: Any
+    """The model's Hugging Face configuration; None where it can't be read."""
     tokenizer: Any
     environment: Environment | None
     rows: Sequence[Row]
@@ -144,6 +146,7 @@ def launched(
                 directory=directory,
                 folder=path,
                 model=model,
+                of_model=of_model,
                 tokenizer=tokenizer,
                 environment=led,
                 rows=rows,
@@ -162,9 +165,7 @@ def _require_same_rows(
     saved: list[Digest],
     *rows: Sequence[Row],
 ) -> None:
-    """Raise ValueError for rows that differ from the earlier ones, or warn where that is accepted;
-    name changed settings that the rows depend on.
-    """
+    """Raise ValueError for rows that differ from the earlier ones, or warn if accepted."""
     sources = sources_of(config.data.train if train is None else train)
     found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
     if not found:

@@ -30,7 +30,7 @@ from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend
-from nemorl.runtime.start.settings import changes, generation_config, kept, model_config_of
+from nemorl.runtime.start.settings import changes, generation_config, kept
 from nemorl.runtime.start.sharing import sharing_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
@@ -61,7 +61,7 @@ class Live:
         directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
         engines, sharing = self._engines(run), self.sharing(run)
         if engines is not None:
-            check_engines(launch, engines)
+            launch.devices.check_cluster(config, engines)
         if engines is not None and sharing is not None:
             show(sharing, quiet=launch.quiet)
             share = {"gpu_memory_utilization": sharing.share}
@@ -85,7 +85,9 @@ class Live:
                 self.make_room(run, [trainer], keep_weights=shared)
                 generator.wake()
             blocking(generator.update_weights(TrainerWeights(trainer)))
-            show_transport(generator, quiet=launch.quiet)
+            if (transport := getattr(generator, "transport", None)) is not None:
+                event("weight_transport", str(transport))
+                show(transport, quiet=launch.quiet)
             length = min(8, config.data.max_total_sequence_length // 2)
             prompt = [token % vocab_size for token in range(length)]
             precision = config.parallel.precision
@@ -136,7 +138,7 @@ class Live:
                     launch.config,
                     launch.devices,
                     engines,
-                    given_model_config(launch),
+                    launch.of_model,
                     card=smallest_gpu(launch),
                     can_offload=has_method(launch, None, "offload"),
                     can_empty=has_method(launch, None, "empty_cache"),
@@ -267,17 +269,6 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
     )
 
 
-def check_engines(launch: Launch, engines: GenerationConfig) -> None:
-    """Raise ValueError for engines that can't run here, before ranks are started."""
-    launch.devices.check_cluster(launch.config, engines)
-
-
-def given_model_config(launch: Launch) -> Any:
-    """Return the Hugging Face configuration of the run's model; None where it can't be read."""
-    trust = {"trust_remote_code": launch.config.model.trust_remote_code}
-    return model_config_of(launch.folder if launch.model is None else launch.model, **trust)
-
-
 def smallest_gpu(launch: Launch) -> int | None:
     """Return the memory in bytes of the smallest GPU that this process sees; where Ray places ranks
     on the cluster at RAY_ADDRESS, of those that it has for them, if it knows.
@@ -297,23 +288,12 @@ def smallest_gpu(launch: Launch) -> int | None:
     return min(each.total_memory for each in found)
 
 
-def show(sharing: Sharing, *, quiet: bool) -> None:
-    """Print how trainer and engines share GPUs."""
+def show(found: object, *, quiet: bool) -> None:
+    """Print how trainer and engines share GPUs, or how new weights get to engines."""
     if not quiet:
         from rich.console import Console
 
-        Console(highlight=False).print(str(sharing))
-
-
-def show_transport(generator: Any, *, quiet: bool) -> None:
-    """Print and log how new weights get to engines in other processes."""
-    if (transport := getattr(generator, "transport", None)) is None:
-        return
-    event("weight_transport", str(transport))
-    if not quiet:
-        from rich.console import Console
-
-        Console(highlight=False).print(str(transport))
+        Console(highlight=False).print(str(found))
 
 
 def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:

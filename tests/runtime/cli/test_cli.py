@@ -47,7 +47,6 @@ from nemorl.runtime.config.tree import (
     variants,
 )
 from nemorl.runtime.start.registry import ALGORITHMS
-from nemorl.runtime.store.directory import read_lines
 from tests.examples import visiting
 from tests.tiny_models import tiny_model
 
@@ -339,17 +338,9 @@ def test_unions(tmp_path: Path):
     )
     path = tmp_path / "my.yaml"
     path.write_text("loss: {name: gspo, clip_low: 0.1}\n")
-    assert (
-        grpo("--config", str(path)).loss
-        == grpo("--config", str(path), "--loss", "gspo").loss
-        == GSPOLoss(clip_low=0.1)
-    )
-    assert grpo("--config", str(path), "--loss.clip-high", "0.2").loss == GSPOLoss(
-        clip_low=0.1, clip_high=0.2
-    )
-    assert (
-        grpo("--config", str(path), "--loss", "clipped").loss == ClippedLoss()
-    )  # another variant starts afresh
+    assert grpo("--config", str(path), "--loss", "gspo").loss == GSPOLoss(clip_low=0.1)
+    afresh = grpo("--config", str(path), "--loss", "clipped")
+    assert afresh.loss == ClippedLoss()
 
 
 @pytest.mark.parametrize(
@@ -368,21 +359,9 @@ def test_unions(tmp_path: Path):
             "\n",
             "1e-5",
         ],
-        [
-            "grpo",
-            *NEEDED["grpo"],
-            "--preset",
-            "rloo",
-            "--run.loggers",
-            "wandb",
-            "mlflow",
-            "--optimizer.max-grad-norm",
-            "None",
-        ],
         ["sft", *NEEDED["sft"], "--max-num-steps", "3", "--trainer.sequence-packing"],
         ["eval", *NEEDED["eval"], "-n", "2", "--temperature", "0.5"],
         ["generate", *NEEDED["generate"], "--prompt", "12:30"],
-        ["export", *NEEDED["export"]],
     ],
     ids=lambda args: " ".join(args)[:50],
 )
@@ -583,60 +562,6 @@ def test_train(launched):
     }
     assert launched.config == from_dict(GRPOConfig, given)
     assert cli.main(["sft", *NEEDED["sft"]]) == 0 and isinstance(launched.config, SFTConfig)
-
-
-def test_eval(launched, tmp_path: Path, capsys):
-    answers = [
-        {"prompt": f"[{i}+1]=", "response": "1[/b]", "answer": "1", "reward": float(i < 3)}
-        for i in range(10)
-    ]
-    line = {"data": None, "category": None, "num_prompts": 10, "accuracy": 0.3, "accuracy_ci": 0.28}
-    launched.result = {
-        "accuracy": 0.3,
-        "reward": 0.3,
-        "summaries": [line, {**line, "category": "[red]hard", "accuracy_ci": None}],
-        "metrics": {"turns": 1.5},
-        "response_length": 2.5,
-        "num_rows": 10,
-        "answers": answers,
-    }
-    data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "1+1="}')
-    output = tmp_path / "new" / "answers.jsonl"
-    assert (
-        cli.main(
-            [
-                "eval",
-                "--model",
-                "m",
-                "--validation",
-                str(data),
-                "--output",
-                str(output),
-                "--max-new-tokens",
-                "16",
-            ]
-        )
-        == 0
-    )
-    assert launched.config == EvalConfig(
-        model=nemorl.ModelConfig(path="m"),
-        data=nemorl.DataConfig(validation=str(data)),
-        output=str(output),
-        generation=GenerationConfig(temperature=0.0, max_new_tokens=16),
-    )
-    text = capsys.readouterr().out
-    assert (
-        "30.0 ± 28.0%" in text
-        and "[red]hard" in text
-        and "30.0%" in text
-        and "greedy" in text
-        and "[0+1]=" in text
-        and "1[/b]" in text
-        and "turns 1.5000" in text
-        and str(output) in text
-    )
-    assert read_lines(output) == answers
 
 
 def test_generate(launched, tmp_path: Path, capsys):

@@ -227,7 +227,13 @@ def test_template_arguments_reach_the_tokens_and_the_exported_tokenizer(tmp_path
         )
 
 
-@pytest.mark.parametrize("command", ["sft", "grpo", "dpo", "eval", "generate", "data inspect"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("sft", "generate", "data inspect"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("grpo", "dpo", "eval")),
+    ],
+)
 def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }} {% endfor %}"
@@ -280,15 +286,3 @@ def test_passthrough_trains_on_plain_text_in_messages(tmp_path: Path):
     found = start(config, rows=rows).history
     wanted = start(sft_config(tmp_path / "text"), rows=addition_rows()).history
     assert [line["loss"] for line in found] == [line["loss"] for line in wanted]
-
-
-def test_renamed_columns_of_preferences(tmp_path: Path):
-    rows = [{"question": "a", "better": "b", "worse": "c", "good": True}]
-    columns = {
-        "prompt_column": "question",
-        "chosen_column": "better",
-        "rejected_column": "worse",
-        "label_column": "good",
-    }
-    found = read_data(nemorl.DataConfig(**columns), train=rows)[0]
-    assert found == [rows[0] | {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}]

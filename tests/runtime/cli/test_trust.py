@@ -186,9 +186,8 @@ def test_python(folder: Path):
         nemorl.load_config(GRPOConfig, "mine.yaml")
     with pytest.raises(ValueError, match=r"copy/config\.yaml.*reward would run .* trust_code=True"):
         nemorl.evaluate("copy", "rows.jsonl", device="cpu")
-    for given in ({"reward": "exact_match"}, {"trust_code": True}):
+    for given, imported in (({"reward": "exact_match"}, False), ({"trust_code": True}, True)):
         with pytest.raises(ValueError, match="model must have been exported"):
             nemorl.evaluate("copy", "rows.jsonl", device="cpu", **given)
-    assert not Path("marker").exists()
+        assert Path("marker").exists() == imported
     assert nemorl.load_config(GRPOConfig, "mine.yaml", trust_code=True).loss.scale == 2.0
-    assert Path("marker").exists()

@@ -296,8 +296,10 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
     assert "has a checkpoint of step 1: go on from there" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("file", ["model", "optimizer"])
-@pytest.mark.parametrize("damage", ["flipped", "zeroed", "cut"])
+@pytest.mark.parametrize("file", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(d, marks=pytest.mark.slow) for d in ("zeroed", "cut"))]
+)
 def test_damage_that_is_met_while_loading_costs_a_checkpoint(
     tmp_path: Path, monkeypatch, file, damage
 ):
@@ -359,10 +361,10 @@ sys.exit(cli.main(["sft", "--model.path", ".", "--data.train", "d", "--run.dir",
 @pytest.mark.parametrize(
     ("place", "name", "saved"),
     [
-        ("begin", "SIGTERM", 2),
+        pytest.param("begin", "SIGTERM", 2, marks=pytest.mark.slow),
         ("update", "SIGTERM", 3),
-        ("end", "SIGTERM", 3),
-        ("update", "SIGINT", 3),
+        pytest.param("end", "SIGTERM", 3, marks=pytest.mark.slow),
+        pytest.param("update", "SIGINT", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name, saved):

@@ -286,3 +286,11 @@ def test_passthrough_trains_on_plain_text_in_messages(tmp_path: Path):
     found = start(config, rows=rows).history
     wanted = start(sft_config(tmp_path / "text"), rows=addition_rows()).history
     assert [line["loss"] for line in found] == [line["loss"] for line in wanted]
+
+
+def test_renamed_columns_of_preferences():
+    rows = [{"question": "a", "better": "b", "worse": "c", "good": True}]
+    columns = {"chosen": "better", "rejected": "worse", "label": "good", "prompt": "question"}
+    config: Any = nemorl.DataConfig(**{f"{key}_column": name for key, name in columns.items()})
+    found = read_data(config, train=rows)[0]
+    assert found == [rows[0] | {key: rows[0][name] for key, name in columns.items()}]

@@ -135,7 +135,9 @@ def test_deterministic_kernels_where_the_engine_computes_too(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("lora", [{"export": "merged"}, {"export": "adapter"}])
+@pytest.mark.parametrize(
+    "lora", [{"export": "merged"}, pytest.param({"export": "adapter"}, marks=pytest.mark.slow)]
+)
 def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
     """The copy that generates has them merged, which is another order of the same sums."""
     config = on_ranks(
@@ -384,7 +386,9 @@ def test_the_copy_is_in_the_type_that_ranks_compute_in(folder, ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if n < 2 else pytest.param(k, marks=pytest.mark.slow) for n, k in enumerate(KINDS)]
+)
 def test_a_replica_is_the_model(kind, tied):
     model = tiny_model(kind, tied=tied)
     with torch.device("meta"):

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.cluster.placement import Bundle as Bundle
     from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
     from nemorl.runtime.cluster.worker_group import RayWorkerGroup as RayWorkerGroup
-    from nemorl.runtime.config.asynchrony import AsyncConfig as AsyncConfig
     from nemorl.runtime.config.base import BaseConfig as BaseConfig
     from nemorl.runtime.config.data import DataConfig as DataConfig
     from nemorl.runtime.config.dpo import DPOConfig as DPOConfig
@@ -73,6 +72,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.dpo import KTOLoss as KTOLoss
     from nemorl.runtime.config.dpo import ORPOLoss as ORPOLoss
     from nemorl.runtime.config.dpo import SimPOLoss as SimPOLoss
+    from nemorl.runtime.config.grpo import AsyncConfig as AsyncConfig
     from nemorl.runtime.config.grpo import CISPOLoss as CISPOLoss
     from nemorl.runtime.config.grpo import ClippedLoss as ClippedLoss
     from nemorl.runtime.config.grpo import GapConfig as GapConfig
@@ -82,10 +82,10 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.grpo import KLConfig as KLConfig
     from nemorl.runtime.config.grpo import OffPolicyConfig as OffPolicyConfig
     from nemorl.runtime.config.grpo import OverlongConfig as OverlongConfig
+    from nemorl.runtime.config.grpo import ReceiptsConfig as ReceiptsConfig
     from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.config.presets import preset as preset
-    from nemorl.runtime.config.receipts import ReceiptsConfig as ReceiptsConfig
     from nemorl.runtime.config.run import RunConfig as RunConfig
     from nemorl.runtime.config.runtime import RuntimeConfig as RuntimeConfig
     from nemorl.runtime.config.sft import SFTConfig as SFTConfig
@@ -158,10 +158,8 @@ _NAMES = {
     "nemorl.runtime.algorithms.policy_loss": ["at_version", "policy_loss"],
     "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
-    "nemorl.runtime.config.asynchrony": ["AsyncConfig"],
     "nemorl.runtime.config.base": ["BaseConfig"],
     "nemorl.runtime.config.data": ["DataConfig"],
-    "nemorl.runtime.config.receipts": ["ReceiptsConfig"],
     "nemorl.runtime.config.run": ["RunConfig"],
     "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],
@@ -170,6 +168,8 @@ _NAMES = {
     "nemorl.runtime.run.loop": ["OpenRun", "Step"],
     "nemorl.runtime.start.open_run": ["open_run", "run"],
     "nemorl.runtime.config.grpo": [
+        "AsyncConfig",
+        "ReceiptsConfig",
         "CISPOLoss",
         "ClippedLoss",
         "GRPOConfig",

@@ -1,11 +1,8 @@
 """Runtime shape checks for the whole package, Hypothesis profiles, and what every test shares."""
 
-import atexit
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +20,6 @@ from tests.ray_session import end_ray, is_of_ray
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests read vLLM's messages. TRL, which other tests import, would turn them off.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-# The user's key is not for tests.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="nemorl-state-")
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # Shells start background jobs with SIGINT ignored, and Python then leaves it so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 
 import nemorl
 from tests.examples import load_example
+from tests.packages import ROOT, lines, wanted
 from tests.test_documentation import LAST_LINE
-from tests.test_install import ROOT, lines, wanted
 
 REQUIREMENTS = ("requirements/demo.txt", "requirements/reasoning-gym.txt")
 SUMS = [(a, b) for a in range(3, 7) for b in range(4, 8)]

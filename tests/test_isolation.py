@@ -149,7 +149,13 @@ WITHOUT_TORCH = {
 """Commands that need no tensor, and what they say."""
 
 
-@pytest.mark.parametrize("command", WITHOUT_TORCH)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (number % 4 > 0))
+        for number, each in enumerate(WITHOUT_TORCH)
+    ],
+)
 def test_what_needs_no_tensor_does_not_import_torch(run: Path, command: str):
     """Also where transformers would: `data inspect` tokenizes."""
     (run / "model").mkdir(exist_ok=True)

@@ -87,10 +87,6 @@ class TrainerConfig:
     those with less tokens than the mean, down for the others (DeepSeek-V3, which takes 0.001). For
     models that have such biases, with trainer.backend dtensor.
     """
-    cudnn_attention: bool = False
-    """Let PyTorch choose cuDNN's attention kernels on NVIDIA GPUs. cuDNN makes a plan for each new
-    shape, which takes 55 ms to 1 s, and most microbatches have new shapes.
-    """
     deterministic: bool = False
     """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
     do).
@@ -125,10 +121,6 @@ class TrainerConfig:
         )
 
 
-FOR_MUON = ("adjust_lr", "adamw_lr", "momentum", "nesterov", "ns_steps")
-"""Settings of the section optimizer for Muon alone."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW or another optimizer, its learning-rate schedule and gradient clipping."""
@@ -139,7 +131,9 @@ class OptimizerConfig:
     vectors are AdamW's in each.
     """
     lr: float = 1e-5
-    """Peak learning rate."""
+    """Peak learning rate. Muon multiplies it by 0.2 √max(r, c) for a matrix of r rows and c columns
+    (Moonlight), with which the lr and weight decay of AdamW suit Muon, too.
+    """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after the warm-up, to min_lr_ratio · lr one step after the end, so
     that it is not 0 at the last step.
@@ -161,19 +155,8 @@ class OptimizerConfig:
     implementation: Literal["fused", "foreach"] = "fused"
     """Kernels of AdamW's step: one for the whole step, or one for each operation on all parameters.
     """
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """What Muon multiplies lr by, for a matrix of r rows and c columns: match_rms_adamw (0.2
-    √max(r, c), Moonlight's, with which the lr and weight decay of AdamW suit Muon, too) or original
-    (√max(1, r / c), Keller Jordan's, for which an lr of 0.02 is usual).
-    """
-    adamw_lr: float | None = None
-    """Peak learning rate of what Muon leaves to AdamW. None: lr."""
     momentum: float = 0.95
-    """Decay of Muon's running mean of the gradient."""
-    nesterov: bool = True
-    """Use Nesterov's momentum in Muon."""
-    ns_steps: int = 5
-    """Newton-Schulz steps by which Muon makes an update orthogonal."""
+    """Decay of Muon's running mean of the gradient (Nesterov's)."""
 
     def __post_init__(self) -> None:
         require(
@@ -201,14 +184,9 @@ class OptimizerConfig:
             self.max_grad_norm,
             "1.0 is usual",
         )
-        rate = self.adamw_lr
-        fits = rate is None or 0 < rate < math.inf
-        require(fits, "optimizer.adamw_lr", "must be positive and finite", rate, "1e-5 is usual")
-        fits, remedy = 1 <= self.ns_steps < 100, "5 is usual"
-        require(fits, "optimizer.ns_steps", "must lie in 1 … 99", self.ns_steps, remedy)
         if self.name != "muon":
             requirement, remedy = "needs optimizer.name muon", "add --optimizer.name muon"
-            refuse_unused("optimizer", self, requirement, remedy, names=FOR_MUON)
+            refuse_unused("optimizer", self, requirement, remedy, names=("momentum",))
         for name in ("beta1", "beta2", "momentum"):
             require(
                 0 <= getattr(self, name) < 1,

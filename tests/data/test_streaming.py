@@ -181,8 +181,8 @@ def test_a_resumed_run_notices_other_rows_or_another_order(tmp_path):
         start(config, rows=rows or addition_rows())
 
     run()
-    with pytest.raises(ValueError, match=r"data.train.*shuffle_buffer"):
-        run(shuffle_buffer=3)
+    with pytest.raises(ValueError, match=r"data.train.*data\.shuffle is False, was True"):
+        run(shuffle=False)
     with pytest.raises(ValueError, match=r"data.train and data.validation must be the rows"):
         run(addition_rows()[1:])
 
@@ -200,11 +200,8 @@ def test_data_inspect_shows_the_first_rows(monkeypatch):
     [
         (lambda: nemorl.SFTConfig(data=STREAM()), "max_num_steps must be given with data.stream"),
         (lambda: nemorl.DPOConfig(data=STREAM(), num_epochs=2), "max_num_steps must be given"),
-        (lambda: STREAM(weights=(1.0, 2.0)), "data.weights is not used with data.streaming True"),
-        (lambda: STREAM(held_out=0.1), "data.held_out is not used with data.streaming True"),
-        (lambda: nemorl.DataConfig(shuffle_buffer=5), "data.shuffle_buffer is not used with"),
-        (lambda: STREAM(shuffle=False, shuffle_buffer=5), "and data.shuffle False, but it is 5"),
-        (lambda: STREAM(shuffle_buffer=0), "data.shuffle_buffer must be at least 1"),
+        (lambda: STREAM(weights=(1.0, 2.0)), "data.weights is not for data.streaming"),
+        (lambda: STREAM(held_out=0.1), "data.held_out is not for data.streaming"),
         (lambda: list(stream_rows([{"n": 1}])), "data.streaming is for sft, grpo"),
         (lambda: stream_rows("no.jsonl")[0], "no file 'no.jsonl'"),
         (lambda: stream_rows([{"n": 1}], prompt_column="q")[0], "data.prompt_column"),

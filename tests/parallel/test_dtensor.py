@@ -171,12 +171,11 @@ def test_a_device_that_is_not_there(device):
         set_up(tiny_model(), trainer={"device": device})
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_cudnn_makes_no_plans_while_a_model_trains_unless_it_may(allowed: bool):
+def test_cudnn_makes_no_plans_while_a_model_trains():
     gc.collect()  # models of other tests, which nobody shut down
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    backend = set_up(tiny_model(), trainer={"cudnn_attention": allowed})
-    assert torch.backends.cuda.cudnn_sdp_enabled() is (before and allowed)
+    backend = set_up(tiny_model())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     backend.shutdown()
     assert torch.backends.cuda.cudnn_sdp_enabled() is before
 

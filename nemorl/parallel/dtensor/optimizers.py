@@ -41,9 +41,8 @@ class Optimizers:
             part.zero_grad()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate; that of a group with an `lr_ratio` is this multiple of it."""
         for group in self.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
+            group["lr"] = lr
 
     def step(self) -> None:
         for part in self.parts:
@@ -94,7 +93,7 @@ class Muon(torch.optim.Muon):
         if not mean:
             mean["momentum_buffer"] = torch.zeros_like(grad)
         momentum = mean["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return grad.lerp(momentum, group["momentum"])
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
@@ -221,16 +220,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
         return Optimizers(adamw)
     if config.name == "adamw8bit":
         return Optimizers(AdamW8bit(hidden, config), adamw)
-    for group in adamw.param_groups:
-        group["lr_ratio"] = (config.adamw_lr or config.lr) / config.lr
     muon = Muon(
         hidden.values(),
         lr=config.lr,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
-        nesterov=config.nesterov,
-        ns_steps=config.ns_steps,
-        adjust_lr_fn=config.adjust_lr,
+        adjust_lr_fn="match_rms_adamw",
     )
     return Optimizers(muon, adamw)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.models.attention import without_cudnn_attention
 from nemorl.parallel.collectives import all_gather
 from nemorl.parallel.megatron.routing import recorded_routes
 from nemorl.parallel.plan import ParallelPlan
@@ -70,7 +69,7 @@ class Engine:
         self.stages.eval()
         passes, begun = 0, time.monotonic()
         try:
-            with torch.no_grad(), without_cudnn_attention:
+            with torch.no_grad():
                 self.decoding.queue(list(new.values()), [one for one in gone if one])
                 while passes < order.passes and self._advance(order.version):
                     passes += 1

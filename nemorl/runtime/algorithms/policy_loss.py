@@ -226,10 +226,8 @@ def _policy_loss(
     metrics = {} if before is None else sampler_gap(before, sampled, mask, segments)
     options = {"segment_ids": segments} if by_sequence else {}
     if off_policy is not None:
-        keywords = dict(off_policy)
-        advantages = batch.advantages if keywords.pop("by_advantage", True) else None
         importance, measured = importance_weights(
-            prev, sampled, mask, segments, advantages, **keywords
+            prev, sampled, mask, segments, batch.advantages, **off_policy
         )
         options["importance_weights"] = importance
         metrics = merge(metrics, measured)

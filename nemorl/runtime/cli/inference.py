@@ -68,10 +68,9 @@ def evaluate(
 
     The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
     model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
-    `trust_code=True` lets it name code (see `load_config`).
+    `trust_code=True` lets it name code (see `load_config`)::
 
-    >>> evaluate("runs/rl", "test.jsonl", max_new_tokens=64)                     # doctest: +SKIP
-    {'accuracy': 0.93, 'reward': 0.93, ...}
+        evaluate("runs/rl", "test.jsonl", max_new_tokens=64)["accuracy"]
     """
     reward = pop_reward(overrides, reward_fn)
     rewarded = reward is not None or "reward" in overrides or environment_factory is not None
@@ -226,10 +225,9 @@ def generate(
     """Return answers to prompts, each with its log-probability in nats.
 
     The overrides are settings of `nemorl generate`, by name as `nemorl.train` takes them; a run's
-    directory as the model brings its own as in `evaluate`.
+    directory as the model brings its own as in `evaluate`::
 
-    >>> generate("Qwen/Qwen3-0.6B", "12+34=", temperature=0)                     # doctest: +SKIP
-    [{'prompt': '12+34=', 'response': '46', 'logprob': -0.1, ...}]
+        generate("Qwen/Qwen3-0.6B", "12+34=", temperature=0)[0]["response"]
     """
     overrides["prompt"] = (prompt,) if isinstance(prompt, str) else tuple(prompt)
     return generate_config(_config(GenerateConfig, "generate", model, trust_code, overrides))
@@ -268,10 +266,9 @@ def generate_config(config: GenerateConfig) -> list[dict[str, Any]]:
 def export(run: str | Path, output: str | Path, **overrides: Any) -> Path:
     """Write a checkpoint of a run as a Hugging Face folder, and return the folder.
 
-    The overrides are settings of `nemorl export`.
+    The overrides are settings of `nemorl export`::
 
-    >>> export("runs/rl", "my-model", step="best")                               # doctest: +SKIP
-    PosixPath('/…/my-model')
+        export("runs/rl", "my-model", step="best")
     """
     settings = {**overrides, "run": str(run), "output": str(output)}
     return export_config(from_keywords(ExportConfig, "export", settings))
@@ -323,7 +320,7 @@ def _config(
     known: Collection[bool] = (False,),
 ) -> Answers:
     """Return the config of a command with overrides, over the settings of the run `model`."""
-    trust = Trust(everything=trust_code, in_python=True)
+    trust = Trust(runs="all" if trust_code else "given")
     of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)

@@ -160,10 +160,7 @@ def _parts(kind: Kind, item: Any) -> list[tuple[str, Example]]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
-    """Return the text of some tokens.
-
-    Decoded alone, they might lose a space that a tokenizer removes at the beginning.
-    """
+    """Return the text of some tokens, which alone might lose their first space."""
 
     def decode(first: int, last: int) -> str:
         part = list(ids[first:last])

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    command, *args = given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     while command == "--import":
         if not args or args[0].startswith("-"):
             return _fail("nemorl", "--import must name a module: nemorl --import MODULE COMMAND", 2)
@@ -197,7 +197,7 @@ def _main(argv: Sequence[str] | None) -> int:
     shown = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        return _execute(command, args)
+        return _execute(command, args, typed=("nemorl", *given))
     finally:
         warnings.formatwarning = shown
 
@@ -210,19 +210,24 @@ def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
     """
     command, found = Path(sys.argv[0]).name, list[Config]()
     SCRIPTS[command] = config
-    code = _execute(command, list(sys.argv[1:] if args is None else args), found.append)
+    args = sys.argv[1:] if args is None else args
+    code = _execute(command, args, found.append, typed=("python", sys.argv[0], *args))
     if not found:
         raise SystemExit(code)
     return found[0]
 
 
-def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | None = None) -> int:
-    """Execute a known command, or `use` its config, and return its exit code. An error of settings,
-    data or machine is one line.
-    """
+def _execute(
+    command: str,
+    args: Sequence[str],
+    use: Callable[[Any], None] | None = None,
+    *,
+    typed: tuple[str, ...],
+) -> int:
+    """Execute a known command, or `use` its config, and return its exit code."""
     prog, config = _prog(command), None
     try:
-        config = parse(command, args)
+        config = parse(command, args, typed)
         if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
         _require_inputs(command, config)
@@ -290,7 +295,7 @@ def of_a_reward(error: BaseException) -> bool:
     return any(note.startswith("This was reward ") for note in _notes(error))
 
 
-def parse(command: str, args: Sequence[str]) -> Any:
+def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any:
     """Return the checked config of a command; None where --print-config has printed it."""
     from nemorl.runtime.config.flags import in_full, names_of, parse_flags, peek
     from nemorl.runtime.config.presets import preset_overrides
@@ -305,7 +310,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
     )
     tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
-    trust = _trust(args)
+    trust = _trust(args, typed)
     if len(paths) > 1:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
     of_run, known = {}, list[bool]()
@@ -365,17 +370,15 @@ def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) ->
     return sources_of(next(filter(None, reversed(sets)), None))
 
 
-def _trust(args: Sequence[str]) -> Trust:
+def _trust(args: Sequence[str], typed: tuple[str, ...]) -> Trust:
     """Return what a command line allows of the code that files name."""
     from nemorl.runtime.config.flags import given
 
     last = {argument.replace("-no-", "-"): argument for argument in args}
-    prints = last.get("--print-config") == "--print-config"
-    return Trust(
-        given=given(args, CODE),
-        everything=last.get("--trust-code") == "--trust-code",
-        runs=not prints and not {"-h", "--help"} & {*args},
-    )
+    on = {flag for flag, argument in last.items() if flag == argument}
+    prints = bool(on & {"-h", "--help", "--print-config"})
+    runs: Any = "all" if "--trust-code" in on else "none" if prints else "given"
+    return Trust(given=given(args, CODE), runs=runs, typed=typed)
 
 
 def _prog(command: str) -> str:
@@ -410,17 +413,14 @@ def _extra(cls: type) -> "list[Extra]":
     )
     extra.append(("print_config", bool, False, text))
     text = (
-        "Run code that a file of settings names (functions, code of the model), though no flag"
-        " names it and the file is not of a run that you made on this machine."
+        "Run code that a file of settings, or of a run, names (functions, code of the model),"
+        " though no flag names it."
     )
     return [*extra, ("trust_code", bool, False, text)]
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for a reward, a backend, data, a model, a run or its checkpoints that are
-    missing, an empty data set, or a run in the way of another.
-    Without torch: it takes seconds to import.
-    """
+    """Raise ValueError for what is missing or in the way, without importing torch."""
     from nemorl.models.pretrained import model_folder
 
     if isinstance(config, BaseConfig):
@@ -448,11 +448,7 @@ def _require_inputs(command: str, config: Any) -> None:
 
 
 def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
-    """Raise ValueError for a reward, backend, logger or data file that is missing, and for first
-    rows of a file without the columns that the settings name.
-
-    elsewhere: the settings may be for another machine, so a missing data file is only warned of.
-    """
+    """Raise ValueError for wrong names and first rows; only warn of files `elsewhere`."""
     require_names(config)
     data = getattr(config, "data", DataConfig())
     for name, source in {"data.train": data.train, "data.validation": data.validation}.items():
@@ -529,7 +525,7 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
-    """Raise ValueError for a flag of another variant: --loss reinforce --loss.clip-low 0.1."""
+    """Raise ValueError for a flag of another variant."""
     keys = {
         name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
         for name, member in unions(cls)[section].items()

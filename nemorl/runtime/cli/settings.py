@@ -121,7 +121,7 @@ def settings_of_run(
             found[key] = tuple(value) if isinstance(value, list) else value
     found = {key: value for key, value in found.items() if value != usual[key]}
     with located(directory.config, lines):
-        trust.require(nested(found), config)
+        trust.require(nested(found))
     return found
 
 

@@ -57,18 +57,15 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the rows again in every epoch, by run.seed."""
     streaming: bool = False
-    """Read training rows as they are needed, for data sets too large to list."""
-    shuffle_buffer: int = 10_000
-    """Rows of a stream among which the next one is drawn."""
+    """Read training rows as they are needed, for data sets too large to list; shuffled, each is
+    drawn among the next 10,000.
+    """
 
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
         at_least(0, data__held_out=self.held_out)
-        at_least(1, data__shuffle_buffer=self.shuffle_buffer)
-        shuffled = self.streaming and self.shuffle
-        unused = ["weights", "held_out"] * self.streaming + ["shuffle_buffer"] * (not shuffled)
-        what = f"is not used with data.streaming {self.streaming} and data.shuffle {self.shuffle}"
-        refuse_unused("data", self, what, "remove it", names=unused)
+        unused = ["weights", "held_out"] * self.streaming
+        refuse_unused("data", self, "is not for data.streaming", "remove it", names=unused)
         if self.prompt_template is not None:
             parts_of(self.prompt_template)
 

@@ -154,11 +154,7 @@ def in_full(
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    """Return the values of a setting whose flag may stand alone, true and false first.
-
-    >>> _words(bool), _words(bool | None), _words(bool | Literal["auto"]), _words(int)
-    (('true', 'false'), ('true', 'false', 'null'), ('true', 'false', 'auto'), ())
-    """
+    """Return the values of a setting whose flag may stand alone, true and false first."""
     others = [kind for kind in kinds(hint) if kind is not bool]
     others = [Literal["null"] if kind is NoneType else kind for kind in others]
     if bool not in kinds(hint) or any(typing.get_origin(kind) is not Literal for kind in others):
@@ -167,10 +163,7 @@ def _words(hint: Any) -> tuple[str, ...]:
 
 
 def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value: str) -> None:
-    """Raise ValueError for a name that no setting has, or that several have, with what was meant.
-
-    Only what may be another's passes: `a=b` that nobody understands.
-    """
+    """Raise ValueError for a name that no or several settings have, but for unknown `a=b`."""
     if name in names:
         keys = [names[name]]
     else:
@@ -205,11 +198,7 @@ def flag_of(key: str) -> str:
 
 
 def peek(args: Sequence[str], flag: str) -> list[str]:
-    """Return the values that a flag will have, before there is a parser; the last one counts.
-
-    >>> peek(["--loss.clip-low", "0.1", "--loss=gspo"], "--loss")
-    ['gspo']
-    """
+    """Return the values that a flag will have, before there is a parser; the last one counts."""
     found: list[str] = []
     for i, argument in enumerate(args):
         name, equals, value = argument.partition("=")
@@ -219,11 +208,7 @@ def peek(args: Sequence[str], flag: str) -> list[str]:
 
 
 def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
-    """Return which keys have a flag among arguments `in_full`, with the value after the last one.
-
-    >>> given(["--loss", "gspo", "--no-trust-remote-code"], ["loss", "trust_remote_code"])
-    {'loss': 'gspo', 'trust_remote_code': ''}
-    """
+    """Return which keys have a flag among arguments `in_full`, with the value after the last."""
     found = {}
     for key in keys:
         section, dot, last = key.rpartition(".")
@@ -240,10 +225,7 @@ def _with_defaults(
     prefix: str = "",
     members: Mapping[str, type] | None = None,
 ) -> type:
-    """Return a subclass of `cls` that has the values of `tree` as defaults, and no checks.
-
-    `members`: the variants of a union by name, which --loss chooses.
-    """
+    """Return a subclass of `cls` with the values of `tree` as defaults, without checks."""
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     tree, fields = defaults(cls) | dict(tree), []
     for name in (field.name for field in dataclasses.fields(cls)):

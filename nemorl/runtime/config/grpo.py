@@ -8,10 +8,8 @@ from pydantic import Field
 
 from nemorl.checks import at_least, require
 from nemorl.rollout.config import RolloutConfig
-from nemorl.runtime.config.asynchrony import AsyncConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.own import OwnFunction
-from nemorl.runtime.config.receipts import ReceiptsConfig
 
 
 def _check_clip(low: float, high: float) -> None:
@@ -184,10 +182,8 @@ class OffPolicyConfig:
     """Drop also sequences whose ratio's geometric mean is outside."""
     probability_bounds: tuple[float, float] | None = None
     """Drop also tokens whose probability is more than the first below the sampler's, or more than
-    the second above it (prime-rl: 0.2 and 0.2).
+    the second above it (prime-rl: 0.2 and 0.2), where the advantage moves them further away.
     """
-    by_advantage: bool = True
-    """probability_bounds drop only tokens that the advantage moves further away."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """π_prev with several updates per batch: computed before the first one, or estimated between
     π_gen and π from the tokens' versions, which saves that pass (AReaL's loglinear).
@@ -266,6 +262,51 @@ class GapConfig:
                 bound,
                 "1 is agreement; 1.05 is 5 % off on average",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncConfig:
+    """Sampling that goes on while the trainer steps (docs/asynchrony.md)."""
+
+    max_staleness: int = 0
+    """Steps by which a token's weights may be older than the step that trains on it. 0: each step
+    samples with its own weights, and the trainer waits.
+    """
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
+    """What new weights do with unfinished responses. keep: they go on with the new weights; wait:
+    they end with the old ones first, and nothing begins meanwhile; abort: they are drawn again.
+    """
+
+    def __post_init__(self) -> None:
+        at_least(0, async__max_staleness=self.max_staleness)
+        require(
+            self.max_staleness > 0 or self.in_flight == "keep",
+            "async.in_flight",
+            "is for async.max_staleness of 1 or more",
+            self.in_flight,
+            "add --async.max-staleness 1, or remove it",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiptsConfig:
+    """What a run proves of itself in every step (docs/receipts.md)."""
+
+    on_failure: Literal["stop", "warn"] = "stop"
+    """What happens where a receipt does not hold: the run ends with an error, or warns."""
+    support: float | None = 0.02
+    """Where top_p, top_k or min_p are on: largest distance from 1 of the mean of
+    π_trainer/π_sampler, beyond four standard errors. None: it is measured only.
+    """
+
+    def __post_init__(self) -> None:
+        require(
+            self.support is None or self.support > 0,
+            "receipts.support",
+            "must be above 0 or None",
+            self.support,
+            "0.02 allows 2 %",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

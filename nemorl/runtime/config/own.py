@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
 from functools import partial
@@ -60,20 +60,29 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
         )
     for parameter in settings:
         _check_setting(parameter, setting)
+    defaults = (MISSING if p.default is p.empty else p.default for p in settings)
+    return _derived(
+        base,
+        name,
+        [
+            (p.name, _type(p, setting), field(default=default))
+            for p, default in zip(settings, defaults, strict=True)
+        ],
+        __doc__=(inspect.getdoc(function) or "A function of your own.").split("\n\n")[0],
+        function=staticmethod(function),
+        takes=frozenset(p.name for p in named if p.name in base.extra),
+    )
+
+
+def _derived(base: type[Section], name: str, settings: Sequence[Any], **others: Any) -> Any:
+    chosen = ("name", Literal[name], field(default=name))
     return make_dataclass(
         re.sub(r"\W", "_", name),
-        [
-            ("name", Literal[name], field(default=name)),
-            *((p.name, _type(p, setting), field(default=_default(p))) for p in settings),
-        ],
+        [chosen, *settings],
         bases=(base,),
         frozen=True,
         kw_only=True,
-        namespace={
-            "__doc__": (inspect.getdoc(function) or "A function of your own.").split("\n\n")[0],
-            "function": staticmethod(function),
-            "takes": frozenset(p.name for p in named if p.name in base.extra),
-        },
+        namespace=others,
     )
 
 
@@ -81,24 +90,16 @@ def unchecked_section(base: type[Section], name: str, given: Mapping[str, Any]) 
     """Return a section derived from `base` with settings as they are given, of a function that is
     not imported.
     """
-    reserved = {*OwnFunction.__annotations__}
-    return make_dataclass(
-        re.sub(r"\W", "_", name),
+    return _derived(
+        base,
+        name,
         [
-            ("name", Literal[name], field(default=name)),
-            *(
-                (key, Any, field(default_factory=partial(copy, value)))
-                for key, value in given.items()
-                if key.isidentifier() and not iskeyword(key) and key not in reserved
-            ),
+            (key, Any, field(default_factory=partial(copy, value)))
+            for key, value in given.items()
+            if key.isidentifier() and not iskeyword(key) and key not in OwnFunction.__annotations__
         ],
-        bases=(base,),
-        frozen=True,
-        kw_only=True,
-        namespace={
-            "__doc__": f"Not checked: {name} was not imported, as only a file names it.",
-            "_unchecked": True,
-        },
+        __doc__=f"Not checked: {name} was not imported, as only a file names it.",
+        _unchecked=True,
     )
 
 
@@ -114,10 +115,6 @@ def _check_setting(parameter: inspect.Parameter, setting: str) -> None:
             f"{setting}.{parameter.name} must have a default that can't be changed, but it is"
             f" {parameter.default!r}: use a tuple, or None"
         )
-
-
-def _default(parameter: inspect.Parameter) -> Any:
-    return MISSING if parameter.default is parameter.empty else parameter.default
 
 
 def _type(parameter: inspect.Parameter, setting: str) -> Any:

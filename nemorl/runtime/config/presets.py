@@ -103,9 +103,7 @@ def nearest_preset(config: GRPOConfig) -> str:
 
 
 def _differences(config: GRPOConfig, other: GRPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Return both values of the settings that differ, in what presets change; of a section that is
-    another variant its name alone.
-    """
+    """Return both values of the settings that differ, of another variant its name alone."""
     changeable = {key for changes in PRESETS.values() for key in changes}
     ours, theirs = flat(to_dict(config)), flat(to_dict(other))
     other_variant = {key.removesuffix(".name") for key in ours if ours[key] != theirs.get(key)}

@@ -47,22 +47,16 @@ def _by_key(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def key_of(name: str) -> str:
-    """Return the key of a field: a Python keyword has an underscore behind it there.
-
-    >>> key_of("async_"), key_of("max_staleness")
-    ('async', 'max_staleness')
-    """
+    """Return the key of a field: `async` of `async_`, which Python could not name."""
     return name.removesuffix("_")
 
 
 def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False) -> Config:
     """Return the config that a YAML file describes; errors name the file and line.
 
-    trust_code: allow code that the file names (a reward `./f.py:fn`). The config.yaml of a run that
-    this user made on this machine needs no permission.
+    trust_code: allow code that the file names (a reward `./f.py:fn`).
     """
-    trust = Trust(everything=trust_code, in_python=True)
-    return construct(cls, yaml_layer(cls, {}, path, trust))
+    return construct(cls, yaml_layer(cls, {}, path, Trust(runs="all" if trust_code else "given")))
 
 
 def dump_yaml(config: Any, *, comments: bool = False) -> str:
@@ -121,11 +115,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key as sections.
-
-    >>> nested({"optimizer.lr": 1e-5, "max_num_steps": 4})
-    {'optimizer': {'lr': 1e-05}, 'max_num_steps': 4}
-    """
+    """Return settings by dotted key as sections: the inverse of `flat`, two levels deep."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
@@ -190,11 +180,7 @@ def own_sections(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def name_in(tree: Mapping[str, Any], section: str) -> str:
-    """Return the name of the variant that a tree gives to a section, "" without one.
-
-    >>> name_in({"loss": {"name": "gspo"}}, "loss"), name_in({"loss": "gspo"}, "loss")
-    ('gspo', 'gspo')
-    """
+    """Return the name of the variant that a tree gives to a section, "" without one."""
     chosen = tree.get(section)
     name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
     return name if isinstance(name, str) else ""
@@ -238,8 +224,8 @@ def yaml_layer(
     """
     mapping, lines = read(path)
     with located(path, lines):
-        file, mapping = mapping, used(mapping)
-        trust.require(mapping, file)
+        mapping = used(mapping)
+        trust.require(mapping)
         mapping.pop("environment", None)
         printed = set()
         for section in own_sections(cls):
@@ -247,7 +233,7 @@ def yaml_layer(
             if ":" not in name:
                 continue
             if flag is None:
-                printed |= set() if trust.runs or trust.everything else {section}
+                printed |= {section} if trust.runs == "none" else set()
             elif same_function(name, flag):
                 chosen = mapping[section] if isinstance(mapping[section], Mapping) else {}
                 mapping[section] = {**chosen, "name": flag}
@@ -301,7 +287,7 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
 
 
 def unused(cls: type) -> set[str]:
-    """Return the dotted keys in a config's sections that its command refuses (`cls.unused`)."""
+    """Return the dotted keys that a config's command refuses (`cls.unused`)."""
     sections: Mapping[str, Collection[str]] = getattr(cls, "unused", {})
     return {f"{section}.{name}" for section, names in sections.items() for name in names}
 

@@ -186,10 +186,7 @@ def _error(problem: str, mark: Any) -> yaml.YAMLError:
 
 
 def _count(node: Any, counts: dict[int, float]) -> float:
-    """Return how many values a node has, with each alias counted as if it were written out.
-
-    Raises: YAMLError for too many, or a value that contains itself.
-    """
+    """Return how many values a node has, with each alias written out."""
     if id(node) in counts:
         return counts[id(node)]
     children: list[Any] = []

@@ -25,6 +25,8 @@ Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
 """A name, a function, an environment, or a list of them, or a mapping from names."""
+SHUFFLE_BUFFER = 10_000
+"""Rows of a stream among which the next one is drawn."""
 DEFAULT_REWARD = "exact_match"
 """The reward of settings; a known data set has its own."""
 
@@ -81,7 +83,7 @@ def read_rows(
             for known, split in zip(map(known_set, parts), usual, strict=True)
         ]
     if data.streaming and which == "train":
-        buffer, reading = data.shuffle_buffer if data.shuffle else 0, data.reading()
+        buffer, reading = SHUFFLE_BUFFER if data.shuffle else 0, data.reading()
         return stream_rows(source, split=data.split, seed=seed, shuffle_buffer=buffer, **reading)
     return load_rows(source, split=splits, **data.reading())
 

@@ -25,7 +25,7 @@ from nemorl.rollout.conversation import Conversation
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.prompts import Prompts
-from nemorl.runtime.config.asynchrony import AsyncConfig
+from nemorl.runtime.config.grpo import AsyncConfig
 from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.store.files import check_writer
 from nemorl.warn import warn

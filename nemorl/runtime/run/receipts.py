@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from nemorl.runtime.config.receipts import ReceiptsConfig
+from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.warn import warn
 
 FAILED = "does not hold"

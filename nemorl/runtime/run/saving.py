@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from nemorl.models.hub import CONFIG
-from nemorl.runtime.config.metric_rules import VALIDATION, Condition, MetricWatch, Ranking
+from nemorl.runtime.config.run import VALIDATION, Condition, MetricWatch, Ranking
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.store import checkpoint

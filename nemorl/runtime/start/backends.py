@@ -111,9 +111,7 @@ class Backends:
             yield backend
 
     def _proved(self, config: BackendConfig, given: nn.Module | None) -> BackendConfig:
-        """Return settings with what is proved of the model, which is checked now if it is of a type
-        that was not checked before. Under torchrun each rank would do it, and says so.
-        """
+        """Return settings with what is proved of the model, now if it was not checked before."""
         launch, trust = self.launch, {"trust_remote_code": config.model.trust_remote_code}
         of_model = model_config_of(given or config.model.path, **trust)
         if of_model is None or not limits_of(config.trainer.backend).traits.proves:
@@ -147,9 +145,7 @@ class Backends:
         )
 
     def _other_config(self, order: BackendOrder) -> BackendConfig:
-        """Return the settings of a model beside the policy, without its references, profiles and
-        experts.
-        """
+        """Return the settings of a model beside the policy."""
         config, given = self._config(), self.launch.config
         if order.model is not None:
             named = isinstance(order.model, str | Path)

@@ -20,8 +20,7 @@ from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environments import Environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import require_rows
-from nemorl.runtime.config.tree import dump_yaml, to_dict
-from nemorl.runtime.config.trust import seal_of
+from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
 from nemorl.runtime.run.data import Reward, Rows, first_of_each, read_data
 from nemorl.runtime.run.signals import signals_raise
@@ -61,6 +60,8 @@ class Launch:
     """Folder or hub name of the model."""
     model: nn.Module | None
     """A loaded model that was given."""
+    of_model: Any
+    """The model's Hugging Face configuration; None where it can't be read."""
     tokenizer: Any
     environment: Environment | None
     rows: Sequence[Row]
@@ -144,6 +145,7 @@ def launched(
                 directory=directory,
                 folder=path,
                 model=model,
+                of_model=of_model,
                 tokenizer=tokenizer,
                 environment=led,
                 rows=rows,
@@ -162,9 +164,7 @@ def _require_same_rows(
     saved: list[Digest],
     *rows: Sequence[Row],
 ) -> None:
-    """Raise ValueError for rows that differ from the earlier ones, or warn where that is accepted;
-    name changed settings that the rows depend on.
-    """
+    """Raise ValueError for rows that differ from the earlier ones, or warn if accepted."""
     sources = sources_of(config.data.train if train is None else train)
     found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
     if not found:
@@ -194,7 +194,6 @@ def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> Ru
         dump_yaml(kept(config)),
         resume=config.run.resume,
         restarted=restarted,
-        seal=seal_of(to_dict(config)),
     )
     if directory.holds_results():
         check_algorithm(directory, algorithm)

@@ -1,13 +1,14 @@
 """A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.source import ModelSource
@@ -17,25 +18,29 @@ from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
 from nemorl.rollout.traits import GenerationTraits
+from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
-from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.loop import OpenRun, Parts
 from nemorl.runtime.run.models import BackendOrder
+from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop, ExportCallback
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
 from nemorl.runtime.start.backends import Backends, has_method, ranks_of
-from nemorl.runtime.start.callbacks import exported, own_callbacks
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend
-from nemorl.runtime.start.settings import changes, generation_config, kept, model_config_of
+from nemorl.runtime.start.settings import changes, generation_config, kept
 from nemorl.runtime.start.sharing import sharing_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.files import writing
-from nemorl.runtime.store.state import LoopState, Run
+from nemorl.runtime.store.state import POLICY, LoopState, Run
+from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
+from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.log import event
+from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
+from nemorl.runtime.watch.resources import ResourceMeter
 from nemorl.runtime.watch.waiting import waiting_for_engines
 from nemorl.warn import warn
 
@@ -56,7 +61,7 @@ class Live:
         directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
         engines, sharing = self._engines(run), self.sharing(run)
         if engines is not None:
-            check_engines(launch, engines)
+            launch.devices.check_cluster(config, engines)
         if engines is not None and sharing is not None:
             show(sharing, quiet=launch.quiet)
             share = {"gpu_memory_utilization": sharing.share}
@@ -80,7 +85,9 @@ class Live:
                 self.make_room(run, [trainer], keep_weights=shared)
                 generator.wake()
             blocking(generator.update_weights(TrainerWeights(trainer)))
-            show_transport(generator, quiet=launch.quiet)
+            if (transport := getattr(generator, "transport", None)) is not None:
+                event("weight_transport", str(transport))
+                show(transport, quiet=launch.quiet)
             length = min(8, config.data.max_total_sequence_length // 2)
             prompt = [token % vocab_size for token in range(length)]
             precision = config.parallel.precision
@@ -131,7 +138,7 @@ class Live:
                     launch.config,
                     launch.devices,
                     engines,
-                    given_model_config(launch),
+                    launch.of_model,
                     card=smallest_gpu(launch),
                     can_offload=has_method(launch, None, "offload"),
                     can_empty=has_method(launch, None, "empty_cache"),
@@ -173,6 +180,67 @@ class Live:
         return self._backends
 
 
+def exported(launch: Launch, backends: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the models of backends that can export their weights, by name."""
+    models = {name: getattr(each, "model", None) for name, each in backends.items()}
+    return {
+        name: model
+        for name, model in models.items()
+        if model is not None and has_method(launch, backends[name], "weights")
+    }
+
+
+def own_callbacks(
+    launch: Launch, models: Mapping[str, nn.Module]
+) -> tuple[list[Callback], list[Callback]]:
+    """Return the callbacks that show and record, and the ones that save, which come last: a
+    checkpoint covers all that was recorded before it.
+
+    models: to export at the end, by name.
+    """
+    config, directory = launch.config, launch.directory
+    logged = LoggedRun(
+        directory=directory,
+        run_id=launch.log.record.run_id,
+        config=to_dict(config),
+        project=config.run.project,
+        samples_per_step=config.run.samples_per_step,
+    )
+    before: list[Callback] = [
+        ResourceMeter(),
+        make_display(config.run.display, total_steps=launch.log.total_steps),
+        Recorder(launch.loggers, logged),
+        SignalWatch(),
+    ]
+    after: list[Callback] = []
+    if condition := config.run.stop_condition():
+        after.append(EarlyStop(condition, directory, quiet=launch.quiet))
+    after.append(
+        CheckpointCallback(
+            directory,
+            period=config.run.save_period,
+            keep=config.run.keep_checkpoints,
+            ranking=config.run.ranking(),
+            observers=(launch.log, *launch.callbacks, *before),
+            background=config.run.async_save,
+        )
+    )
+    if isinstance(gap := getattr(config, "gap", None), GapConfig):
+        after.append(GapWatch(gap, directory))
+    if config.run.export and POLICY not in models:
+        warn(
+            f"{directory.hf} will not be written, because the training backend"
+            f" {config.trainer.backend!r} has no attribute model or no weights to export"
+        )
+    elif config.run.export:
+        after.append(ExportCallback(directory, models, adapter=config.lora.export == "adapter"))
+    if config.run.plots:
+        from nemorl.runtime.watch.plots import PlotCallback  # slow to import
+
+        after.append(PlotCallback(directory))
+    return before, after
+
+
 def check_generation(launch: Launch, run: OpenRun) -> None:
     """Raise ValueError for settings about generation that do not fit the run."""
     config = launch.config
@@ -201,17 +269,6 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
     )
 
 
-def check_engines(launch: Launch, engines: GenerationConfig) -> None:
-    """Raise ValueError for engines that can't run here, before ranks are started."""
-    launch.devices.check_cluster(launch.config, engines)
-
-
-def given_model_config(launch: Launch) -> Any:
-    """Return the Hugging Face configuration of the run's model; None where it can't be read."""
-    trust = {"trust_remote_code": launch.config.model.trust_remote_code}
-    return model_config_of(launch.folder if launch.model is None else launch.model, **trust)
-
-
 def smallest_gpu(launch: Launch) -> int | None:
     """Return the memory in bytes of the smallest GPU that this process sees; where Ray places ranks
     on the cluster at RAY_ADDRESS, of those that it has for them, if it knows.
@@ -231,23 +288,12 @@ def smallest_gpu(launch: Launch) -> int | None:
     return min(each.total_memory for each in found)
 
 
-def show(sharing: Sharing, *, quiet: bool) -> None:
-    """Print how trainer and engines share GPUs."""
+def show(found: object, *, quiet: bool) -> None:
+    """Print how trainer and engines share GPUs, or how new weights get to engines."""
     if not quiet:
         from rich.console import Console
 
-        Console(highlight=False).print(str(sharing))
-
-
-def show_transport(generator: Any, *, quiet: bool) -> None:
-    """Print and log how new weights get to engines in other processes."""
-    if (transport := getattr(generator, "transport", None)) is None:
-        return
-    event("weight_transport", str(transport))
-    if not quiet:
-        from rich.console import Console
-
-        Console(highlight=False).print(str(transport))
+        Console(highlight=False).print(str(found))
 
 
 def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:
@@ -333,6 +379,6 @@ def resumed(launch: Launch, run: OpenRun, trainer: Any) -> tuple[LoopState, Path
             f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"
             " back, or start again in another folder (--run.dir)"
         )
-    directory.write_config(dump_yaml(kept(config)), seal_of(to_dict(config)))
+    directory.write_config(dump_yaml(kept(config)))
     directory.truncate(state.step if found is not None else -1)
     return replace(state, data=launch.data), found and found[0]

@@ -47,12 +47,11 @@ def open_run(
 
     Under torchrun the block runs in rank 0; the others serve it here and exit with it.
 
-    Raises ValueError that names the field, where possible before the model is loaded.
+    Raises ValueError that names the field, where possible before the model is loaded::
 
-    >>> from nemorl.losses import nll, token_mean_weights                        # doctest: +SKIP
-    >>> with open_run(SFTConfig(...)) as run:                                    # doctest: +SKIP
-    ...     for step in run.steps(100):
-    ...         step.log(run.trainer.train_step(next_batch(), loss_fn))
+        with open_run(SFTConfig(...)) as run:
+            for step in run.steps(100):
+                step.log(run.trainer.train_step(next_batch(), loss_fn))
     """
     if is_follower():
         _follow(config)

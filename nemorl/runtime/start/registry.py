@@ -313,9 +313,7 @@ def _register_own(section: str, name: str) -> Callable[[Any], Any]:
 
 
 def _require_description(cls: type, kind: type) -> None:
-    """Raise ValueError where a backend does not say what it is as `kind`, a class of traits, or has
-    a `check` that needs an instance.
-    """
+    """Raise ValueError for wrong `traits`, or a `check` that needs an instance."""
     traits, check = getattr(cls, "traits", kind()), getattr_static(cls, "check", None)
     field, remedy = f"{cls.__name__}.traits", f"write traits = {kind.__name__}(…) in the class"
     require(isinstance(traits, kind), field, f"must be a {kind.__name__}", traits, remedy)

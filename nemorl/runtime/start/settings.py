@@ -217,7 +217,7 @@ def changes(path: str | Path, config: BaseConfig) -> list[str]:
     those in a file.
     """
     try:
-        tree = yaml_layer(type(config), {}, path, Trust(runs=False))
+        tree = yaml_layer(type(config), {}, path, Trust(runs="none"))
         before, now = flat(to_dict(construct(type(config), tree))), flat(to_dict(config))
     except ValueError as error:
         warn(f"the run's earlier settings can't be compared with the present ones: {error}")

@@ -39,7 +39,7 @@ from nemorl.models.checked_files import (
     read_manifest,
     write_manifest,
 )
-from nemorl.runtime.config.metric_rules import Ranking
+from nemorl.runtime.config.run import Ranking
 from nemorl.runtime.store.directory import step_of, to_json
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.store.files import (

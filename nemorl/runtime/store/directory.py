@@ -1,7 +1,6 @@
 """The folder that a run writes, and its lock: one place that knows the layout.
 
-    config.yaml              the resolved configuration, and under `environment` versions, host and
-                             the seal of the code that it names
+    config.yaml              the resolved configuration, and under `environment` versions and host
     data.json                sequence lengths of the data sets
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     groups.jsonl             per line step, and numbers of groups: trained on, dropped (by reason)
@@ -77,7 +76,6 @@ class RunDirectory:
         *,
         resume: Resume = False,
         restarted: bool = False,
-        seal: str | None = None,
     ) -> "RunDirectory":
         """Make the folder and write config.yaml, unless there are results to `resume` from.
 
@@ -89,7 +87,7 @@ class RunDirectory:
         if not directory.holds_results():
             with writing("a run", directory.path):
                 directory.path.mkdir(parents=True, exist_ok=True)
-            directory.write_config(config_yaml, seal)
+            directory.write_config(config_yaml)
         return directory
 
     @classmethod
@@ -104,9 +102,9 @@ class RunDirectory:
                     return cls(path)
         raise AssertionError
 
-    def write_config(self, config_yaml: str, seal: str | None = None) -> None:
-        """Write config.yaml: environment, the seal of the code (see `seal_of`), settings."""
-        header = dump({"environment": environment() | ({"seal": seal} if seal else {})})
+    def write_config(self, config_yaml: str) -> None:
+        """Write config.yaml: environment and settings."""
+        header = dump({"environment": environment()})
         write_atomically(self.config, f"{header}\n{config_yaml}", "the settings")
 
     def write_data(self, lengths: Mapping[str, Any]) -> None:

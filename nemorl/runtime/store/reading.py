@@ -86,7 +86,6 @@ def read_run(directory: RunDirectory) -> RunFiles:
     """Return the contents of a run's files, besides its samples, which may be large."""
     record, config = RunRecord.read(directory), _read_config(directory)
     environment = config.pop("environment", {})
-    environment.pop("seal", None)
     judged = [*directory.sample_files("validation").values()]
     log = read_lines(directory.log, known={"defaults": is_mapping})
     return RunFiles(

@@ -3,7 +3,6 @@
 import gc
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.generation import Completion, SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import exported
@@ -84,35 +82,19 @@ def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path:
 
 
 def with_cudnn(folder: Path, plan: ParallelPlan) -> list[bool]:
-    """Whether cuDNN may compute attention: where a setting allows it, while that model decodes,
-    and without the setting.
-    """
-    from nemorl.parallel.megatron import model
-
+    """Whether cuDNN may compute attention: before, while a model trains or decodes, and after."""
     gc.collect()  # earlier models of this process, which nobody shut down
     found = [torch.backends.cuda.cudnn_sdp_enabled()]
-
-    def recorded(*given: Any, **options: Any) -> torch.Tensor:
-        decoding.add(torch.backends.cuda.cudnn_sdp_enabled())
-        return cached_attention(*given, **options)
-
-    decoding: set[bool] = set()
-    backend = started(folder, plan, cudnn_attention=True)
-    found.append(torch.backends.cuda.cudnn_sdp_enabled())
-    with patch.object(model, "cached_attention", recorded):
-        answers(backend, PROMPTS[:1], PARAMS)
-    backend.shutdown()
-    found += decoding
     backend = started(folder, plan)
     found.append(torch.backends.cuda.cudnn_sdp_enabled())
     backend.shutdown()
     return [*found, torch.backends.cuda.cudnn_sdp_enabled()]
 
 
-def test_cudnn_makes_no_plans_unless_it_may_and_never_in_decoding(tmp_path: Path):
+def test_cudnn_makes_no_plans(tmp_path: Path):
     tiny_model(num_hidden_layers=4).save_pretrained(tmp_path)
     before, *found = run_ranks(2, with_cudnn, tmp_path, PLANS["dp"])[0]
-    assert found == [before, False, False, before]
+    assert found == [False, before]
 
 
 def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:

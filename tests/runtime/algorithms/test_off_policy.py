@@ -99,7 +99,6 @@ SECTIONS = [
     {"mode": "truncate", "extreme_bounds": (0.5, 2.0)},
     {"mode": "truncate", "geometric_bounds": (0.5, 1.5)},
     {"mode": "truncate", "probability_bounds": (0.1, 0.1)},
-    {"mode": "truncate", "probability_bounds": (0.1, 0.1), "by_advantage": False},
     {"mode": "truncate", "penalty": 0.1},
     {"mode": "none", "penalty": 0.1},
 ]
@@ -113,14 +112,11 @@ def test_each_setting_reaches_the_loss(section: dict[str, Any]):
     def plainly(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
         now, sampled, weights = output.token_logprobs, batch.generation_logprobs, batch.loss_weights
         options = asdict(chosen)
-        penalty, one_sided, _ = (
-            options.pop(name) for name in ("penalty", "by_advantage", "proximal")
-        )
+        penalty, _ = (options.pop(name) for name in ("penalty", "proximal"))
         v = None
         if chosen.mode != "none":
-            advantages = batch.advantages if one_sided else None
             v, _ = importance_weights(
-                now, sampled, batch.loss_mask, batch.segment_ids, advantages, **options
+                now, sampled, batch.loss_mask, batch.segment_ids, batch.advantages, **options
             )
         loss = clipped(now, now.detach(), batch.advantages, weights, v)
         return loss + log_ratio_penalty(now, sampled, weights, coef=penalty)

@@ -29,7 +29,7 @@ from nemorl.rollout.generation import Completion
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms.policy_loss import policy_loss
 from nemorl.runtime.algorithms.receipts import TokenReceipt, sampled_hashes, with_receipts
-from nemorl.runtime.config.receipts import ReceiptsConfig
+from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.receipts import ReceiptError, Receipts
 from nemorl.runtime.start.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
 from tests.ranks import run_ranks

@@ -47,7 +47,6 @@ from nemorl.runtime.config.tree import (
     variants,
 )
 from nemorl.runtime.start.registry import ALGORITHMS
-from nemorl.runtime.store.directory import read_lines
 from tests.examples import visiting
 from tests.tiny_models import tiny_model
 
@@ -143,16 +142,14 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
 def test_help_shows_defaults_and_the_selectors(capsys):
     assert cli.main(["grpo", "--help"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "--loss {clipped,gspo,cispo,reinforce,module:function}" in text
-        and "--advantage {group,reinforce_plus_plus,module:function}" in text
-    )
-    assert (
-        "(default: 1e-05)" in text
-        and "model options" in text
-        and "AdamW or another optimizer, its learning-rate schedule" in text
-    )
-    assert all(f"{name}: " in text for name in ("dapo", "dr_grpo", "reinforce_plus_plus"))
+    for part in (
+        "--loss {clipped,gspo,cispo,reinforce,module:function}",
+        "--advantage {group,reinforce_plus_plus,module:function}",
+        "(default: 1e-05)",
+        "AdamW or another optimizer, its learning-rate schedule",
+        "dr_grpo: ",
+    ):
+        assert part in text
     assert cli.main(["grpo", "--help", "--preset", "dapo"]) == 0
     assert "(default: 0.28)" in capsys.readouterr().out
 
@@ -171,7 +168,7 @@ def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
     assert {"--optimizer.lr", "--num-prompts-per-step", "--run.dir", "--data.chat"} <= {*usual}
     assert "--optimizer.beta1" not in usual and "--reward-weights" not in usual
     optimizer = shown("grpo", "--help", "optimizer")
-    assert len(optimizer) == 16 and all(flag.startswith("--optimizer.") for flag in optimizer)
+    assert len(optimizer) == 12 and all(flag.startswith("--optimizer.") for flag in optimizer)
     assert "--reduction" in shown("grpo", "--help", "grpo")
     assert len(shown("grpo", "--help", "all")) > 130
     for args in (["--help"], ["--help", "loss"]):
@@ -277,37 +274,12 @@ def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path):
         grpo("--config", str(path))
 
 
-def test_spellings_of_flags():
-    config = grpo(
-        "--num-prompts-per-step",
-        "8",
-        "--generation.max_new_tokens=16",
-        "--run.resume",
-        "--data.no-shuffle",
-        *DIR,
-    )
-    assert (
-        config.num_prompts_per_step,
-        config.generation.max_new_tokens,
-        config.run.resume,
-        config.data.shuffle,
-    ) == (8, 16, True, False)
-    assert (
-        grpo("--run.no_resume", "--optimizer.max-grad-norm", "None").optimizer.max_grad_norm is None
-    )
-    assert grpo(
-        "--generation.stop-strings", "\n", "END", "--generation.stop-token-ids", "1", "2"
-    ).generation == GenerationConfig(stop_strings=("\n", "END"), stop_token_ids=(1, 2))
-
-
 def test_a_setting_by_its_last_name():
     config = grpo("--lr", "3e-6", "--max_new_tokens=16", "--resume=true", "--no-shuffle", *DIR)
     assert (config.optimizer.lr, config.generation.max_new_tokens) == (3e-6, 16)
     assert (config.run.resume, config.data.shuffle) == (True, False)
-    assert grpo("--run.resume", "false").run.resume is False
-    assert grpo("--run.resume=auto", *DIR).run.resume == "auto"
+    assert grpo("--generation.stop-strings", "\n", "END").generation.stop_strings == ("\n", "END")
     assert grpo("--resume", "auto", *DIR, "--run.no-resume").run.resume is False
-    assert grpo("--shuffle=False").data.shuffle is False
     assert grpo("--data.no-shuffle=false").data.shuffle is True
     offloads = {"": True, "=null": None, "=false": False}
     for value, expected in offloads.items():
@@ -317,8 +289,6 @@ def test_a_setting_by_its_last_name():
     assert config.trainer.offload_during_generation is False
     assert grpo("--clip-low", "0.1").loss == ClippedLoss(clip_low=0.1)
     assert grpo("--loss.name", "gspo", "--token-gradient").loss == GSPOLoss(token_gradient=True)
-    with pytest.raises(ValueError, match=r"token-gradient is not a setting of loss clipped"):
-        grpo("--token-gradient")
     assert grpo("--max-grad-norm", "null", "--gap.stop", "null").optimizer.max_grad_norm is None
     assert grpo("--reward", "a", "b", "--stop", "1.5").reward == ("a", "b")
     assert grpo("--data", "e", "--model", "n", "--run", "r").data.train == "e"
@@ -368,17 +338,9 @@ def test_unions(tmp_path: Path):
     )
     path = tmp_path / "my.yaml"
     path.write_text("loss: {name: gspo, clip_low: 0.1}\n")
-    assert (
-        grpo("--config", str(path)).loss
-        == grpo("--config", str(path), "--loss", "gspo").loss
-        == GSPOLoss(clip_low=0.1)
-    )
-    assert grpo("--config", str(path), "--loss.clip-high", "0.2").loss == GSPOLoss(
-        clip_low=0.1, clip_high=0.2
-    )
-    assert (
-        grpo("--config", str(path), "--loss", "clipped").loss == ClippedLoss()
-    )  # another variant starts afresh
+    assert grpo("--config", str(path), "--loss", "gspo").loss == GSPOLoss(clip_low=0.1)
+    afresh = grpo("--config", str(path), "--loss", "clipped")
+    assert afresh.loss == ClippedLoss()
 
 
 @pytest.mark.parametrize(
@@ -397,21 +359,9 @@ def test_unions(tmp_path: Path):
             "\n",
             "1e-5",
         ],
-        [
-            "grpo",
-            *NEEDED["grpo"],
-            "--preset",
-            "rloo",
-            "--run.loggers",
-            "wandb",
-            "mlflow",
-            "--optimizer.max-grad-norm",
-            "None",
-        ],
         ["sft", *NEEDED["sft"], "--max-num-steps", "3", "--trainer.sequence-packing"],
         ["eval", *NEEDED["eval"], "-n", "2", "--temperature", "0.5"],
         ["generate", *NEEDED["generate"], "--prompt", "12:30"],
-        ["export", *NEEDED["export"]],
     ],
     ids=lambda args: " ".join(args)[:50],
 )
@@ -426,11 +376,6 @@ def test_print_config_round_trips(args: list[str], tmp_path: Path, capsys):
     assert dump_yaml(config, comments=True) == printed
 
 
-def test_print_config_needs_neither_model_nor_data(capsys):
-    assert cli.main(["grpo", "--print-config"]) == 0
-    assert capsys.readouterr().out == dump_yaml(GRPOConfig(), comments=True)
-
-
 def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch, capsys):
     """It says so before it prints, and runs no code of the user's."""
     monkeypatch.chdir(tmp_path)
@@ -441,13 +386,9 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
     for flags, message in {
         "--reward nope": "reward must be one of choice, code, contains_answer",
         "--reward ./mine.py:wrong": "but mine.py has no 'wrong'",
-        "--reward mine:wrong": "but mine.py has no 'wrong'",
         "--reward broken:right": "can read, but broken.py, line 2: invalid syntax",
-        "--reward ./nope.py:right": "there is no module './nope.py'",
         "--reward no_such_module:right": "there is no module 'no_such_module'",
-        "--trainer.backend nope": "unknown training backend 'nope'",
         "--generation.backend vlm": "unknown generation backend 'vlm'; did you mean vllm?",
-        "--run.loggers wandbb": "unknown logger 'wandbb'; did you mean wandb?",
         "--data.train rows.jsonl": "rows.jsonl, line 2: a row needs a prompt",
         "--data.train list.jsonl": "list.jsonl, line 2: a row must be a dict",
         "--data.train rows.jsonl --data.prompt-column q": "but rows.jsonl, line 1 has the columns",
@@ -485,78 +426,47 @@ BAD = [
         ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
         ("is not a setting of loss clipped: it belongs to gspo; add --loss gspo"),
     ),
-    (
-        ["grpo", "--advantage.kl-coef", "0.1"],
-        "it belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus",
-    ),
     (["grpo", "--loss"], "Missing value for argument '--loss'"),
     (["sft", "--preset", "dapo"], "preset is for grpo, but it is 'dapo': remove it"),
     (
         ["grpo", "--advantage.baseline", "mean"],
         "advantage.baseline must be one of group_mean, leave_one_out",
     ),
-    (["grpo", "--param-dtype", "bf16"], "but it is 'bf16'; did you mean bfloat16?"),
-    (["grpo", "--max-num-steps", "abc"], "max_num_steps must be a valid integer, but it is 'abc'"),
     (["grpo", "--max-num-steps", "1.5"], "max_num_steps must be a valid integer, but it is 1.5"),
-    (["grpo", "--lr", "high"], "optimizer.lr must be a valid number, but it is 'high'"),
     (["grpo", "--reward-weights", "1", "x"], "reward_weights must be a valid number"),
     (["grpo", "--chat-template-kwargs", "[1]"], "chat_template_kwargs must be a mapping"),
     (["grpo", "--run.resume=maybe"], "run.resume must be true or false or auto, but it is 'maybe'"),
-    (
-        ["grpo", "--learning-rate", "3"],
-        "unknown setting --learning-rate: TRL's learning_rate is optimizer.lr; write"
-        " --optimizer.lr",
-    ),
-    (["grpo", "--beta=0.1"], "TRL's beta is kl.coef (DPO: loss.beta); write --kl.coef"),
-    (["grpo", "--output_dir", "o"], "(export, report: output); write --run.dir"),
-    (
-        ["grpo", "actor_rollout_ref.rollout.n=5"],
-        "is num_generations_per_prompt; write --num-generations-per-prompt 5",
-    ),
     (["grpo", "--temprature", "1"], "unknown setting --temprature; did you mean --temperature?"),
     (["sft", "lr=1e-5"], "unknown setting lr: write --optimizer.lr 1e-5"),
     (
         ["grpo", "--kl-coef", "0.1"],
         "belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus, or write --kl.coef",
     ),
-    (["grpo", "optimizer.lr=3"], "unknown setting optimizer.lr: write --optimizer.lr 3"),
     (["grpo", "++optimizer.lr=3"], "unknown setting ++optimizer.lr: write --optimizer.lr 3"),
-    (["grpo", "--importance-sampling-level", "sequence"], "is loss.name (gspo); write --loss"),
     (
         ["grpo", "--backend", "vllm"],
         "unknown setting --backend: write --trainer.backend or --generation.backend",
     ),
     (["grpo", "--help", "optimiser"], "--help has no section 'optimiser'; did you mean optimizer?"),
     (
-        ["grpo", "--model", "m", "--data", "nothere.jsonl"],
-        "data.train must name an existing file, but it is 'nothere.jsonl': check the path",
-    ),
-    (
-        ["eval", "--model", "m", "--validation", "nothere.jsonl"],
-        "error: data.validation must name an existing file, but it is 'nothere.jsonl': check",
-    ),
-    (
         ["eval", *NEEDED["eval"], "--generation.colocated"],
         "unknown setting --generation.colocated: eval does not use it",
     ),
-    (["--import"], "--import must name a module: nemorl --import MODULE COMMAND"),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
+    (["--import", "nope_of_cli", "grpo"], "--import must name a module or a .py file"),
     (
         ["data", "inspekt"],
         "unknown command 'data inspekt'; did you mean data inspect? Commands: da",
     ),
-    (
-        ["grpo", "--kl.coef", "-1"],
-        "nemorl grpo: error: kl.coef must be at least 0, but it is -1.0: use 0 or more",
-    ),
     (["eval", "--model", "m"], "data.validation must be given"),
-    (["eval", "--model", "m", "--data", "d"], "unknown setting --data"),
-    (
-        ["eval", *NEEDED["eval"], "--temperature", "-1"],
-        "temperature must be at least 0",
-    ),
     (["export", "--run", "r"], "--output STR"),
     (["export", *NEEDED["export"], "--step", "-1"], "step must be at least 0"),
+    (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),
+    (["data", "inspect", "--data.train", "d"], "model.path must be given"),
+    (
+        ["data", "inspect", "--model.path", "m", "--data.train", "d", "--rows", "-1"],
+        "rows must be at least 0",
+    ),
 ]
 
 
@@ -654,60 +564,6 @@ def test_train(launched):
     assert cli.main(["sft", *NEEDED["sft"]]) == 0 and isinstance(launched.config, SFTConfig)
 
 
-def test_eval(launched, tmp_path: Path, capsys):
-    answers = [
-        {"prompt": f"[{i}+1]=", "response": "1[/b]", "answer": "1", "reward": float(i < 3)}
-        for i in range(10)
-    ]
-    line = {"data": None, "category": None, "num_prompts": 10, "accuracy": 0.3, "accuracy_ci": 0.28}
-    launched.result = {
-        "accuracy": 0.3,
-        "reward": 0.3,
-        "summaries": [line, {**line, "category": "[red]hard", "accuracy_ci": None}],
-        "metrics": {"turns": 1.5},
-        "response_length": 2.5,
-        "num_rows": 10,
-        "answers": answers,
-    }
-    data = tmp_path / "d.jsonl"
-    data.write_text('{"prompt": "1+1="}')
-    output = tmp_path / "new" / "answers.jsonl"
-    assert (
-        cli.main(
-            [
-                "eval",
-                "--model",
-                "m",
-                "--validation",
-                str(data),
-                "--output",
-                str(output),
-                "--max-new-tokens",
-                "16",
-            ]
-        )
-        == 0
-    )
-    assert launched.config == EvalConfig(
-        model=nemorl.ModelConfig(path="m"),
-        data=nemorl.DataConfig(validation=str(data)),
-        output=str(output),
-        generation=GenerationConfig(temperature=0.0, max_new_tokens=16),
-    )
-    text = capsys.readouterr().out
-    assert (
-        "30.0 ± 28.0%" in text
-        and "[red]hard" in text
-        and "30.0%" in text
-        and "greedy" in text
-        and "[0+1]=" in text
-        and "1[/b]" in text
-        and "turns 1.5000" in text
-        and str(output) in text
-    )
-    assert read_lines(output) == answers
-
-
 def test_generate(launched, tmp_path: Path, capsys):
     (tmp_path / "prompts.txt").write_text("c=\n\nd=\n")
     row = {
@@ -753,12 +609,6 @@ def test_more_engines_than_devices_are_refused_before_the_start(tmp_path, monkey
     command = ["generate", "--model", str(tmp_path), "--prompt", "1", "--generation.backend=vllm"]
     assert "this machine has for engines" in refused(capsys, *command, "--num-replicas", "9999")
     assert "ray" not in sys.modules
-
-
-def test_prompt_files_that_can_not_be(tmp_path: Path):
-    (tmp_path / "empty").write_text("\n\n")
-    with pytest.raises(ValueError, match="file must hold a prompt"):
-        GenerateConfig(file=str(tmp_path / "empty")).prompts()
 
 
 def test_errors_of_a_command_are_one_line(
@@ -811,14 +661,6 @@ def test_public_names():
         nemorl.nope  # noqa: B018
 
 
-def test_importing_the_package_needs_no_torch():
-    code = (
-        "import sys, nemorl; nemorl.GRPOConfig(), nemorl.preset('dapo'); assert not {'torch',"
-        " 'numpy', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_module_that_registers(tmp_path: Path, monkeypatch, capsys):
     code = """
 from dataclasses import dataclass
@@ -854,26 +696,6 @@ def loop(run):
         )
     finally:
         ALGORITHMS.pop("mine_of_cli", None)
-    capsys.readouterr()
-    assert "--import must name a module or a .py file" in refused(
-        capsys, "--import", "nope_of_cli", "grpo"
-    )
-
-
-def test_a_run_of_another_algorithm_or_none(tmp_path: Path, capsys):
-    from nemorl.runtime.store.directory import RunDirectory
-    from nemorl.runtime.store.record import RunRecord
-
-    directory = RunDirectory.create(tmp_path / "run", dump_yaml(SFTConfig()))
-    RunRecord.begin(directory, algorithm="sft")
-    said = refused(capsys, "grpo", "--run.dir", str(directory.path), "--run.resume")
-    assert (
-        "run.dir must be the folder of a run of grpo, but it is 'one of sft'" in said
-        and f"nemorl sft --run.dir {directory.path} --run.resume" in said
-    )
-    said = refused(capsys, "sft", "--run.dir", str(tmp_path / "none"), "--run.resume")
-    assert "run.dir must be the folder of a run to resume, but there is none in" in said
-    assert not (tmp_path / "none").exists()
 
 
 def test_warnings_and_pipes(
@@ -908,12 +730,6 @@ def test_a_full_disk_for_the_output_is_one_line(command: str):
     done = subprocess.run(f"{program} > /dev/full", shell=True, capture_output=True, text=True)
     problem = "error: the standard output can't be written to: No space left on device"
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and problem in done.stderr
-
-
-def test_too_little_memory_is_one_line(launched, capsys):
-    launched.result = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert cli.main(["grpo", *NEEDED["grpo"]]) == 1
-    assert capsys.readouterr().err.startswith("nemorl grpo: error: CUDA out of memory. Tried")
 
 
 def test_the_traceback_of_a_reward_is_the_users(launched, capsys):

@@ -125,7 +125,8 @@ def test_resume_with_any_keys_of_a_reward(workplace: Path):
     assert main(["grpo", "--config", file, *named, "--max-num-steps", "1", *few, *QUIET]) == 0
     config = read(folder / "config.yaml")[0]
     assert config["reward_kwargs"] == {"table": keys}
-    assert main(["grpo", "--run.dir", str(folder), "--run.resume", "--max-num-steps", "2"]) == 0
+    resume = ["--run.dir", str(folder), "--run.resume", "--max-num-steps", "2"]
+    assert main(["grpo", *resume, *named]) == 0
     assert steps(folder) == [1, 2]
 
 

@@ -1,7 +1,6 @@
 """`nemorl eval` on several and on known data sets, its statistics, and `nemorl compare`."""
 
 import json
-import re
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -231,18 +230,6 @@ def test_a_prompt_with_few_responses_is_left_out_of_large_k_alone():
     assert {name: more[name] for name in more if "@" in name} == {"left_out@2": 1, "left_out@4": 1}
 
 
-def test_columns_are_those_of_all_lines(model: str, sets: list[str], monkeypatch, capsys):
-    """All sets together have no cons@k here."""
-    rows = [answer(0, True, extracted_answer="1")] * 2
-    rows += [answer(1, True, data="more"), *[answer(2, True, data="more")] * 2]
-    found = {"summaries": summaries(rows), "answers": [], "metrics": {}, "response_length": 1.0}
-    monkeypatch.setattr("nemorl.runtime.cli.inference.evaluate_config", lambda config: found)
-    assert main(["eval", "--model", model, "--validation", *sets]) == 0
-    (votes,) = [part for part in capsys.readouterr().out.split("\ndata") if "cons@2" in part]
-    assert [line.split() for line in votes.splitlines()[1:3]] == [["all", "1"], ["sums", "100.0%"]]
-    assert votes.splitlines()[0].split() == ["left", "out@2", "cons@2"]
-
-
 def test_all_sets_have_a_vote_only_where_answers_were_read_in_each():
     unread = [answer(0, True)] * 2
     read = [answer(1, True, data="more", extracted_answer="2")] * 2
@@ -298,35 +285,12 @@ def test_a_known_set_has_its_own_columns_for_a_run_as_the_model(tmp_path: Path, 
     mixed = [*command, "openai/gsm8k", str(tmp_path / "d.jsonl")]
     with pytest.raises(ValueError, match="or others, but not both, with the run's reward, but it"):
         parse("eval", mixed)
-    judged = [*mixed, "--reward", "last_number"]
-    assert parse("eval", judged).data.prompt_column == "q"
+    assert parse("eval", [*mixed, "--reward", "last_number"]).data.prompt_column == "q"
     with pytest.raises(ValueError, match="or others, but not both, with the run's reward, but it"):
         nemorl.evaluate(run, mixed[3:])
-    (run / "config.yaml").write_text("data: {prompt_column: q, prompt_template: 'Q: {q}'}\n")
-    with pytest.raises(ValueError, match=r"both, with the run's data\.prompt_template, but it"):
-        parse("eval", judged)
-    other = parse("eval", [*judged, "--data.prompt-template", "{prompt}?"])
-    assert other.data.prompt_template == "{prompt}?"
-    (run / "config.yaml").write_text(config)
-    (run / "config.yaml").write_text("rollout: {discount: 0.0}\n")
-    assert parse("eval", [*command, str(tmp_path / "d.jsonl")]).rollout.discount == 0.0
-    (run / "config.yaml").write_text(config)
     (tmp_path / "my.yaml").write_text("data: {validation: openai/gsm8k}\n")
     of_file = parse("eval", [*command[:2], "--config", str(tmp_path / "my.yaml")])
     assert of_file.reward == "exact_match"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--by", "kinds"], r"by must be a column of the rows \(answer, .*but it is 'kinds'"),
-        (["--validation", "no.jsonl"], "check the path"),
-        (["--output", "."], "output must be a file, but it is '.': name one"),
-    ],
-)
-def test_wrong_settings_are_refused(model: str, sets: list[str], options, message, capsys):
-    assert main(["eval", "--model", model, "--validation", sets[0], *CPU, *options]) == 2
-    assert re.search(message, capsys.readouterr().err)
 
 
 # Comparison
@@ -410,7 +374,7 @@ def test_a_run_of_turns_is_evaluated_by_its_environment(tmp_path: Path, monkeypa
     given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
     nemorl.run(config, train=addition_rows(), **given)
     rows = addition_rows()[:3]
-    found = nemorl.evaluate(tmp_path / "run", rows, max_new_tokens=4)
+    found = nemorl.evaluate(tmp_path / "run", rows, max_new_tokens=4, trust_code=True)
     assert "rollout.environment './game.py:Game'" in capsys.readouterr().err
     for each in found["answers"]:
         rewards = [turn["reward"] for turn in each["turns"]]

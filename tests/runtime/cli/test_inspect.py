@@ -185,21 +185,3 @@ def test_the_command(tmp_path: Path, capsys):
         == 0
     )
     assert "3 prompts" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--data.train", "rows.jsonl"], "model.path must be given"),
-        (
-            ["--model.path", "m", "--data.train", "missing.jsonl"],
-            "data.train must name an existing file",
-        ),
-        (["--model.path", "m", "--data.train", "d", "--rows", "-1"], "rows must be at least 0"),
-    ],
-)
-def test_what_the_command_refuses(args, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    assert cli.main(["data", "inspect", *args]) == 2
-    assert message in capsys.readouterr().err

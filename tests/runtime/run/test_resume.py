@@ -19,7 +19,7 @@ from tests.runtime.killed import (
 )
 from tests.runtime.runs import lines, prove, sft_config, start
 
-STREAM = {"streaming": True, "shuffle_buffer": 7}
+STREAM = {"streaming": True}
 REFERENCE = {"kl": {"coef": 0.1}}
 UPDATES = {"train_global_batch_size": 8, "num_updates_per_batch": 2, "dynamic_sampling": True}
 CASES: dict[str, dict[str, Any]] = {

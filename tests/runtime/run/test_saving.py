@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking
-from nemorl.runtime.config.run import RunConfig
+from nemorl.runtime.config.run import Condition, MetricWatch, Ranking, RunConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.store import checkpoint

@@ -41,7 +41,9 @@ def go(config, model) -> nemorl.TrainResult:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(WITH_REFERENCE))
+@pytest.mark.parametrize(
+    "kind", ["live", *(pytest.param(k, marks=pytest.mark.slow) for k in ("precomputed", "grpo"))]
+)
 def test_a_trained_model_is_not_taken_for_the_reference(kind, tmp_path: Path, monkeypatch):
     make = WITH_REFERENCE[kind]
     model = tiny_model(scale=2.0)

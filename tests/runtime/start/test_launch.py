@@ -84,10 +84,6 @@ def test_export_of_a_checkpoint(saved, tmp_path: Path):
         )
         assert same is (step is None)
         assert nemorl.generate(folder, ["1+1="], n=2, seed=0, device="cpu")[1]["prompt"] == "1+1="
-    with pytest.raises(ValueError, match=r"there is none for 7: there are step_1, step_2"):
-        nemorl.export(run=str(tmp_path / "run"), output="x", step=7)
-    with pytest.raises(ValueError, match="has no hf/ yet: nemorl export --run"):
-        nemorl.generate(tmp_path / "run", "1")
 
 
 def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
@@ -143,15 +139,6 @@ def test_a_run_directory_is_a_model_too(saved, tmp_path: Path):
     assert nemorl.run(again).metrics["response_length"] > 0
 
 
-def test_the_given_model_is_handed_back(tmp_path: Path):
-    result = start(grpo_config(tmp_path, steps=1))
-    ids = torch.tensor([[3, 4, 5]])
-    fresh = tiny_model()
-    fresh.load_state_dict(result.model.state_dict())
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
-    assert torch.equal(result.model.generate(ids, **options), fresh.generate(ids, **options))
-
-
 def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
     config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
     nemorl.run(config)
@@ -169,13 +156,7 @@ def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
         "kl.coef is 0.5, was 0.0",
         "reward is 'contains_answer', was 'exact_match'",
     ]
-    with pytest.warns(
-        UserWarning,
-        match=(
-            "the run has 2 steps already, so there is nothing to do up to step 1: raise"
-            " max_num_steps"
-        ),
-    ):
+    with pytest.warns(UserWarning, match="2 steps already, so there is nothing to do up to step 1"):
         nemorl.run(replace(changed, max_num_steps=1))
 
 
@@ -257,15 +238,6 @@ def test_a_length_that_was_given_stays_or_is_refused(tmp_path: Path):
         pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below"),
     ):
         start(config, max_position_embeddings=16)
-
-
-def test_a_finished_run_can_be_resumed_and_lengthened(saved, tmp_path: Path):
-    config = by_name(sft_config(tmp_path / "run", steps=2), saved)
-    nemorl.run(config)
-    again = nemorl.run(replace(config, run=replace(config.run, resume=True)))
-    assert [line["step"] for line in of_phase(again, "train")] == [1, 2]
-    longer = nemorl.run(replace(config, run=replace(config.run, resume=True), max_num_steps=3))
-    assert [line["step"] for line in of_phase(longer, "train")] == [1, 2, 3]
 
 
 def test_the_resolved_config_starts_the_same_run(saved, tmp_path: Path):
@@ -388,24 +360,6 @@ def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
     assert (kept.data.train, kept.reward) == ((saved["rows"],), "contains_answer")
 
 
-def test_rows_longer_than_the_model_has_positions(saved, tmp_path: Path):
-    rows = [*addition_rows(5), {"prompt": "1+" * 150 + "1=", "answer": "1", "response": "1"}]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = nemorl.ModelConfig(path=saved["model"])
-    for name, make in (("grpo", grpo_config), ("sft", sft_config)):
-        config = make(
-            tmp_path / name,
-            steps=1,
-            model=model,
-            data=nemorl.DataConfig(train=str(tmp_path / "long.jsonl")),
-        )
-        with (
-            pytest.raises(ValueError, match=r"long\.jsonl, line 6"),
-            pytest.warns(match="lowered from 2048 to 256"),
-        ):
-            nemorl.run(replace(config, reward="contains_answer"))
-
-
 def test_short_sequences_leave_room_for_the_comparison_of_engines(tmp_path: Path):
     """The token that trainer and generator compare must fit a microbatch, too."""
     config = grpo_config(
@@ -429,10 +383,6 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
         r"data\.train and data\.validation must be the rows that the run began with, but"
         r" '.*rows\.jsonl': "
     )
-    file.write_text("\n".join([*lines, lines[0]]))
-    count = rf"{len(lines) + 1} rows instead of {len(lines)}; the first {len(lines)} are as they"
-    with pytest.raises(ValueError, match=message + count):
-        nemorl.run(again)
     file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
     remedy = r"row 4 \(.*rows\.jsonl, line 4\) differs: restore them, or add --run\.accept-change"
     with pytest.raises(ValueError, match=message + remedy):
@@ -451,12 +401,11 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
         ),
         (
             {"validation": None, "held_out": 0.2},
-            r"\.jsonl': 32 rows instead of 40.* data\.held_out is 0\.2, was 0\.0; run\.seed is",
+            r"\.jsonl': 32 rows instead of 40.* data\.held_out is 0\.2, was 0\.0",
         ),
     ):
-        run = replace(again.run, seed=int("held_out" in changed))
         with pytest.raises(ValueError, match=cause):
-            nemorl.run(replace(again, data=replace(again.data, **changed), run=run))
+            nemorl.run(replace(again, data=replace(again.data, **changed)))
     file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
     accepting = replace(again, run=replace(again.run, accept_changed_data=True))
     with pytest.warns(UserWarning, match="the run goes on with other rows than before: .* row 4"):

@@ -135,7 +135,9 @@ def test_deterministic_kernels_where_the_engine_computes_too(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("lora", [{"export": "merged"}, {"export": "adapter"}])
+@pytest.mark.parametrize(
+    "lora", [{"export": "merged"}, pytest.param({"export": "adapter"}, marks=pytest.mark.slow)]
+)
 def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
     """The copy that generates has them merged, which is another order of the same sums."""
     config = on_ranks(
@@ -262,20 +264,6 @@ class Arm(Callback):
             self.deaths[("train_step", 2)] = self.death
 
 
-def test_more_deaths_than_restarts_end_the_run(folder, ranks, tmp_path: Path):
-    config = on_ranks(
-        sft_config(tmp_path / "run", steps=4, run={"save_period": 1}), folder, max_restarts=1
-    )
-    ranks["deaths"] |= {("train_step", 3): killed}
-    with (
-        pytest.warns(UserWarning, match="restart 1 of 1"),
-        pytest.raises(ChildProcessError, match="rank 1") as caught,
-    ):
-        go(config, callbacks=[Arm(ranks["deaths"], killed)])
-    assert len(ranks["all"]) == 2
-    assert "has a checkpoint of step 3: go on from there" in "".join(caught.value.__notes__)
-
-
 @pytest.mark.parametrize(
     ("death", "max_restarts", "message"),
     [(killed, 0, "died in step 3"), (lambda: RuntimeError("a bug"), 3, "a bug")],
@@ -398,7 +386,9 @@ def test_the_copy_is_in_the_type_that_ranks_compute_in(folder, ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if n < 2 else pytest.param(k, marks=pytest.mark.slow) for n, k in enumerate(KINDS)]
+)
 def test_a_replica_is_the_model(kind, tied):
     model = tiny_model(kind, tied=tied)
     with torch.device("meta"):
@@ -528,13 +518,6 @@ def test_routers_replay_what_an_engine_has_recorded(
     with pytest.raises(ValueError, match=message):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]
-
-
-@pytest.mark.parametrize("kind", [nemorl.SFTConfig, nemorl.DPOConfig])
-def test_routers_do_not_replay_what_nobody_sampled(kind: type):
-    trainer = nemorl.TrainerConfig(backend="megatron", router_replay=True)
-    with pytest.raises(ValueError, match="router_replay is for runs that train on what an engine"):
-        kind(trainer=trainer)
 
 
 def test_another_model_has_its_own_experts(folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

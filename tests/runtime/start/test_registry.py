@@ -1,6 +1,5 @@
 """Algorithms and backends by name, and those that others add."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -19,14 +18,6 @@ class MyConfig(nemorl.BaseConfig):
 
 def loop(run: nemorl.OpenRun) -> None:
     raise NotImplementedError
-
-
-@pytest.fixture(autouse=True)
-def only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone after it."""
-    for name in ("ALGORITHMS", "TRAINING_BACKENDS", "GENERATION_BACKENDS"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    yield
 
 
 def test_what_is_registered_is_found():
@@ -61,28 +52,27 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
     assert "half" not in {**registry.GENERATION_BACKENDS, **registry.TRAINING_BACKENDS}
 
 
-def test_a_config_belongs_to_one_algorithm():
-    with pytest.raises(
-        ValueError,
-        match="config must belong to one algorithm, but GRPOConfig belongs to 'grpo': derive",
-    ):
-        nemorl.register_algorithm("mine", config=nemorl.GRPOConfig)
+class NoDataclass(nemorl.BaseConfig):
+    pass
 
 
-def test_a_config_must_be_one_of_ours():
-    class NoDataclass(nemorl.BaseConfig):
-        pass
-
-    with pytest.raises(
-        ValueError,
-        match=r"config must be a dataclass derived from nemorl.BaseConfig, but it is .*NoDataclass",
-    ):
-        nemorl.register_algorithm("mine", config=NoDataclass)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"config must be of a registered algorithm \(sft, grpo, dpo\), but it is 'MyConfig':"
-            r" .*register_algorithm"
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: nemorl.register_algorithm("mine", config=nemorl.GRPOConfig),
+            "config must belong to one algorithm, but GRPOConfig belongs to 'grpo': derive",
         ),
-    ):
-        nemorl.run(MyConfig())
+        (
+            lambda: nemorl.register_algorithm("mine", config=NoDataclass),
+            r"config must be a dataclass derived from nemorl.BaseConfig, .* is .*NoDataclass",
+        ),
+        (
+            lambda: nemorl.run(MyConfig()),
+            r"config must be of a registered algorithm \(sft, .* is 'MyConfig'",
+        ),
+    ],
+)
+def test_refused(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()

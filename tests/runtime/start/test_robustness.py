@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 import nemorl
 from nemorl.runtime.algorithms import sft
-from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.saving import ExportCallback
 from nemorl.runtime.store import checkpoint
@@ -35,20 +34,8 @@ from tests.runtime.runs import (
     sft_config,
     start,
 )
+from tests.runtime.start.mishaps import FailsOnce
 from tests.tiny_models import tiny_model, tiny_tokenizer
-
-
-class FailsOnce:
-    """A reward that raises when it has been asked `after` times; then it works."""
-
-    def __init__(self, after: int, error: BaseException | None = None) -> None:
-        self.left, self.error = after, error or RuntimeError("the judge is out")
-
-    def __call__(self, prompt: str, response: str) -> float:
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-        return digits(prompt, response)
 
 
 class At(Callback):
@@ -309,8 +296,10 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
     assert "has a checkpoint of step 1: go on from there" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("file", ["model", "optimizer"])
-@pytest.mark.parametrize("damage", ["flipped", "zeroed", "cut"])
+@pytest.mark.parametrize("file", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(d, marks=pytest.mark.slow) for d in ("zeroed", "cut"))]
+)
 def test_damage_that_is_met_while_loading_costs_a_checkpoint(
     tmp_path: Path, monkeypatch, file, damage
 ):
@@ -331,27 +320,6 @@ def test_damage_that_is_met_while_loading_costs_a_checkpoint(
         start(resumed(config))
     assert sum("is not used" in str(each.message) for each in warned) == 1
     assert_same(tmp_path / "straight", tmp_path / "run")
-
-
-def test_interrupting_the_command_line(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        cli,
-        "_train",
-        lambda config: start(
-            grpo_config(tmp_path / "run"), reward=FailsOnce(60, KeyboardInterrupt())
-        ),
-    )
-    assert (
-        cli.main(
-            ["grpo", "--model.path", ".", "--data.train", "d", "--run.dir", str(tmp_path / "run")]
-        )
-        == 130
-    )
-    assert (
-        f"nemorl grpo: interrupted\n{tmp_path / 'run'} has a checkpoint of step 2: go on from there"
-        in capsys.readouterr().err
-    )
-    assert steps_of(tmp_path / "run") == [2]
 
 
 SIGTERM_SCRIPT = """
@@ -393,10 +361,10 @@ sys.exit(cli.main(["sft", "--model.path", ".", "--data.train", "d", "--run.dir",
 @pytest.mark.parametrize(
     ("place", "name", "saved"),
     [
-        ("begin", "SIGTERM", 2),
+        pytest.param("begin", "SIGTERM", 2, marks=pytest.mark.slow),
         ("update", "SIGTERM", 3),
-        ("end", "SIGTERM", 3),
-        ("update", "SIGINT", 3),
+        pytest.param("end", "SIGTERM", 3, marks=pytest.mark.slow),
+        pytest.param("update", "SIGINT", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name, saved):
@@ -439,11 +407,8 @@ class Epochs(Callback):
 @pytest.mark.parametrize(
     ("batch", "steps", "expected"),
     [
-        (5, 1, "begin 0"),
-        (5, 2, "begin 0, end 0"),
         (5, 3, "begin 0, end 0, begin 1"),
         (25, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2, begin 3, end 3, begin 4, end 4"),
-        (15, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2"),
     ],
 )
 def test_every_epoch_is_told_in_its_turn(tmp_path: Path, batch, steps, expected):
@@ -454,14 +419,6 @@ def test_every_epoch_is_told_in_its_turn(tmp_path: Path, batch, steps, expected)
         callbacks=[epochs],
     )
     assert ", ".join(epochs.told) == expected
-
-
-def test_a_run_that_is_over_begins_no_epoch(tmp_path: Path):
-    config, epochs = sft_config(tmp_path, steps=2, train_global_batch_size=5), Epochs()
-    start(config, rows=addition_rows(10))
-    with pytest.warns(UserWarning, match="nothing to do"):
-        start(resumed(config), rows=addition_rows(10), callbacks=[epochs])
-    assert epochs.told == []
 
 
 BEST: dict[str, Any] = {
@@ -486,13 +443,6 @@ def test_the_validation_at_an_early_end_is_ranked_and_kept(tmp_path: Path):
     metrics = checkpoint.metrics_by_step(tmp_path)[4]
     assert metrics["val_loss"] == losses[4] and "loss" in metrics
     checkpoint.verify(checkpoint.best(tmp_path))
-
-
-def test_a_step_at_whose_end_a_callback_failed_is_ranked_by_its_metrics(tmp_path: Path):
-    rules = {"save_period": 1, "metric": "loss", "higher_is_better": True, "keep_checkpoints": 4}
-    with pytest.raises(RuntimeError, match="a mishap"):
-        start(sft_config(tmp_path, run=rules), callbacks=[At("on_step_end", 1, fails())])
-    assert "loss" in checkpoint.metrics_by_step(tmp_path)[1]
 
 
 def test_metrics_of_a_step_are_on_record_though_an_earlier_callback_fails(

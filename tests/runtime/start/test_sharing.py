@@ -19,7 +19,6 @@ from nemorl.runtime.start import devices, live
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.sharing import keeps_reference, sharing_of
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
-from tests.runtime.start.test_traits import only_here  # noqa: F401
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 QWEN_7B = Qwen2Config(

@@ -23,7 +23,6 @@ from tests.runtime.runs import (
     of_phase,
     preference_rows,
     sft_config,
-    start,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -153,18 +152,3 @@ def test_ranks_of_a_backend_without_weights_to_export_do_not_try(
     config = sft_config(tmp_path / "sft", steps=1, run={"export": True}, **options)
     with pytest.warns(UserWarning, match="hf will not be written"):
         run(config, tmp_path, train=addition_rows())
-
-
-def test_a_loaded_model_is_refused_by_a_backend_that_takes_none(registered, tmp_path: Path):
-    with pytest.raises(ValueError, match="'small' can't be made with a loaded model: name the"):
-        start(sft_config(tmp_path / "given", trainer=TRAIN))
-
-
-def test_a_class_that_lacks_what_is_needed_is_refused(registered):
-    class Forgetful(TrainingBackend):
-        def setup(self, config): ...
-
-        def train_step(self, batch, loss_fn): ...
-
-    with pytest.raises(ValueError, match="has no get_logprobs, save_checkpoint, load_checkpoint"):
-        nemorl.register_training_backend("forgetful")(Forgetful)

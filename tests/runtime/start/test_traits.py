@@ -1,7 +1,6 @@
 """A backend of a third party says what it is and what it refuses, and works with everything."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from nemorl.parallel import backends
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
-from nemorl.rollout import config as generation
 from nemorl.rollout.generation import Completion
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.traits import GenerationTraits, Machine
@@ -21,21 +19,6 @@ from nemorl.runtime.start import registry
 from nemorl.runtime.start.devices import Devices
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
-
-TABLES = (
-    *(registry.TRAINING_BACKENDS, backends.LIMITS),
-    *(registry.GENERATION_BACKENDS, registry.GENERATION_CHECKS, generation.TRAITS),
-)
-
-
-@pytest.fixture(autouse=True)
-def only_here() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    before = [dict(table) for table in TABLES]
-    yield
-    for table, known in zip(TABLES, before, strict=True):
-        table.clear()
-        table.update(known)
 
 
 def trained_by(name: str, plan: dict | None = None, **options) -> nemorl.SFTConfig:

@@ -65,7 +65,7 @@ def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
 
 def test_code_is_judged(capsys):
     assert run_example("code_reward.py") == 0
-    _, *verdicts = capsys.readouterr().out.splitlines()
+    verdicts = capsys.readouterr().out.splitlines()
     assert verdicts.pop(0) == "right: [1.0, 1.0, 1.0]"
     assert len(verdicts) == 4 and all(line.endswith(": [0.0, 0.0, 0.0]") for line in verdicts)
 

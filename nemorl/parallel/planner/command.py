@@ -129,13 +129,13 @@ def find_plans(config: PlanConfig) -> Planned:
     proved = model.config.model_type, known(model.config) or ASSUMED
     if limits.traits.proves:
         trainer = settled(BackendConfig(trainer=trainer), *proved).trainer
-    sections = {"trainer": trainer, "optimizer": config.optimizer, "lora": config.lora}
+    own = BackendConfig(trainer=trainer, optimizer=config.optimizer, lora=config.lora)
     usual = type(trainer)().share_prompts  # which has no effect on a plan
     config = replace(config, trainer=replace(trainer, share_prompts=usual))
     for plan in candidates(config, model):
         problems = list(plan.problems(model.config, traits=limits.traits))
         try:
-            run = BackendConfig(**sections, parallel=plan)
+            run = replace(own, parallel=plan)
             check_settings(run, model.config, plan, limits)
             if limits.traits.proves:
                 settled(run, *proved)

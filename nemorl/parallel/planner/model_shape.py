@@ -248,7 +248,8 @@ def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
     found = []
     for name, parameter in layer.named_parameters():
         module, _, leaf = name.rpartition(".")
-        style, axis = plan.get(module), None
+        style = plan.get(module)
+        axis: Literal[0, 1] | None = None
         if isinstance(style, ColwiseParallel):
             axis = 0
         elif isinstance(style, RowwiseParallel) and leaf == "weight":

@@ -5,33 +5,21 @@ its spans of parameters consist of.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from nemorl.models.tensor_files import Piece
+from nemorl.models.tensor_files import Piece, TensorFiles
 from nemorl.parallel.checkpoint import Pieces, shared_out
 
 if TYPE_CHECKING:
     from nemorl.parallel.megatron.optimizer import ShardedAdamW
     from nemorl.parallel.megatron.weights import Conversion, Entry
-
-
-from dataclasses import replace
-from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING
-
-from nemorl.models.tensor_files import TensorFiles
-
-if TYPE_CHECKING:
-    from nemorl.parallel.megatron.optimizer import ShardedAdamW
-    from nemorl.parallel.megatron.pieces import SpanBox
-    from nemorl.parallel.megatron.weights import Conversion
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ use what was trained
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                    curves and samples as a web page
   nemorl report runs/sft runs/rl                           the same of several runs, side by side
-  nemorl verify runs/rl                                    was what it sampled what it trained on?
+  nemorl verify runs/rl                                    its groups and its receipts
 
 find out how a model fits on GPUs, and how fast each way is
   nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80

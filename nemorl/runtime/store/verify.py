@@ -1,5 +1,5 @@
-"""What a stopped or finished run can be asked by its files: whether groups were lost or doubled,
-and which receipts its steps recorded. Nothing is computed again.
+"""What a stopped or finished run can be asked: groups that were lost or doubled, and the receipts
+that its steps recorded. Nothing is computed again.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ def verify_run(path: Path | str) -> list[Receipt]:
 
 
 def receipts_of(directory: RunDirectory, files: RunFiles) -> list[Receipt]:
-    """Return the receipts of a run whose files have been read."""
+    """Return the receipts by a run's files."""
     lines = [line for line in files.metrics if line["phase"] == "train"]
     warned = [str(line.get("message")) for line in files.log if line.get("event") == "warning"]
     said = [(files.record.error if files.record else None) or "", *warned]

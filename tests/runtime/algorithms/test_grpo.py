@@ -24,20 +24,9 @@ from tests.runtime.runs import addition_rows, grpo_config, of_phase, rollouts, s
 class Recorder(Callback):
     def __init__(self) -> None:
         self.weights: list[dict[str, torch.Tensor]] = []
-        self.samples: list[list[dict]] = []
-        self.epochs: list[tuple[str, int]] = []
 
     def on_step_begin(self, trainer, step) -> None:
         self.weights.append({name: tensor.clone() for name, tensor in trainer.trainer.weights()})
-
-    def on_samples(self, trainer, step, samples) -> None:
-        self.samples.append(samples)
-
-    def on_epoch_begin(self, trainer, epoch) -> None:
-        self.epochs.append(("begin", epoch))
-
-    def on_epoch_end(self, trainer, epoch, metrics) -> None:
-        self.epochs.append(("end", epoch))
 
 
 @pytest.mark.parametrize(

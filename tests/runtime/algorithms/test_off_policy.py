@@ -252,7 +252,8 @@ def test_an_interpolating_run_computes_no_logprobs_and_learns_the_same(tmp_path:
 
     def history(folder: str, **section: Any) -> list[dict[str, float]]:
         off_policy = OffPolicyConfig(mode="truncate", **section)
-        config = grpo_config(tmp_path / folder, steps=2, off_policy=off_policy, **TWICE)
+        options = {"off_policy": off_policy, "run": {"samples_per_step": 0}, **TWICE}
+        config = grpo_config(tmp_path / folder, steps=2, **options)
         return [numbers(line) for line in start(config).history]
 
     recomputed = history("recomputed")

@@ -462,7 +462,6 @@ BAD = [
     (["export", "--run", "r"], "--output STR"),
     (["export", *NEEDED["export"], "--step", "-1"], "step must be at least 0"),
     (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),
-    (["data", "inspect", "--data.train", "d"], "model.path must be given"),
     (
         ["data", "inspect", "--model.path", "m", "--data.train", "d", "--rows", "-1"],
         "rows must be at least 0",

@@ -83,7 +83,8 @@ def test_round_trips(config: Any, tmp_path: Path):
 
 def test_comments_explain_each_key():
     lines = dump_yaml(GRPOConfig(loss=GSPOLoss()), comments=True).splitlines()
-    assert lines[lines.index("  lr: 1.0e-05") - 1] == "  # Peak learning rate."
+    about = "  # Decay of the running mean of the gradient."
+    assert lines[lines.index("  beta1: 0.9") - 1] == about
     text = " ".join(line.strip("# ") for line in lines)
     assert "One of clipped, gspo, cispo, reinforce, module:function. loss: name: gspo" in text
     assert "not 0 at the last step. One of constant, linear, cosine. schedule: constant" in text

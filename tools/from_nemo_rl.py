@@ -1,14 +1,14 @@
 """Translate a NeMo RL configuration (GRPO, SFT or DPO): python tools/from_nemo_rl.py FILE > OURS.
 
-Follows `defaults` and ${references}, walks nemorl/runtime/config/coming_from.toml, and prints our
-YAML with what trains differently as comments. A file with a key that would change what is trained,
-and that has nothing like it here, is refused.
+Walks nemorl/runtime/config/coming_from.toml; what trains differently is printed as comments, or
+the file is refused.
 """
 
+import functools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, TemplateError, Undefined
 
 from nemorl.checks import require
-from nemorl.runtime.config.spellings import libraries, table
+from nemorl.runtime.config.spellings import libraries, settings_in, table
 from nemorl.runtime.config.tree import flat, from_dict, nested
 from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.start.registry import ALGORITHMS
@@ -24,8 +24,11 @@ from nemorl.runtime.start.registry import ALGORITHMS
 RULES = table()["importer"]
 JINJA = Environment(undefined=ChainableUndefined)
 REFERENCE = re.compile(r"\$\{([^${}]+)\}")
-REPLACED = ("policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler")
-"""Sections in whose place megatron_cfg has its own."""
+REPLACED = (
+    "policy.dtensor_cfg.",
+    "policy.optimizer.",
+    "policy.scheduler",
+)  # megatron_cfg has its own
 
 
 def read_whole(path: Path) -> dict[str, Any]:
@@ -38,7 +41,6 @@ def read_whole(path: Path) -> dict[str, Any]:
 
 
 def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one tree laid over another; a section with `_override_` takes nothing from below."""
     if over.get("_override_"):
         return dict(over)
     both = [key for key in over if all(isinstance(each.get(key), Mapping) for each in (base, over))]
@@ -46,7 +48,7 @@ def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 
 
 def resolved(value: Any, tree: Mapping[str, Any], section: str = "") -> Any:
-    """Return a value with its ${references} replaced, innermost first."""
+    """Return a value without ${references}, innermost first."""
     if isinstance(value, Mapping):
         return {key: resolved(each, tree, f"{section}{key}.") for key, each in value.items()}
     if isinstance(value, list):
@@ -59,7 +61,7 @@ def resolved(value: Any, tree: Mapping[str, Any], section: str = "") -> Any:
 
 
 def meant(reference: str, tree: Mapping[str, Any], section: str) -> Any:
-    """Return the value of a.b, .sibling, oc.env:NAME, mul:x,y or div:x,y."""
+    """Return a.b, .sibling, oc.env:NAME, mul:x,y or div:x,y."""
     how, _, rest = reference.rpartition(":")
     if how == "oc.env":
         return os.environ.get(rest, f"/{rest}")
@@ -74,35 +76,27 @@ def meant(reference: str, tree: Mapping[str, Any], section: str) -> Any:
 
 
 def prompt_text(file: str | None, recipe: Path) -> Any:
-    """Return the text of a file in the recipe's folder, or in the folder examples that it is in."""
-    if not file:
-        return Undefined()
+    """Return the text of a file in the folder of the recipe, or in its `examples`."""
     here = recipe.resolve().parent
-    for folder in (here, *(each.parent for each in here.parents if each.name == "examples")):
-        found = (folder / file).resolve()
-        inside = found.is_relative_to(here) or found.is_relative_to(folder / "examples")
-        if inside and found.is_file():
+    allowed = [(here, here), *((each.parent, each) for each in here.parents)]
+    for start, folder in allowed if file else ():
+        found = (start / str(file)).resolve()
+        near = folder == here or folder.name == "examples"
+        if near and found.is_relative_to(folder) and found.is_file():
             return found.read_text(encoding="utf-8")
-    raise ValueError(f"no file {file} beside the recipe: remove it, and set data.prompt_template")
-
-
-def prompt_template(file: str | None, recipe: Path) -> Any:
-    """Return a text with {prompt} for {}."""
-    text = prompt_text(file, recipe)
-    return re.sub(r"(?<!\{)\{0?\}(?!\})", "{prompt}", text) if isinstance(text, str) else text
+    require(not file, "prompt_file", "must be beside the recipe", file, "set data.prompt_template")
+    return Undefined()
 
 
 def translate(path: Path) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the algorithm, our settings by dotted key, and notes; raise ValueError with the reason
-    of each key for which a file is refused.
-    """
+    """Return the algorithm, our settings, and notes; ValueError says why a file is refused."""
     tree = read_whole(path)
-    named = [name for name in ("grpo", "sft", "dpo") if name in tree]
-    require(len(named) == 1, str(path), "must hold one of grpo, sft, dpo", [*tree], "choose one")
+    found = [name for name in ("grpo", "sft", "dpo") if name in tree]
+    require(len(found) == 1, "the file", "must hold one of grpo, sft, dpo", [*tree], "choose one")
     tree = resolved(tree, tree)
-    names: dict[str, Any] = {"algorithm": named[0], "this": tree[named[0]], "search": re.search}
-    names |= {"datasets": RULES["datasets"], "text": lambda file: prompt_text(file, path)}
-    names |= {"template": lambda file: prompt_template(file, path), **tree}
+    text = functools.partial(prompt_text, recipe=path)
+    names = {"algorithm": found[0], "this": tree[found[0]], "text": text, **tree}
+    names |= {"search": re.search, "sub": re.sub, "datasets": RULES["datasets"]}
 
     def value_of(expression: str, **more: Any) -> Any:
         return JINJA.compile_expression(expression, undefined_to_none=False)(**names, **more)
@@ -110,58 +104,59 @@ def translate(path: Path) -> tuple[str, dict[str, Any], list[str]]:
     for name, expression in RULES["let"].items():
         names[name] = value_of(expression)
     ours = {key: value_of(expression) for key, expression in RULES["settings"].items()}
-    ours = {key: value for key, value in ours.items() if not isinstance(value, Undefined)}
+    theirs, meanings = flat(tree), libraries()["NeMo RL"]
     notes, refused, ignored = list[str](), list[str](), list[str]()
-    theirs, plain = flat(tree), libraries()["NeMo RL"]
     for key, value in theirs.items():
         if (names["megatron"] and key.startswith(REPLACED)) or switched_off(key, theirs):
             continue
-        on, limited = value not in (None, False, 0, "", [], {}), False
+        meaning, on = meanings.get(key, ""), value not in (None, False, 0, "", [], {})
+        known = bool(meaning) or not on or matches(key, RULES["read"])
         for patterns, limit in RULES["limits"].items():
-            if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
-                limited, same = True, value in limit.get("same", ())
-                odd = not same and (on or True in limit.get("same", ()))
-                if odd and value_of(limit.get("when", "true"), x=value, key=key):
-                    found = refused if "refuse" in limit else notes
-                    found.append(f"{key} {value!r}: {limit.get('refuse') or limit['note']}")
-        meaning = plain.get(key, "")
-        if value is not None and meaning and meaning == meaning.split()[0].rstrip(":,"):
+            if not matches(key, patterns.split()):
+                continue
+            known, same = True, limit.get("same", [])
+            if (on or True in same) and value not in same:
+                if value_of(limit.get("when", "true"), x=value, key=key):
+                    reason = f"{key} {value!r}: {limit.get('refuse') or limit['note']}"
+                    (refused if "refuse" in limit else notes).append(reason)
+        if settings_in(meaning) == [meaning] and value is not None:
             ours[meaning] = value
-        elif any(fnmatchcase(key, pattern) for pattern in RULES["ignored"]):
-            ignored += [key] if on and not limited and not meaning else []
-        elif on and not limited and not meaning and not mentioned(key):
+        elif not known and matches(key, RULES["ignored"]):
+            ignored.append(key)
+        elif not known:
             refused.append(f"{key} {value!r}: no such key is known: remove it")
     if refused:
         raise ValueError("; ".join(refused))
-    from_dict(ALGORITHMS[named[0]].config, nested(ours))
-    return named[0], ours, [*notes, f"without a meaning here: {', '.join(ignored) or 'nothing'}"]
+    ours = {key: value for key, value in ours.items() if not isinstance(value, Undefined)}
+    from_dict(ALGORITHMS[found[0]].config, nested(ours))
+    return found[0], ours, [*notes, f"without a meaning here: {', '.join(ignored)}"]
 
 
-def mentioned(key: str) -> bool:
-    """Return whether an expression reads a key, or a section that it is in."""
-    read = " ".join([*RULES["let"].values(), *RULES["settings"].values()])
-    return any(f"{key}.".startswith(f"{each}.") for each in re.findall(r"[a-z]\w*(?:\.\w+)+", read))
+def matches(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def switched_off(key: str, theirs: Mapping[str, Any]) -> bool:
-    """Return whether `enabled` of a section that a key is in is off."""
     parts = key.split(".")
     switches = {".".join([*parts[:depth], "enabled"]) for depth in range(1, len(parts))}
-    return any(theirs.get(each, 1) in (False, None) for each in switches - {key, "checkpointing.enabled"})
+    switches -= {key, "checkpointing.enabled"}
+    return any(theirs.get(each, True) in (False, None) for each in switches)
 
 
 def as_yaml(path: Path) -> str:
-    """Return the translation of a file as YAML, with its notes as comments at the end."""
+    """Return our YAML, with notes as comments at its end."""
     try:
         algorithm, ours, notes = translate(path)
-    except (ArithmeticError, LookupError, RecursionError, TemplateError, TypeError) as error:
-        raise ValueError(f"must be as in NeMo RL's own files ({error!r}): correct it") from error
-    head = f"# nemorl {algorithm} --config THIS_FILE, from {str(path)!r} of NeMo RL\n"
-    return head + dump(nested(ours)) + "".join(f"# {ascii(note)[1:-1]}\n" for note in notes)
+    except (ArithmeticError, LookupError, RuntimeError, TemplateError, TypeError) as error:
+        raise ValueError(f"it must be as NeMo RL's own files are ({error!r})") from error
+    comments = [f"nemorl {algorithm} --config THIS_FILE", *notes]
+    return dump(nested(ours)) + "".join(f"# {ascii(each)[1:-1]}\n" for each in comments)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     try:
-        print(as_yaml(Path(sys.argv[1])) if len(sys.argv) == 2 else __doc__, end="")
+        print(as_yaml(Path(sys.argv[1])), end="")
     except ValueError as error:
         sys.exit(f"error: {sys.argv[1]} can't be trained here: {error}")

@@ -26,7 +26,9 @@ def libraries() -> dict[str, dict[str, str]]:
     sentences = {f"none: {name}": f"none: {text}" for name, text in table()["sentences"].items()}
     return {
         library: {
-            name: sentences.get(ours, ours) for names, ours in rows.items() for name in names.split()
+            name: sentences.get(ours, ours)
+            for names, ours in rows.items()
+            for name in names.split()
         }
         for library, rows in table()["names"].items()
     }
@@ -134,7 +136,9 @@ def page_of(key: str) -> str:
 
 def _entry(name: str, known: Collection[str]) -> tuple[str, str, str] | None:
     """Return a library, its name and ours: the first with a key that can be written, if any."""
-    every = [(lib, theirs, ours) for lib, names in libraries().items() for theirs, ours in names.items()]
+    every = [
+        (lib, theirs, ours) for lib, names in libraries().items() for theirs, ours in names.items()
+    ]
     last = "" if _last(name) in table()["common"] else _last(name)
     for found in (
         [each for each in every if each[1] == name],

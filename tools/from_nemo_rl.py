@@ -1,7 +1,6 @@
 """Translate a NeMo RL configuration (GRPO, SFT or DPO): python tools/from_nemo_rl.py FILE > OURS.
 
-Walks nemorl/runtime/config/coming_from.toml; what trains differently is printed as comments, or
-the file is refused.
+Walks nemorl/runtime/config/coming_from.toml. What trains differently is a comment, or refused.
 """
 
 import functools
@@ -115,10 +114,10 @@ def translate(path: Path) -> tuple[str, dict[str, Any], list[str]]:
             if not matches(key, patterns.split()):
                 continue
             known, same = True, limit.get("same", [])
-            if (on or True in same) and value not in same:
-                if value_of(limit.get("when", "true"), x=value, key=key):
-                    reason = f"{key} {value!r}: {limit.get('refuse') or limit['note']}"
-                    (refused if "refuse" in limit else notes).append(reason)
+            odd = (on or True in same) and value not in same
+            if odd and value_of(limit.get("when", "true"), x=value, key=key):
+                reason = f"{key} {value!r}: {limit.get('refuse') or limit['note']}"
+                (refused if "refuse" in limit else notes).append(reason)
         if settings_in(meaning) == [meaning] and value is not None:
             ours[meaning] = value
         elif not known and matches(key, RULES["ignored"]):
@@ -144,7 +143,7 @@ def switched_off(key: str, theirs: Mapping[str, Any]) -> bool:
 
 
 def as_yaml(path: Path) -> str:
-    """Return our YAML, with notes as comments at its end."""
+    """Return our YAML; notes are comments."""
     try:
         algorithm, ours, notes = translate(path)
     except (ArithmeticError, LookupError, RuntimeError, TemplateError, TypeError) as error:

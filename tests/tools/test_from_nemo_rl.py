@@ -107,7 +107,6 @@ def test_grpo(theirs: Path):
         ("loss_fn: {use_cispo: true}", "loss.name", "cispo", ""),
         ("loss_fn: {use_on_policy_kl_approximation: true}", "kl.gradient", "importance", "clamps"),
         ("grpo: {adv_estimator: {name: reinforce_plus_plus}}", "advantage.ddof", 0, ""),
-        ("grpo: {reward_scaling: {enabled: true, target_min: -1.0}}", "reward_weights", [2.0], ""),
         ("policy: {generation: {max_new_tokens: 512}}", "data.max_total_sequence_length", 768,
          "all"),
         ("policy: {generation: {backend: trtllm}}", "generation.backend", "vllm", "vLLM samples"),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.spellings import LIBRARIES, Absent, settings_in
+from nemorl.runtime.config.spellings import libraries, settings_in
 from nemorl.runtime.config.tree import (
     by_name,
     field_docs,
@@ -145,28 +145,29 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def migration(text: str) -> str:
-    """coming-from.md with its tables generated again."""
+    """coming-from.md with its tables generated again; of NeMo RL, whose files are translated whole,
+    the names that need no words.
+    """
     commands = [*ALGORITHMS.values(), *COMMANDS.values()]
     known = {key for command in commands for key in leaves(command.config)}
-    for library, names in LIBRARIES.items():
-        head = f"| {library or 'name'} | nemorl |\n|---|---|\n"
-        rows = "".join(
-            f"| `{theirs}` | {marked(ours, known)} |\n" for theirs, ours in names.items()
+    for library, names in libraries().items():
+        meanings = dict[str, list[str]]()
+        for theirs, ours in names.items():
+            if library != "NeMo RL" or ours in known:
+                meanings.setdefault(ours, []).append(f"`{theirs}`")
+        rows = (f"{' '.join(them)} | {cell_of(ours, known)}\n" for ours, them in meanings.items())
+        before, head, after = text.partition(f"{library} | nemorl\n--- | ---\n")
+        text = (
+            before + head + ("".join(rows) + re.sub(r"\A(`.* \| .*\n)*", "", after) if head else "")
         )
-        before, _, after = text.partition(head)
-        rest = re.sub(r"\A(\|.*\n)*", "", after)
-        text = before + head + rows + rest
     return text
 
 
-def marked(ours: str | Absent, known: set[str]) -> str:
-    """A cell with its settings as code; of what is not there a link to what to do."""
-    text = ours
-    if isinstance(ours, Absent):
-        text = f"none: {ours.today} ([{ours.page.partition('#')[0]}]({ours.page}))"
-    for key in sorted({*settings_in(text)} & known, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.`/]){re.escape(key)}(?![\w.`])", f"`{key}`", text)
-    return text
+def cell_of(ours: str, known: set[str]) -> str:
+    """A cell with its settings as code, and its page as a link."""
+    for key in sorted({*settings_in(ours)} & known, key=len, reverse=True):
+        ours = re.sub(rf"(?<![\w.`/]){re.escape(key)}(?![\w.`])", f"`{key}`", ours)
+    return re.sub(r"\(docs/([\w-]+\.md)\)", r"([\1](\1))", ours)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,7 @@ import pytest
 
 import nemorl
 from nemorl.runtime.cli.api import from_keywords
-from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import EvalConfig
-from nemorl.runtime.config.tree import leaves
-from nemorl.runtime.start.registry import ALGORITHMS
 from tests.examples import load_example
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -114,17 +111,6 @@ def test_the_reference_is_up_to_date():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", check=False)
     assert done.returncode == 0, "run: python docs/generate_reference.py"
-
-
-def test_the_migration_tables_name_settings_that_there_are():
-    """The right column of every table in coming-from.md."""
-    commands = [*ALGORITHMS.values(), *COMMANDS.values()]
-    known = {key for command in commands for key in leaves(command.config)}
-    rows = re.findall(
-        r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE
-    )
-    assert len(rows) > 60
-    assert {key for row in rows for key in re.findall(r"`([^`]+)`", row)} <= known
 
 
 def texts(tree: ast.AST) -> Iterator[str]:

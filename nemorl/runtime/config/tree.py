@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from nemorl.checks import closest, require
 from nemorl.runtime.config.own import OwnFunction, section_of, unchecked_section
-from nemorl.runtime.config.spellings import VALUES, advice, meaning_of, means_another
+from nemorl.runtime.config.spellings import advice, meaning_of, means_another, table
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
 from nemorl.user_code import function_of, same_function
@@ -373,7 +373,7 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
         names = (context.get("expected") or context["expected_tags"]).replace(" or ", ", ")
         names = names.replace("'", "").split(", ")
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
-        message += closest(str(VALUES.get(str(value), value)), names)
+        message += closest(table()["values"].get(str(value), str(value)), names)
     elif variants(hint):
         remedy = (
             meaning_of(key, leaves(cls), command_of(cls)) or "write its keys below it, indented"

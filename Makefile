@@ -29,7 +29,7 @@ BWRAP := (bin=$$(realpath $(BIN)) && cd $$(mktemp -d) && apt-get download bubble
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quickstart test test-all lint format bench bench-peers gpu mutants parity clean
+.PHONY: help install demo quickstart test test-all lint format bench bench-peers gpu parity clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -120,14 +120,11 @@ bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an envir
 		echo "== $$script"; $(PEERS)/bin/python $$script $(BENCH) || exit 1; done
 
 gpu:  ## Prove the library on this machine's GPU and measure it (GPU='--part train --minutes 9')
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/gpu.md $(GPU)
-
-mutants: $(INSTALLED)  ## Put faults into losses and data; do tests fail? (MUTANTS='--sample 300')
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/performance.md $(GPU)
 
 parity: $(INSTALLED)  ## Compare every plan with plain PyTorch (PARITY='--match "TP 2"')
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run \
-		$(or $(PARITY),--write docs/parity.md)
+		$(or $(PARITY),--write docs/receipts.md)
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -43,7 +43,7 @@ only if a flag names it, too, or with `--trust-code`
 ([extending.md](extending.md#code-that-files-name)). A flag of true or false is `--run.export` or
 `--run.no-export`; `null` is a value (`--gap.warn null`). A choice between variants, such as `loss`,
 is a section with a `name`: `loss: {name: gspo}`, `--loss gspo`. It has only the keys of the chosen
-variant. Behind each name is its default; sections that several algorithms share come first.
+variant. Behind each name is its default, if it has one; sections that several algorithms share come first.
 """
 
 
@@ -109,7 +109,10 @@ def table(cls: type, fields: list[tuple[dataclasses.Field[Any], Any]], prefix: s
 def brief(text: str) -> str:
     """The first clause of a field's description."""
     plain = re.sub(r" \([^()]*\)", "", " ".join(text.split()))
-    return re.split(r"(?<=\.)\s+(?=[A-Z0-9])|;\s", plain)[0].rstrip(".")
+    first = re.split(r"(?<=\.)\s+(?=[A-Z0-9])|;\s", plain)[0]
+    return re.split(r", (?:such as|which|of which|so that|as|where|because|while) ", first)[
+        0
+    ].rstrip(".")
 
 
 def choices(hint: Any) -> str:
@@ -126,8 +129,10 @@ def default(field: dataclasses.Field[Any]) -> str:
         return "needed"
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
     value = to_dict(value) if dataclasses.is_dataclass(value) else value
-    if value is None or isinstance(value, bool):
-        return f"`{str(value).lower().replace('none', 'null')}`"
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else ""
 
 

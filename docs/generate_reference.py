@@ -68,7 +68,7 @@ def page() -> str:
             for field, hint in own
             if variants(hint)
         ]
-    lines = "\n".join(parts).split("\n")
+    lines = re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).split("\n")
     return "\n".join(
         textwrap.fill(
             line, 100, break_on_hyphens=False, subsequent_indent="  " if line[:2] == "- " else ""
@@ -92,8 +92,8 @@ def section(title: str, name: str, hint: Any) -> str:
 
 
 def about(cls: type) -> str:
-    """The docstring of a class, a line per paragraph."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(cls) or "")
+    """The first paragraph of a class's docstring."""
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
 
 
 def table(cls: type, fields: list[tuple[dataclasses.Field[Any], Any]], prefix: str) -> str:

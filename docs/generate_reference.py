@@ -43,7 +43,7 @@ only if a flag names it, too, or with `--trust-code`
 ([extending.md](extending.md#code-that-files-name)). A flag of true or false is `--run.export` or
 `--run.no-export`; `null` is a value (`--gap.warn null`). A choice between variants, such as `loss`,
 is a section with a `name`: `loss: {name: gspo}`, `--loss gspo`. It has only the keys of the chosen
-variant. Behind each name is its default, if it has one; sections that several algorithms share come first.
+variant. Behind each name is its default, if it has one; shared sections come first.
 """
 
 

@@ -76,7 +76,7 @@ def read_tests(answer: Any) -> list[Any]:
     except (TypeError, KeyError, ValueError, SyntaxError) as error:
         raise ValueError(
             "code needs tests, Python or a list of it or of {'input': text, 'output': text}, but"
-            f" the answer is {short(answer)} ({error}): see docs/code.md"
+            f" the answer is {short(answer)} ({error}): see docs/rewards.md"
         ) from error
     return tests
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS
 FILES, DESCRIPTORS = 1024, 64
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 NUMBERS = itertools.count(os.getpid())
-ELSEWHERE = "judge them by an async reward that calls a sandbox behind a URL (docs/code.md)"
+ELSEWHERE = "judge them by an async reward that calls a sandbox behind a URL (docs/rewards.md)"
 LAUNCH = """
 import ctypes, os, resource, sys
 limits, folder, tmpfs, uid = eval(sys.argv[1])

@@ -68,7 +68,7 @@ def require_readable(template: str) -> None:
     if _reader(template, ()) is None:
         raise ValueError(
             "the chat template must write calls of tools as Qwen, Hermes, GLM, Mistral or Llama do"
-            " (docs/tools.md), but it has none of their marks: choose another one"
+            " (docs/environments.md), but it has none of their marks: choose another one"
             " (--model.chat-template), or lead the conversation with step(response)"
         )
 

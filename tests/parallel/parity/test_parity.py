@@ -20,7 +20,7 @@ from tests.parallel.parity.compare import LIMITS, verdict
 from tests.parallel.parity.golden import LOSSES, Problem, golden_batch
 from tests.parallel.parity.reference import reference
 from tests.parallel.parity.run import chunks, run_chunk
-from tests.parallel.parity.table import number, table
+from tests.parallel.parity.table import summary
 from tests.tiny_models import EXPERTS, KINDS
 
 
@@ -155,7 +155,9 @@ def test_the_reference_is_what_the_losses_say():
 
 def test_the_table_shows_the_worst():
     case, other = Case(plan="FSDP2 2"), Case(plan="FSDP2 2", layout="packed")
-    results = {str(case): {"loss": 1e-8}, str(other): {"loss": 3.21e-7}}
-    lines = table("plan", {"FSDP2 2": [case, other]}, results, {"loss": 1e-6}).splitlines()
-    assert lines[2:] == ["| *at most* | | *1e-06* |", "| FSDP2 2 | 2 | 3.2e-07 |"]
-    assert number(1.234) == "1.2"
+    fine = dict.fromkeys(LIMITS, 1e-8)
+    results = {str(case): fine, str(other): fine | {"loss": 3.21e-7}}
+    lines = summary([case, other], results).splitlines()
+    assert lines[0].startswith("2 of 2 cases give the reference's numbers")
+    assert "| dtensor, float32 | 2 | 1.0e-08 (of 2.0e-06) |" in lines[-1]
+    assert "3.2e-07 (of 1.0e-06)" in lines[-1]

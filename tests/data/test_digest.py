@@ -25,14 +25,11 @@ def rows(count: int, source: int = 0, **changed: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (rows(5), rows(5), None),
         (rows(5), [{"answer": row["answer"], "prompt": row["prompt"]} for row in rows(5)], None),
         (rows(5), rows(5, _2=7), "'sums': row 3 (sums.jsonl, line 3) differs"),
         (rows(5), rows(7), "'sums': 7 rows instead of 5; the first 5 are as they were"),
-        (rows(5), rows(3), "'sums': 3 rows instead of 5; the first 3 are as they were"),
         (rows(5), rows(7, _0=0), "'sums': 7 rows instead of 5, and row 1 (sums.jsonl, "),
         (rows(600), rows(600, _599=0), "'sums': a row among 597 to 600 differs"),
-        (rows(600), rows(601), "'sums': 601 rows instead of 600; the first 600 are as they "),
         (rows(601), rows(599), "'sums': 599 rows instead of 601; the first 596 are as they "),
         (rows(3) + rows(2, 1), rows(3) + rows(2, 1, _1=0), "'more': row 2 (sums.jsonl, "),
         (rows(3) + rows(2, 1), rows(3), "the number of data sets is 1 instead of 2"),
@@ -77,11 +74,5 @@ def test_values_that_json_does_not_have_do_not_end_a_run():
         strange = [{"value": value}, {"value": "another"}]
         assert difference(digests_of(strange), strange) is None
         assert difference(digests_of(strange), [strange[0], {"value": 3}]) is not None
-    for value in (1, {2: "a", "b": 2}, object(), deep):
-        before, after = ([{"mixed": {1: value, "a": a}, "b": 1}] for a in (1, 2))
-        assert difference(digests_of(before), before) is None
-        assert difference(digests_of(before), after) is not None
-    one, other = ({1: object(), "a": 1} for _ in range(2))
-    assert difference(digests_of([{"mixed": one}]), [{"mixed": other}]) is None
     assert difference(digests_of([{"v": np.arange(3)}]), [{"v": np.arange(1, 4)}]) is not None
     assert difference(digests_of([{"v": object()}]), [{"v": object()}]) is None

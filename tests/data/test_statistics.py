@@ -62,16 +62,3 @@ def test_the_packed_fill_of_many_sequences_is_estimated():
     few, many = [3, 5, 7, 9] * 100, [3, 5, 7, 9] * (SAMPLE // 2)
     assert of(many, limit=16).packed_fill == pytest.approx(of(few, limit=16).packed_fill, abs=0.25)
     assert of(many, limit=16).total_tokens == 6 * len(many)
-
-
-def test_classes_of_a_histogram():
-    assert of([1, 1]).histogram == ((1, 2),)
-    assert of(list(range(1, 11))).histogram == tuple((edge, 1) for edge in range(1, 11))
-    assert of([1, 11]).histogram == (
-        (2, 1),
-        (4, 0),
-        (6, 0),
-        (8, 0),
-        (10, 0),
-        (12, 1),
-    )

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nemorl.data.digest import MOST_BLOCKS, difference, digests_of
 from nemorl.data.rows import Row
@@ -40,31 +38,6 @@ def test_a_difference_is_named(before: Any, after: Any, said: str | None):
     assert found == said if said is None or found is None else found.startswith(said)
     assert (digests_of(before) == digests_of(after)) == (said is None)
     assert all(len(digest["digests"]) <= MOST_BLOCKS for digest in digests_of(before))
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(), part, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(st.lists(VALUES, min_size=1, max_size=5), st.data())
-def test_every_change_of_a_value_is_noticed(values: list[Any], data: st.DataObject):
-    place, other = data.draw(st.integers(0, len(values) - 1)), data.draw(VALUES)
-    changed = [*values[:place], other, *values[place + 1 :]]
-    before, after = ([{"value": value} for value in each] for each in (values, changed))
-    same = repr(values) == repr(changed)
-    assert same or (difference(digests_of(before), after) is None) == (_typed(before, after))
-
-
-def _typed(one: Any, other: Any) -> bool:
-    """Whether two values are written alike, whatever the order of keys."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_typed(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_typed, one, other))
-    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def test_values_that_json_does_not_have_do_not_end_a_run():

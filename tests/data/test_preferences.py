@@ -124,10 +124,6 @@ def test_conversations_part_where_the_assistant_last_said_the_same():
     (row,) = pair_rows([{"chosen": chosen, "rejected": rejected}])
     assert row["prompt"] == [user("a")]
     assert (row["chosen"], row["rejected"]) == (chosen[1:], rejected[1:])
-    same = [user("a"), assistant("b")]
-    assert pair_rows([{"chosen": same, "rejected": same}])[0]["prompt"] == [user("a")], (
-        "no preference, but no error either"
-    )
 
 
 def test_an_answer_that_goes_on_where_the_other_ends():

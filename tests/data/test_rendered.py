@@ -45,7 +45,7 @@ SYSTEM = {"role": "system", "content": "1"}
 THOUGHT = ANSWER | {"content": "<think>\nhm\n</think>\n2"}
 LEFT_OUT = {
     "tool_calls": ([QUESTION, CALL], CHATML, r"tool_calls \(message 1\): choose one that renders"),
-    "passthrough": ([QUESTION, CALL, RESULT, ANSWER], "passthrough", r"tool_calls \(message 1\)"),
+    "passthrough": ([QUESTION, CALL, ANSWER], "passthrough", r"tool_calls \(message 1\)"),
     "thoughts": (
         [QUESTION, ANSWER | {"thinking": "hm"}],
         CHATML,
@@ -74,11 +74,6 @@ LEFT_OUT = {
     "a question": (
         [QUESTION, ANSWER, QUESTION, ANSWER],
         MARKED.replace("in messages", "in messages[-2:]"),
-        r"what the role 'user' says \(message 0\)",
-    ),
-    "a second text": (
-        [QUESTION | {"content": [IMAGE[0], IMAGE[0]]}, ANSWER],
-        WITH_TOOLS,
         r"what the role 'user' says \(message 0\)",
     ),
     "thoughts in the content": (

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 
 from nemorl.data.transfer import to_device
@@ -16,6 +17,19 @@ def sync_errors() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gpu_reads_from_pinned_memory_while_the_host_goes_on(monkeypatch: pytest.MonkeyPatch):
+    done = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: done.append("pin") or tensor)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, *to, **how: done.append((*to, how)) or tensor
+    )
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for device, copies in ((gpu, ["pin"]), (cpu, []), (torch.device("meta"), [])):
+        to_device({"a": torch.ones(2), "name": "b"}, device)
+        assert done == [*copies, (device, {"non_blocking": True})]
+        done.clear()
 
 
 def test_what_arrives_is_what_was_sent(accelerator: torch.device):

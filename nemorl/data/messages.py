@@ -141,7 +141,6 @@ def tokenize_prompt_response(
 def _passed_through(
     tokenizer: Any, messages: Sequence[Message], given: int, add_eos: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The contents as they are, and the token ranges of assistant messages after `given`."""
     ids: list[int] | None = None
     turns, between = [], ""
     # One message more, to close what comes before it.

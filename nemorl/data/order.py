@@ -177,7 +177,7 @@ def _visits(
 
 @lru_cache(maxsize=64)
 def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """An order for every epoch of every stream (0: all rows as one set; n: set n of a mixture)."""
+    """stream: 0 is all rows as one set, n the set n of a mixture."""
     return np.random.default_rng((seed, epoch, stream) if stream else (seed, epoch)).permutation(
         num_rows
     )

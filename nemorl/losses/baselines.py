@@ -34,8 +34,8 @@ class Group(NamedTuple):
 def members(rewards: PerResponse, group_id: ResponseIds) -> Group:
     """Return the statistics of each reward's group.
 
-    >>> members(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 7, 0])).mean.tolist()
-    [2.0, 5.0, 2.0]
+    >>> members(torch.tensor([1.0, 5.0]), torch.tensor([0, 0])).mean.tolist()
+    [3.0, 3.0]
     """
     labels = group_labels(group_id)
     size = group_sum(torch.ones_like(rewards), labels)

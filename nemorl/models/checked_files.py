@@ -42,7 +42,6 @@ class CheckedWriter:
         self._file.close()
 
     def write(self, data: Any) -> None:
-        """Append bytes, or an array of them."""
         rest = memoryview(data)
         while len(rest):
             if self._size % BLOCK == 0:

@@ -194,7 +194,6 @@ def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list
 
 
 def _tokens_before(tokenizer: Any, ids: list[int], text: str, place: int) -> int:
-    """The number of tokens before `place`; ValueError unless they begin the whole text's."""
     before = _ids(tokenizer, text[:place])
     if ids[: len(before)] != before:
         raise ValueError(

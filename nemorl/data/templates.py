@@ -223,7 +223,6 @@ class Template:
 
 @contextmanager
 def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
-    """Render in the block for at most `MAX_SECONDS`, with one error for what a template refuses."""
     try:
         _limit(source)
         _END.time = time.monotonic() + MAX_SECONDS

@@ -81,7 +81,6 @@ def _baseline(
 
 
 def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: int) -> Tensor:
-    """What to divide by; 1 where that is not defined or exactly 0."""
     if name == "none":
         return torch.ones_like(rewards)
     if name == "leave_one_out_std":

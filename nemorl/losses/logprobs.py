@@ -357,7 +357,6 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _slope(capped: Tensor, softcap: float) -> Tensor:
-    """The derivative of `_capped`, from its result."""
     return 1 - (capped / softcap) ** 2
 
 

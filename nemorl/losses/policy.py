@@ -268,7 +268,6 @@ def _kl_metrics(log_ratio: PerToken, mask: TokenMask) -> Metrics:
 def _weighted(
     losses: PerToken, loss_weights: PerToken, importance_weights: Tensor | None, metrics: Metrics
 ) -> LossOutput:
-    """Σ w · v · ℓ, with the metrics of v."""
     mask, weights = loss_weights != 0, at_least_float32(loss_weights)
     if importance_weights is None:
         return LossOutput((weights * losses).sum(), metrics)

@@ -69,7 +69,7 @@ def token_receipt(
 
 
 def _exact(count: Int[Tensor, ""]) -> Sum:
-    """Return an integer as a sum in float64, in main memory where the device has none (mps)."""
+    """In main memory where the device has no float64 (mps)."""
     return Sum((count.cpu() if count.device.type == "mps" else count).double())
 
 
@@ -129,7 +129,6 @@ def gap_by_depth(
 
 
 def _after_response(response_mask: TokenMask, segment_ids: TokenIds) -> TokenMask:
-    """Return True where the token before is one of the same sequence's response."""
     before = torch.nn.functional.pad(response_mask[:, :-1], (1, 0))
     same = torch.nn.functional.pad(segment_ids[:, :-1], (1, 0)) == segment_ids
     return before & same & (segment_ids > 0)

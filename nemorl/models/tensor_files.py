@@ -126,7 +126,7 @@ class TensorFiles:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole tensors by name. Raises DamagedFile where a part is missing."""
+        """Shapes of the whole tensors by name."""
         return {name: self._shape(name) for name in self._pieces}
 
     def read(
@@ -207,7 +207,6 @@ def file_name(kind: str, index: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
-    """Write the file by which `transformers` finds the tensors of several files."""
     places = {piece.name: file for file, pieces in files.items() for piece in pieces}
     total = sum(piece.num_bytes for pieces in files.values() for piece in pieces)
     values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -104,7 +104,6 @@ def _smaller(values: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _smaller_rope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters with as many frequencies as the small heads have."""
     size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
     count = int(size * partial) // 2
@@ -120,7 +119,6 @@ def _smaller_rope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return what tells kinds of layers apart."""
     plain = (bool, int, float, str, type(None))
     parts = []
     for name, part in layer.named_modules():

@@ -88,7 +88,6 @@ def test_extent_counts_padding_on_the_left():
 
 def test_errors_say_what_is_wrong():
     cases = [
-        (lambda: collate([]), "at least one sequence"),
         (
             lambda: Example(input_ids=[1, 2], loss_mask=[False], response_mask=[False, True]),
             "input_ids has 2, loss_mask has 1",

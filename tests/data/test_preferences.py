@@ -236,7 +236,6 @@ def test_arguments_reach_the_template():
             ranked(*[{"rank": 0, "completion": "b"}] * 2, context="a"),
             r"two of unlike rank, got ranks \[0, 0\]",
         ),
-        ({"context": "a", "completions": "b"}, "completions must be a list of"),
         (ranked({"rank": True, "completion": "b"}, context="a"), "rank must be a number"),
         (
             {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},

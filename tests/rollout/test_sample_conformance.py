@@ -153,7 +153,8 @@ def test_a_cancelled_request_makes_room(make):
         tasks = await in_the_middle(backend)
         for task in tasks:
             task.cancel()
-        assert await backend.sample([5], greedy(3)) == expected
+        # Rounding depends on what else is in the batch.
+        assert tokens([await backend.sample([5], greedy(3))]) == tokens([expected])
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(one, asyncio.CancelledError) for one in ended)
         deadline = time.monotonic() + 120

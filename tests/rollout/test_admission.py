@@ -213,5 +213,3 @@ def test_errors() -> None:
     state, _ = decide(state, Finished(0))
     with pytest.raises(ValueError, match="group 0 must be in flight, but it has ended before"):
         decide(state, Finished(0))
-    with pytest.raises(ValueError, match="group 7 must be open to be dropped"):
-        decide(state, Dropped((7,)))

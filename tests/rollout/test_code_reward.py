@@ -260,8 +260,6 @@ def test_a_check_is_called_by_itself_or_by_its_entry_point():
     unused = f"{check}def test():\n    check(f)\n"
     assert reward("def f(x): return x + 1", unused, entry_point="f") == 1
     assert reward("def f(x): return x", unused, entry_point="f") == 0
-    own = "def check():\n    assert f(1) == 2\ncheck()"
-    assert reward("def f(x): return x + 1", own, entry_point="f") == 1
     with pytest.raises(ValueError, match=r"needs the column entry_point, the function that a test"):
         reward("def f(x): return x + 1", check)
 

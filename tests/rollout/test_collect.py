@@ -18,7 +18,7 @@ from nemorl.rollout.collect import (
 )
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Limits, Outcome
-from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
+from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, uniform
@@ -303,25 +303,19 @@ def test_derived_seeds_are_of_64_bits(seed):
     assert derive_seed(seed, 3, 2**61) == int(_shift_right(_mix(state), 2))
 
 
-class OfTensors:
+class OfTensors(FunctionalRewardWrapper):
     """An environment that works with tensors: what it returns, and what it gets."""
 
     def step(self, message_log_batch, metadata):
-        count = len(message_log_batch)
-        return EnvironmentReturn(
-            observations=[{}] * count,
-            metadata=[None] * count,
-            next_stop_strings=[None] * count,
-            rewards=torch.arange(float(count)),
-            terminateds=torch.ones(count, dtype=torch.bool),
-            answers=None,
-        )
+        found = super().step(message_log_batch, metadata)
+        ended = torch.ones(len(metadata), dtype=torch.bool)
+        return replace(found, rewards=torch.arange(float(len(ended))), terminateds=ended)
 
     def global_post_process_and_metrics(self, batch):
         return batch, {"mean": batch["rewards"].mean().item()}
 
 
 def test_an_environment_of_tensors(generator):
-    rollouts = collect(generator, OfTensors(), PROMPTS, SAMPLING, seed=1)
+    rollouts = collect(generator, OfTensors(first_digit), PROMPTS, SAMPLING, seed=1)
     assert rollouts.rewards.tolist() == list(range(9))
     assert rollouts.metrics == {"mean": 4.0}

@@ -64,18 +64,6 @@ def test_an_episode_gives_what_an_environment_gives(generator):
     assert generator.calls == 3
 
 
-def test_an_environment_has_one_step_for_a_batch(generator):
-    sizes = []
-
-    class Batched(FunctionalRewardWrapper):
-        def step(self, message_log_batch, metadata):
-            sizes.append(len(message_log_batch))
-            return super().step(message_log_batch, metadata)
-
-    collect(generator, Batched(first_digit), PROMPTS, SAMPLING, seed=1)
-    assert sizes == [9]
-
-
 def test_a_step_may_run_a_loop_and_a_notebook_may_collect(generator):
     def judge(response):
         return asyncio.run(asyncio.sleep(0, 1.0))

@@ -21,19 +21,13 @@ import torch
 
 import nemorl
 from nemorl.rollout import judge as module
-from nemorl.rollout.collect import collect
-from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
-from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.examples import run_example
 from tests.runtime.runs import addition_rows, of_phase
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(3)]
-DOWN = (503, {"error": {"message": "starting"}})
 
 
 class Fake:
@@ -289,28 +283,6 @@ def train(reward):
     )
 
 
-def test_a_judge_that_is_down_for_one_row_marks_its_samples(fake):
-    def reply(path: str, body: dict) -> tuple:
-        text = body["messages"][0]["content"]
-        return DOWN if "\n1+2=\n" in text else (200, "Score: 5")
-
-    fake.reply = reply
-    tokenizer = tiny_tokenizer()
-    generator = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=tokenizer)
-    generator.setup(GenerationConfig())
-    ids = [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
-    prompts = Prompts(ROWS, ids, tokenizer=tokenizer)
-    reward = judge(fake, attempts=1)
-    found = collect(
-        generator, make_environment(reward), prompts, SamplingParams(n=4, max_new_tokens=3), seed=1
-    )
-    assert found.group_id.tolist() == [0] * 4 + [2] * 4
-    assert found.rewards.tolist() == [0.5] * 8
-    assert {each.group for each in found.failed} == {1} and len(found.failed) == 4
-    (reason,) = {each.outcome.reason for each in found.failed}
-    assert re.match(rf"ConversationFailed: {fake.url}: .*503.*starting", reason)
-
-
 def test_a_judge_of_a_file_is_a_reward_of_a_run(fake, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -395,10 +367,6 @@ def test_a_judge_of_vllm(tmp_path: Path):
 
         with pytest.raises(ValueError, match=r"must serve 'other', but says .*404.*check url"):
             make_environment(nemorl.Judge(url=url, model="other")).check(ROWS)
-        long = make_environment(nemorl.Judge(url=url, model="tiny"))
-        (failure, *_) = long.step(logs, ROWS).failures
-        assert "400" in str(failure) and "512" in str(failure), "no place for 1024 tokens"
-    assert environment.step(logs[:1], ROWS[:1]).failures[0] is not None
 
 
 @pytest.mark.slow

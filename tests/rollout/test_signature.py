@@ -107,7 +107,9 @@ def test_a_column_that_only_later_rows_have_is_never_the_prompt():
 
 
 def test_completions_of_conversations_are_messages_as_in_trl():
-    """Of a prompt that is text, or by another name, they are texts."""
+    """With calls of tools and their results. Of a prompt that is text, or by another name, they are
+    texts.
+    """
     found = []
 
     def keep(prompts, completions):
@@ -115,9 +117,10 @@ def test_completions_of_conversations_are_messages_as_in_trl():
         return [float(len(c[0]["content"])) for c in completions]
 
     chat, text = {"prompt": LOG[:1]}, {"prompt": "1+1="}
+    talk = [*LOG, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "two"}]
     environment = FunctionalRewardWrapper(keep)
-    assert environment.step([LOG, LOG], [chat, {"messages": LOG}]).rewards == [1.0, 1.0]
-    assert found == [(LOG[:1], LOG[1:])] * 2
+    assert environment.step([talk, LOG], [chat, {"messages": LOG}]).rewards == [1.0, 1.0]
+    assert found == [(LOG[:1], talk[1:]), (LOG[:1], LOG[1:])]
     texts = FunctionalRewardWrapper(lambda completions: list(map(len, completions)))
     assert texts.step([LOG], [text]).rewards == [1.0]
     texts = FunctionalRewardWrapper(lambda responses: [float(r == "2") for r in responses])

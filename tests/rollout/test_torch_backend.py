@@ -72,25 +72,6 @@ def test_the_trainers_step_in_the_middle():
     assert backend.policy_version == 2
 
 
-def test_the_cache_grows_under_sequences_that_are_in_it():
-    model, prompts = tiny_model(scale=2.0), random_prompts(9, seed=4)
-    params = [SamplingParams(seed=i, max_new_tokens=20 + 15 * i) for i in range(9)]
-    expected = [tokens(made(model).generate([p], q)) for p, q in zip(prompts, params, strict=True)]
-    backend = made(model, max_batch_size=7)
-    tasks, sizes = [], set()
-
-    async def main():
-        for request in zip(prompts, params, strict=True):
-            tasks.append(asyncio.ensure_future(backend.sample(*request)))
-            for _ in range(5):
-                await asyncio.sleep(0)
-                sizes.add(backend.decoding.cache.num_slots)
-        return [tokens(answer) for answer in await asyncio.gather(*tasks)]
-
-    assert asyncio.run(main()) == expected
-    assert {1, 2, 7} <= sizes and max(sizes) == 7
-
-
 def test_other_tasks_have_their_turn_in_every_step():
     backend = made(tiny_model(scale=2.0))
     ticks = 0

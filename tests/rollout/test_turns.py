@@ -56,7 +56,7 @@ def test_an_environment_of_batches_has_turns(generator):
     found = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
     assert found.num_turns.tolist() == [3] * 9
     assert found.rewards.tolist() == [6.0] * 9
-    assert sum(environment.sizes) == 27
+    assert environment.sizes[0] == 9 and sum(environment.sizes) == 27
     alone = collect(
         generator, Batched(), replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
     )

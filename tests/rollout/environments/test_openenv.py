@@ -106,7 +106,7 @@ def test_what_the_server_refuses_fails_one_conversation(generator, url):
     assert opened == closed
 
 
-def test_an_observation_is_shown_as_json_by_default(generator, url):
+def test_an_observation_is_json_by_default(generator, url):
     echo = openenv(url, act=lambda response: {"text": response})
     found = collect(generator, led(echo), prompts("7"), SAMPLING, seed=1)
     messages = TOKENIZER("1+2=" + json.dumps({"text": "7+"}))["input_ids"]

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from skyrl_gym.envs.aime.env import AIMEEnv
 from skyrl_gym.envs.gsm8k.env import GSM8kEnv
 from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 
@@ -235,11 +234,6 @@ def test_skyrl_environments_of_one_turn():
         found = played(gsm8k, lambda prompt, said=said: said, row)
         assert found.rewards.tolist() == [reward] * 2 and not found.failed
         assert found.num_turns.tolist() == [1] * 2
-    aime = make_environment("exact_match", environment=AIMEEnv, chosen=False)
-    row = {"reward_model": {"method": "rule", "ground_truth": "7"}}
-    for said, reward in (("Answer: 7", 1.0), ("Answer: 8", -1.0)):
-        found = played(aime, lambda prompt, said=said: said, row)
-        assert found.rewards.tolist() == [reward] * 2
 
 
 def test_a_skyrl_environment_of_several_turns():
@@ -256,22 +250,6 @@ def test_a_skyrl_environment_of_several_turns():
     assert found.metrics == {"steps": 3.0}
     short = played(environment, lambda prompt: "#### 1", row, max_turns=2)
     assert short.num_turns.tolist() == [2] * 2 and short.truncated.all()
-
-
-def test_columns_of_any_name_reach_an_environment():
-    """Also those that are called as our own parameters are."""
-    names = ["function", "rounds", "seconds", "args", "environment"]
-    seen = []
-
-    class Takes(Scored):
-        def reset(self, **kwargs):
-            seen.append(kwargs)
-            super().reset(start=1)
-
-    environment = make_environment("exact_match", environment=Takes, chosen=False)
-    row = {name: name for name in names}
-    assert not played(environment, lambda prompt: "end", row).failed
-    assert all(each[name] == name for each in seen for name in names)
 
 
 def test_a_result_of_a_tool_is_no_answer():

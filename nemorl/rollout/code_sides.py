@@ -18,14 +18,13 @@ from typing import Any, BinaryIO
 
 
 class Received(pickle.Unpickler):
-    """Reads plain data, and refuses what would run code."""
+    """Refuses what would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
 
 
 def plain(value: Any) -> Any:
-    """Return arrays and subclasses of containers as plain ones."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
@@ -36,7 +35,6 @@ def plain(value: Any) -> Any:
 
 
 def answer_calls(source: str, calls: BinaryIO, answers: BinaryIO) -> None:
-    """Run a program, then call its functions as asked."""
     program = sys.modules["program"] = types.ModuleType("program")
     exec(compile(source, "program.py", "exec"), vars(program))
     while True:
@@ -52,9 +50,7 @@ def answer_calls(source: str, calls: BinaryIO, answers: BinaryIO) -> None:
 def passed(
     tests: list[str], head: str, function: Callable[[str], Callable[..., Any]]
 ) -> list[bool]:
-    """Return which tests pass. `head` is code that they know; `function` gives the program's
-    function of a name.
-    """
+    """`head` is code that the tests know."""
     space: dict[str, Any] = {"__name__": "tests"}
     exec(head, space)
     space["__name__"] = "__main__"  # a guard of the tests must not hide them
@@ -77,8 +73,6 @@ def passed(
 
 
 def remote(calls: BinaryIO, answers: BinaryIO, name: str) -> Callable[..., Any]:
-    """Return a function that the program's answers."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.write(pickle.dumps((name, plain(args), plain(kwargs))))
         calls.flush()

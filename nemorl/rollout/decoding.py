@@ -43,7 +43,6 @@ class Pass:
     sources: Int[Tensor, "samples"] | None
     """The row of each sample; None: each row has one."""
     rows: Sequence[int]
-    """The same on the host."""
     slots: SlotTensors
     cache: SlotCache
 
@@ -60,7 +59,7 @@ class Pass:
 
 
 def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor, "2 samples"]:
-    """Return each sample's next token and its log-probability, as float64, in which ids are exact."""
+    """Return each sample's next token and log-probability, as float64, in which ids are exact."""
     if work.sources is not None:
         logits = logits[work.sources]
     tokens, logprobs = sample_tokens(logits, work.slots)
@@ -94,7 +93,6 @@ class Decoding:
         self.cache = SlotCache(max_batch_size, max_positions)
         self.active: list[Slot] = []
         self.waiting: deque[list[Slot]] = deque()
-        """Samples that share a prefill."""
         self._batch: SlotTensors | None = None
 
     def forget(self) -> None:
@@ -206,7 +204,6 @@ class Decoding:
 
     def _sample(self, work: Pass, version: int) -> None:
         drawn = self.draw(work)
-        # The one moment of a pass in which the host waits.
         tokens, logprobs = drawn.tolist()
         if not all(map(math.isfinite, logprobs)):
             raise FloatingPointError(
@@ -282,8 +279,7 @@ class StopStrings:
         newest = self._length(token_ids[-1])
         if newest is None or not stop_strings:
             return False
-        # It ends in the newest token's text. Most tokens have a byte or more; special ones, of
-        # which there may be any number in between, have none.
+        # Most tokens have a byte or more; special ones, any number of which may lie between, none.
         enough = max(map(len, stop_strings)) + newest + MARGIN
         count = max(len(stop.encode()) for stop in stop_strings) + newest + MARGIN
         while True:

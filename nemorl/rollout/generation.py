@@ -210,9 +210,8 @@ class WeightSource(Protocol):
         """Return `use(version, weights)`, called where the newest weights are, which do not change
         meanwhile. May be called from any thread.
 
-        use: picklable, for weights in another process. dtype: may be gathered in this type.
-        adapters: of a trainer with LoRA: merged into the weights, apart (behind them, under PEFT's
-        names), or alone. Asked for only with generation.adapter_rank.
+        use: picklable. adapters: of a trainer with LoRA: merged into the weights, apart (behind
+        them, under PEFT's names), or alone.
         """
         return use(*self.newest())
 
@@ -238,7 +237,7 @@ class Samples(Protocol):
     """The part of a `GenerationBackend` that conversations need."""
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.n` completions of a prompt (token ids)."""
+        """Return `params.n` completions of token ids."""
 
 
 @runtime_checkable
@@ -275,9 +274,8 @@ class GenerationBackend(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        """Return `n` completions for each prompt, in the order given: `sample` for scripts.
-
-        Blocks, also where an event loop runs, as in a notebook.
+        """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, also
+        where an event loop runs, as in a notebook.
         """
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
@@ -287,17 +285,13 @@ class GenerationBackend(Protocol):
         Unfinished requests go on with them ("keep"), or finish with the old ones first ("wait").
         After a failed update they fail, and nothing is generated. An engine that starts again
         later asks the same source, and gets what is newest then.
-
-        An engine in the trainer's process copies on the event loop's thread; one in other processes
-        leaves the event loop free.
         """
 
     def sleep(self) -> None:
         """Free memory while the trainer works. May be repeated.
 
         A new request is an error then; unfinished ones may pause until `wake`. An engine that
-        shares no device with the trainer has nothing to free: it does nothing, and requests go on;
-        it says so by an attribute `sleeps` that is False.
+        shares no device with the trainer says so by an attribute `sleeps` that is False.
         """
 
     def wake(self) -> None:

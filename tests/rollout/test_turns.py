@@ -1,6 +1,5 @@
 """Conversations of several turns: contexts, environments of batches and of classes, failures."""
 
-import asyncio
 import threading
 import time
 from dataclasses import fields, replace
@@ -219,16 +218,6 @@ def test_nonsense_of_an_environment_is_named(generator, result, message):
 
     with pytest.raises(ValueError, match=message):
         collect(generator, make_environment(Odd), PROMPTS, SAMPLING, seed=1)
-
-
-def test_an_environment_that_takes_too_long_fails(generator):
-    class Slow:
-        async def step(self, response):
-            await asyncio.sleep(60)
-
-    limited = replace(PROMPTS, limits=Limits(timeout_s=1))
-    with pytest.raises(TimeoutError, match=r"'Slow': step must end within 1 s \(rollout.timeo"):
-        collect(generator, make_environment(Slow), limited, SAMPLING, seed=1)
 
 
 def test_an_environment_of_batches_that_never_ends_fails(generator):

@@ -33,7 +33,7 @@ class _Awake:
 
 class Background:
     """Groups of conversations on an event loop in a thread of its own, on which an engine in this
-    process computes. Functions of batches are called for a group at a time, in other threads.
+    process computes.
     """
 
     def __init__(

@@ -86,7 +86,6 @@ def _nodes_that_run(test: str) -> list[ast.AST]:
 
 
 def _lacks_call(test: str) -> bool:
-    """It defines `check(candidate)`, and nothing else in it calls that."""
     functions = {
         each.name: {getattr(node, "id", "") for node in ast.walk(each)}
         for each in parse(test).body

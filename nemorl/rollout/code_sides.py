@@ -25,6 +25,7 @@ class Received(pickle.Unpickler):
 
 
 def plain(value: Any) -> Any:
+    """Return arrays and subclasses of containers as plain ones."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
@@ -35,6 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def answer_calls(source: str, calls: BinaryIO, answers: BinaryIO) -> None:
+    """Run a program, then call its functions as asked."""
     program = sys.modules["program"] = types.ModuleType("program")
     exec(compile(source, "program.py", "exec"), vars(program))
     while True:
@@ -73,6 +75,8 @@ def passed(
 
 
 def remote(calls: BinaryIO, answers: BinaryIO, name: str) -> Callable[..., Any]:
+    """Return a function that the program's answers."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.write(pickle.dumps((name, plain(args), plain(kwargs))))
         calls.flush()

@@ -172,7 +172,6 @@ def as_rollouts(
 def _parted(
     conversations: Sequence[Conversation], what: str
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the conversations that ended well, and the failed ones."""
     found = [each for each in conversations if isinstance(each.outcome, Outcome)]
     failed = [each for each in conversations if isinstance(each.outcome, Failure)]
     if len(failed) > MOST_FAILED * len(conversations):

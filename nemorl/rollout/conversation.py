@@ -221,7 +221,7 @@ def _experts(turns: Sequence[Turn]) -> "Tensor | None":
 
 
 def with_last(experts: Any) -> Any:
-    """Append −1 for the last token, for which the sampler chose no experts."""
+    """Append −1 for the last token, for which no experts were chosen."""
     if experts is None:
         return None
     from torch.nn.functional import pad

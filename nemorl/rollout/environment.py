@@ -334,8 +334,8 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
 
 
 def check_counts(result: Any, count: int, name: str, *more: str) -> None:
-    """Raise a ValueError unless an environment returned one of everything per conversation, and of
-    the fields `more` that are used.
+    """Raise ValueError unless there is one of everything, and of the fields `more`, per
+    conversation.
     """
     lists: dict[str, Any] = {
         "rewards": result.rewards,

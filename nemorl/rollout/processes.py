@@ -67,7 +67,7 @@ class Other(str):
 
 
 class _Worker:
-    """A process that calls the function, in a session of its own: signals are for the run."""
+    """A process that calls the function, in a session of its own."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.connection, theirs = Pipe()

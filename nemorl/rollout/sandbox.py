@@ -189,7 +189,6 @@ def _prefixes(python: str) -> list[str]:
 
 
 def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> tuple[bytes, bytes, str]:
-    """Return stdout, stderr and which limit cut them, if any."""
     found = {process.stdout: bytearray(), process.stderr: bytearray()}
     cut = ""
     with selectors.DefaultSelector() as selector:

@@ -283,7 +283,7 @@ def _batch_params(request: Request) -> SamplingParams:
 
 @contextmanager
 def evaluating(model: nn.Module, precision: str) -> Iterator[None]:
-    """Compute without gradients and dropout, in a precision, inside the block."""
+    """Compute without gradients and dropout, in a precision."""
     training, device = model.training, next(model.parameters()).device.type
     model.eval()
     try:

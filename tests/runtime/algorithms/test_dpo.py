@@ -101,29 +101,8 @@ def test_both_references_give_one_run(tmp_path: Path, loss):
         )
 
 
-LAYOUTS = (
-    {"train_micro_batch_size": 3},
-    {"sequence_packing": True, "micro_batch_tokens": 64},
-)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
-def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, loss):
-    def losses(name: str, **trainer) -> list[float]:
-        config = dpo_config(
-            tmp_path / name,
-            loss=LOSSES[loss],
-            trainer=nemorl.TrainerConfig(device="cpu", **trainer),
-            run={"val_period": 2},
-        )
-        return [
-            line["loss"] for line in start(config, validation=preference_rows(9, seed=1)).history
-        ]
-
-    whole = losses("whole")
-    for number, options in enumerate(LAYOUTS):
-        assert losses(str(number), **options) == pytest.approx(whole, abs=2e-5)
 
 
 def backend(*, keep_reference: bool = False, model=None) -> DTensorBackend:
@@ -163,28 +142,6 @@ def test_no_second_model_where_none_is_needed(config, live, tmp_path: Path, monk
     assert seen == [*before, live, "shutdown"]
 
 
-def test_precomputed_logprobs_are_those_of_each_response_alone(tmp_path: Path):
-    config = dpo_config(tmp_path, reference="precomputed", train_global_batch_size=3)
-    rows = preference_rows(7)
-    data, *_ = comparisons(config, rows, tiny_tokenizer())
-    model = tiny_model(scale=2.0)
-    found = with_reference_logprobs(backend(), data, config).rows
-    for row, pair in zip(found, to_pairs(rows, tiny_tokenizer()), strict=True):
-        for example, expected in zip(row, (pair.chosen, pair.rejected), strict=True):
-            assert example.input_ids == expected.input_ids
-            ids = torch.tensor([example.input_ids])
-            with torch.no_grad():
-                logprobs = (
-                    model(ids, use_cache=False)
-                    .logits[0, :-1]
-                    .log_softmax(-1)
-                    .gather(-1, ids[0, 1:, None])[:, 0]
-                )
-            of_response = torch.tensor(example.response_mask)
-            everything = torch.cat([torch.zeros(1), logprobs])
-            assert list(example.reference_logprobs or []) == pytest.approx(
-                torch.where(of_response, everything, 0.0).tolist(), abs=1e-5
-            )
 
 
 @pytest.mark.parametrize("size", [1, 100])

@@ -210,18 +210,6 @@ def test_a_file_that_can_not_be_imported_is_one_line(
     assert said in shown
 
 
-def test_two_files_of_one_name_are_refused(tmp_path: Path):
-    for folder in ("a", "b"):
-        Path(folder).mkdir()
-        Path(folder, "of_two.py").write_text(FILE)
-    message = (
-        r"whose name no other module has, but \./b/of_two\.py has the name of .*/a/of_two\.py: re"
-    )
-    with pytest.raises(ValueError, match=f"^advantage must be a file {message}"):
-        config(tmp_path, loss="./a/of_two.py:plain", advantage="./b/of_two.py:by_token")
-    with pytest.raises(ValueError, match=f"^reward must be a file {message}"):
-        make_environment(["./a/of_two.py:close", "./b/of_two.py:close"])
-    sys.modules.pop("of_two")
 
 
 @pytest.mark.parametrize(

@@ -91,15 +91,6 @@ def test_what_an_environment_took_for_the_answer_is_in_the_samples(tmp_path: Pat
         assert all(sample["extracted_answer"] == sample["response"][:1] for sample in samples)
 
 
-def test_rewards_by_name_in_the_configuration(tmp_path: Path):
-    config = grpo_config(
-        tmp_path, steps=1, reward=("exact_match", "contains_answer"), reward_weights=(1.0, 0.2)
-    )
-    result = nemorl.run(
-        config, model=tiny_model(), tokenizer=tiny_tokenizer(), train=addition_rows()
-    )
-    assert {"reward/exact_match", "reward/contains_answer"} <= set(result.metrics)
-    assert "exact_match" in (tmp_path / "config.yaml").read_text()
 
 
 def test_sft_validates_with_several_rewards(tmp_path: Path):

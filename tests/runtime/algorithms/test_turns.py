@@ -268,40 +268,10 @@ def test_calls_without_end_are_truncated():
     assert outcome.truncated and outcome.answer is None
 
 
-class Twice:
-    def step(self, response: str) -> tuple[str, float, bool]:
-        self.heard = [*getattr(self, "heard", []), response]
-        return "1+", float(len(response)), len(self.heard) == 2
 
 
-def test_a_class_with_turns_is_given_in_place_of_a_reward(tmp_path):
-    sizes = {"num_prompts_per_step": 3, "num_generations_per_prompt": 2, "max_new_tokens": 4}
-    run = {"dir": str(tmp_path), "display": "none", "plots": False, "export": False}
-    given = {"tokenizer": tiny_tokenizer(), "max_total_sequence_length": 64, **sizes}
-    result = nemorl.train(
-        tiny_model(scale=2.0), addition_rows(), Twice, max_num_steps=1, run=run, **given
-    )
-    assert result.history[0]["turns"] == 2.0
 
 
-def test_tools_are_evaluated(tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    tiny_model(scale=2.0).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    found = nemorl.evaluate(
-        tmp_path,
-        [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 3,
-        "last_number",
-        environment_factory="calculator",
-        chat_template=str(template),
-        max_new_tokens=4,
-        device="cpu",
-    )
-    assert len(found["answers"]) == 3 and found["metrics"]["tool_calls"] == 0.0
 
 
 def test_rewards_get_the_environments_of_tools(tmp_path):
@@ -342,10 +312,6 @@ def test_rewards_get_the_environments_of_tools(tmp_path):
     assert of_phase(result, "train")[0]["tool_calls"] == 0.0
 
 
-def test_an_environment_with_rewards_takes_no_others(tmp_path):
-    message = "reward must be left out with an environment that gives rewards"
-    with pytest.raises(ValueError, match=message):
-        run(grpo_config(tmp_path), environment=Digits, reward=lambda prompt, response: 1.0)
 
 
 def test_settings_of_turns_that_do_not_fit():
@@ -386,11 +352,3 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
 
 
-def test_a_metric_of_an_environment_is_not_taken_for_the_trainers(tmp_path):
-    class Lost(Digits):
-        def step(self, response: str) -> nemorl.TurnResult:
-            return replace(super().step(response), metrics={"loss": 9.0, "seconds": 8.0})
-
-    lines = of_phase(run(grpo_config(tmp_path), reward=Lost), "train")
-    assert all(line["environment/loss"] == 9 and abs(line["loss"]) < 9 for line in lines)
-    assert all(line["environment/seconds"] == 8 and line["seconds"] != 8 for line in lines)

@@ -160,27 +160,6 @@ def test_conversations_that_fail_leave_their_groups(tmp_path: Path):
     assert any(line["failed_fraction"] > 0 for line in of_phase(found, "train"))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_groups_of_which_too_many_fail_are_dropped(staleness: int, tmp_path: Path):
-    """The step has not got them, though the loop goes on."""
-
-    def fails(prompt: str, response: str) -> float:
-        if prompt.startswith("3"):
-            raise nemorl.ConversationFailed("no")
-        return 1.0
-
-    refused = []
-    with opened(ahead(tmp_path, staleness), reward=fails) as run:
-        groups = run.groups(run.prompts(), count=1, n=2)
-        for step in run.steps(8):
-            try:
-                groups.next()
-            except nemorl.ConversationFailed:
-                refused.append(step.number)
-            step.log({"mine": 1.0})
-    failed = [line["step"] for line in lines(tmp_path) if line["dropped"].get("failed")]
-    assert refused and failed == refused
-    assert [line["step"] for line in lines(tmp_path) if not line["trained"]] == refused
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -193,39 +172,8 @@ def test_groups_that_taught_nothing_are_dropped(staleness: int, tmp_path: Path):
     assert all(each.holds is not False for each in verify_run(tmp_path))
 
 
-def test_what_is_read_after_an_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The groups that the error ended will never be done."""
-    from nemorl.rollout.torch_backend import TorchGenerationBackend
-
-    draw, passes = TorchGenerationBackend._draw, itertools.count(1)
-
-    def once(self: Any, work: Any) -> torch.Tensor:
-        if next(passes) == 9:
-            raise FloatingPointError("the logits are not finite")
-        return draw(self, work)
-
-    monkeypatch.setattr(TorchGenerationBackend, "_draw", once)
-    with opened(ahead(tmp_path, 1)) as run:
-        groups = run.groups(run.prompts(), count=2, n=2)
-        for _ in run.steps(6):
-            try:
-                groups.next()
-            except FloatingPointError:
-                break
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="not be read after an error"):
-                groups.next()
 
 
-def test_a_stream_that_nobody_reads_samples_nothing(tmp_path: Path):
-    with opened(ahead(tmp_path, 2)) as run:
-        prompts = run.prompts()
-        groups, _ = (run.groups(prompts, count=2, n=2) for _ in range(2))
-        for step in run.steps(4):
-            groups.next()
-            step.log({"mine": 1.0})
-    assert [line["trained"] for line in lines(tmp_path)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert not any(line["dropped"] for line in lines(tmp_path))
 
 
 class Epochs(Callback):
@@ -361,29 +309,6 @@ def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Pat
     assert len(asked) == 4 * 12 * 4
 
 
-def test_what_is_aborted_leaves_the_engine(tmp_path: Path):
-    """Else it would be computed beside what is drawn in its place."""
-    from nemorl.rollout.torch_backend import TorchGenerationBackend
-
-    left = list[int]()
-    waits = TorchGenerationBackend.wake
-
-    def counted(self: Any) -> None:
-        open_ones = [*self._scheduler._open, *self._scheduler._new]
-        left.append(sum(not each.future.done() for each in open_ones))
-        waits(self)
-
-    config = ahead(
-        tmp_path,
-        2,
-        in_flight="abort",
-        steps=5,
-        generation=nemorl.GenerationConfig(max_new_tokens=20, max_batch_size=8),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchGenerationBackend, "wake", counted)
-        start(config)
-    assert len(left) >= 5 and not any(left)
 
 
 def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):

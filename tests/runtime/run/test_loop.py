@@ -97,14 +97,6 @@ def test_a_loop_that_is_left_goes_on_where_it_was(how: str, tmp_path: Path):
     assert whole(config) == expected
 
 
-def test_a_break_before_anything_was_done_is_no_step(tmp_path: Path):
-    with opened(grpo_config(tmp_path)) as run:
-        prompts = run.prompts()
-        for step in run.steps(4):
-            if step.number == 2:
-                break
-            learn(run, step, prompts)
-    assert [line["step"] for line in run.result.history] == [1]
 
 
 def test_several_orders_go_on_after_a_resume(tmp_path: Path):
@@ -166,16 +158,6 @@ def test_a_step_samples_episodes(tmp_path: Path):
     assert run.result.metrics["reward"] == responses.rewards.mean()
 
 
-@pytest.mark.parametrize("early", [0, 4])
-def test_a_loop_that_ends_before_its_first_step_keeps_nothing(early: int, tmp_path: Path):
-    with opened(grpo_config(tmp_path)) as run:
-        prompts, steps = run.prompts(), run.steps(2)
-        if early:
-            prompts.next(early)
-        for _ in steps:
-            break
-        assert run.state.step == 0 and not run.state.cursors
-    assert not run.result.history
 
 
 def batch_of_rewards() -> nemorl.TokenBatch:
@@ -345,16 +327,6 @@ def test_a_trained_model_can_t_be_forgotten(tmp_path: Path):
         co_trained(tmp_path / "one", 3, resume=True)
 
 
-def test_a_damaged_critic_is_a_damaged_checkpoint(tmp_path: Path):
-    """Both models go on from the checkpoint before it."""
-    expected = co_trained(tmp_path / "whole", 4)
-    co_trained(tmp_path / "parts", 3)
-    weights = tmp_path / "parts" / "checkpoints" / "step_3" / "critic" / "model.safetensors"
-    flip_a_bit(weights)
-    with pytest.warns(UserWarning, match="step_3 is not used"):
-        found = co_trained(tmp_path / "parts", 4, resume=True)
-    same_weights(found[0], expected[0])
-    assert found[1] == expected[1]
 
 
 def test_models_are_exported_under_their_names(tmp_path: Path):
@@ -423,20 +395,6 @@ def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
         pass  # nothing is loaded, and nothing is wrong
 
 
-def test_equal_rewards_are_noticed_in_a_loop_of_one_s_own(tmp_path: Path):
-    with pytest.warns(UserWarning, match="step 1: all responses had the reward 0.25") as caught:
-        history = whole(grpo_config(tmp_path / "a"), reward=lambda response: 0.25)
-    assert [line["reward_std"] for line in history] == [0.0] * 4
-    warned = [str(w.message) for w in caught if "little or nothing" in str(w.message)]
-    assert [text.partition(":")[0] for text in warned] == ["step 1", "step 2", "step 4"]
-    assert not any("num_updates" in text for text in warned)
-
-    def by_prompt(prompt: str, response: str) -> float:
-        return float(ord(prompt[0]))
-
-    with pytest.warns(UserWarning, match="all responses to each prompt had the same reward"):
-        (line,) = whole(grpo_config(tmp_path / "b"), 1, reward=by_prompt)
-    assert line["reward_std"] > 0 and line["informative_groups"] == 0
 
 
 def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
@@ -553,17 +511,3 @@ def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_p
     assert tokens("resumed", 2, 4) == tokens("unbroken", 4)
 
 
-def test_a_step_that_a_signal_ends_before_it_counts_is_not_recorded(tmp_path: Path, monkeypatch):
-    advance = LoopState.advance
-
-    def interrupted(self: LoopState) -> LoopState:
-        if self.step == 1:
-            raise KeyboardInterrupt
-        return advance(self)
-
-    monkeypatch.setattr(LoopState, "advance", interrupted)
-    with pytest.raises(KeyboardInterrupt), opened(grpo_config(tmp_path, steps=4)) as run:
-        for step in run.steps(4):
-            step.log({"mine": float(step.number)})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1]

@@ -55,30 +55,6 @@ def by_name(config: Any, base: Path) -> nemorl.TrainResult:
     )
 
 
-@pytest.mark.slow
-def test_sft_learns_with_adapters(tmp_path: Path):
-    """As without: 35 different sums become right answers. hf/ is a whole model, and the result is a
-    plain one with the same answers.
-    """
-    trainer, plan = (
-        nemorl.TrainerConfig(device="cpu", sequence_packing=True),
-        nemorl.ParallelPlan(activation_checkpointing="full"),
-    )
-    config = sft_config(
-        tmp_path,
-        steps=120,
-        run={"export": True},
-        lora=nemorl.LoRAConfig(rank=16),
-        trainer=trainer,
-        parallel=plan,
-    )
-    result = start(config, validation=addition_rows(35), scale=10.0)
-    assert result.metrics["loss"] < result.history[0]["loss"] / 10
-    assert result.metrics["val_accuracy"] > 0.9
-    assert not has_adapters(result.model)
-    exported = AutoModelForCausalLM.from_pretrained(result.paths.hf)
-    torch.testing.assert_close(logits(exported), logits(result.model), atol=1e-5, rtol=0)
-    assert (logits(exported) - logits(tiny_model(scale=10.0))).abs().max() > 0.1
 
 
 @pytest.mark.slow
@@ -239,14 +215,6 @@ def test_export_of_a_model_that_came_in_memory(tmp_path: Path, base: Path):
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(merged), logits(result.model))
 
 
-def test_export_of_a_run_without_adapters_takes_no_lora_settings(tmp_path: Path):
-    start(sft_config(tmp_path / "run", steps=1))
-    options: dict[str, Any] = {"run": str(tmp_path / "run"), "output": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match=r"lora must be merged for a run that .*it is 'adapter'"):
-        nemorl.export(**options, lora="adapter")
-    with pytest.raises(ValueError, match="base_model must be omitted for a run that trained the"):
-        nemorl.export(**options, base_model="here")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_goes_on_with_its_own_kind_of_training(tmp_path: Path):
@@ -267,9 +235,3 @@ def test_the_checkpoint_is_small(tmp_path: Path):
     assert sum(path.stat().st_size for path in files) < 0.2 * whole
 
 
-def test_peft_is_imported_for_adapters_only(forked: Path, tmp_path: Path):
-    modules = ("runtime.start.open_run", "runtime.cli.inference", "parallel.dtensor.backend")
-    imports = "".join(f"import nemorl.{module}\n" for module in modules)
-    script = tmp_path / "script.py"
-    script.write_text(f"{imports}import sys\nassert 'peft' not in sys.modules\n")
-    subprocess.run([forked / "python", str(script)], check=True)

@@ -220,14 +220,6 @@ def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
     EarlyStop(Condition.parse("val_reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_why_a_run_ended_is_said(directory, capsys, caplog, quiet):
-    stop = EarlyStop(Condition.parse("reward >= 0.9"), directory, quiet=quiet)
-    with caplog.at_level("INFO"):
-        walk([stop], RISES_AND_FALLS)
-    reason = "the run ends after step 2: reward is 0.9, and run.stop_when is 'reward >= 0.9'"
-    assert [record.message for record in caplog.records] == [reason]
-    assert capsys.readouterr().out == ("" if quiet else reason + "\n")
 
 
 @pytest.mark.parametrize(
@@ -251,10 +243,6 @@ def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
         of_validation.look({"loss": 1.0}, validation=True)
 
 
-def test_a_metric_that_was_there_once_may_be_missing():
-    watch = MetricWatch("run.metric", "loss")
-    assert watch.look({"loss": 1.0}, validation=False) == 1
-    assert watch.look({"reward": 1.0}, validation=False) is None
 
 
 def test_rules_about_a_validation_need_one():
@@ -313,12 +301,6 @@ def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
     assert steps_of(directory) == [4]
 
 
-def test_an_error_before_the_first_step_leaves_nothing(directory):
-    saver, error = CheckpointCallback(directory), RuntimeError("a mishap")
-    notify([saver], "on_exception", tiny_run(), error)
-    notify([saver], "on_train_begin", tiny_run())
-    notify([saver], "on_exception", tiny_run(), error)
-    assert not directory.checkpoints.exists() and not hasattr(error, "__notes__")
 
 
 def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypatch):
@@ -333,22 +315,8 @@ def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypa
     assert "while saving: the checkpoint" in note and "no space" in note
 
 
-def test_a_checkpoint_that_failed_is_not_tried_again(directory):
-    run, saver, _ = fail_after(directory, 3)
-    notify([saver], "on_exception", run, checkpoint.CheckpointError("disk full"))
-    assert steps_of(directory) == []
 
 
-def test_a_callback_that_fails_after_the_last_step_was_saved_is_no_failure_to_save_it(directory):
-    class Upload(Callback):
-        def on_checkpoint(self, trainer, step, path):
-            raise OSError("no route")
-
-    run, saver, error = fail_after(directory, 3, observers=(Upload(),))
-    notify([saver], "on_exception", run, error)
-    assert error.__notes__[0].startswith("while saving: no route; ")
-    assert "has a checkpoint of step 3: go on from there" in error.__notes__[0]
-    checkpoint.verify(directory.checkpoints / "step_3")
 
 
 @pytest.mark.parametrize(
@@ -380,26 +348,8 @@ def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(
     assert not list(directory.checkpoints.glob(".*"))
 
 
-def test_a_validation_that_is_made_up_for_after_a_resume_is_ranked(directory):
-    rules = {"period": 1, "keep": 1, "ranking": Ranking(metric="val_accuracy")}
-    walk([CheckpointCallback(directory, **rules)], {1: 0.3, 2: 0.3})
-    saver = CheckpointCallback(directory, **rules)
-    notify([saver], "on_train_begin", tiny_run(step=2))
-    notify([saver], "on_validation_end", tiny_run(step=2), 2, {"accuracy": 0.9})
-    walk([saver], {3: 0.3, 4: 0.3}, validation={4: 0.2}, first=2)
-    assert checkpoint.best(directory.path).name == "step_2"
-    assert steps_of(directory) == [2, 4]
 
 
-@pytest.mark.parametrize("ends", ["on_train_end", "on_exception"])
-def test_the_validation_at_an_early_end_leaves_the_metrics_of_the_step(directory, ends):
-    saver, run = CheckpointCallback(directory), tiny_run(step=3)
-    notify([saver], "on_train_begin", tiny_run())
-    notify([saver], "on_step_begin", tiny_run(step=2), 3)
-    notify([saver], "on_step_end", run, 3, {"reward": 0.5})
-    notify([saver], "on_validation_end", run, 3, {"accuracy": 0.9})
-    notify([saver], ends, run, {} if ends == "on_train_end" else RuntimeError("a mishap"))
-    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5, "val_accuracy": 0.9}
 
 
 class Runs:
@@ -481,50 +431,12 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
     ]
 
 
-def test_an_error_waits_for_the_checkpoint_that_is_being_written(directory):
-    runs, error = Runs(directory), RuntimeError("a mishap")
-    runs.may_write.clear()
-    runs.to(1)
-    threading.Timer(0.1, runs.may_write.set).start()
-    notify([runs.saver], "on_exception", runs.run, error)
-    assert steps_of(directory) == runs.told == [1]
-    assert "has a checkpoint of step 1" in error.__notes__[0]
 
 
-def test_an_error_hides_nothing_of_a_checkpoint_that_failed(directory, monkeypatch):
-    runs, error = Runs(directory), RuntimeError("a mishap")
-    runs.to(1)
-    runs.saver.settle(runs.run, wait=True)
-    monkeypatch.setattr(runs.run.trainer, "_write", runs.fail)
-    runs.to(2)
-    runs.run.trainer.step += 1  # an update has begun
-    notify([runs.saver], "on_exception", runs.run, error)
-    (note,) = error.__notes__
-    assert "while saving: the checkpoint" in note and "no space" in note
-    assert "the weights of step 2 are gone" in note and "has a checkpoint of step 1" in note
 
 
-def test_an_interrupt_while_waiting_is_waited_out_by_its_own_end(directory, monkeypatch):
-    runs = Runs(directory)
-    runs.may_write.clear()
-    runs.to(1)
-    with monkeypatch.context() as patch:
-        # Of this future alone: the thread that writes waits for one of its own.
-        patch.setattr(runs.saver.pending.path, "result", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            runs.to(2)
-    runs.may_write.set()
-    notify([runs.saver], "on_exception", runs.run, KeyboardInterrupt())
-    assert steps_of(directory) == [1, 2]
 
 
-def test_a_validation_is_added_to_the_checkpoint_that_is_being_written(directory):
-    runs = Runs(directory)
-    runs.may_write.clear()
-    runs.to(1)
-    threading.Timer(0.1, runs.may_write.set).start()
-    notify([runs.saver], "on_validation_end", runs.run, 1, {"accuracy": 0.9})
-    assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.1, "val_accuracy": 0.9}
 
 
 def test_a_checkpoint_in_the_background_is_not_ranked():

@@ -98,14 +98,5 @@ def test_validation_sets_by_name(tmp_path):
     assert "val_hard/accuracy" in result.metrics
 
 
-def test_sets_without_a_name_are_numbered(tmp_path):
-    rows = [datasets.Dataset.from_list(addition_rows()[part]) for part in (slice(2), slice(2, 5))]
-    result = train(tmp_path, dataset=addition_rows(), validation=rows, reward="contains_answer")
-    assert {"val_set_1/accuracy", "val_set_2/accuracy"} <= result.metrics.keys()
 
 
-def test_the_first_rows_of_each_set():
-    from nemorl.data.rows import Row
-
-    rows = [Row({"n": n}, source=n // 4) for n in range(7)]
-    assert [row["n"] for row in first_of_each(rows, 2)] == [0, 1, 4, 5]

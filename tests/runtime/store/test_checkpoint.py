@@ -203,17 +203,6 @@ def test_going_on_from_an_earlier_step_drops_the_later_ones(tmp_path):
     assert names(tmp_path) == ["latest", "step_2"]
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_checkpoint_that_is_no_folder_is_removed_as_well(tmp_path, kind):
-    (tmp_path / "checkpoints").mkdir()
-    other, wrong = tmp_path / "other", tmp_path / "checkpoints" / "step_9"
-    other.mkdir()
-    wrong.write_text("") if kind == "file" else wrong.symlink_to(other)
-    saved(tmp_path, 1)
-    assert names(tmp_path) == ["latest", "step_1"] and other.exists()
-    (tmp_path / "checkpoints" / ".tmp-step_2-1").symlink_to(other)
-    checkpoint.sweep(tmp_path)
-    assert names(tmp_path) == ["latest", "step_1"] and other.exists()
 
 
 def test_leftovers_are_swept(tmp_path):
@@ -247,21 +236,8 @@ def test_disk_that_takes_no_more(tmp_path, limit):
     assert loaded(checkpoint.latest(tmp_path)) == (1, 1.0)
 
 
-def test_full_disk_is_named(tmp_path, monkeypatch):
-    run = tiny_run(step=2)
-
-    def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(run.trainer, "save_checkpoint", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*GB are free there"):
-        save(tmp_path, run)
 
 
-def test_folder_that_can_not_be_written(tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    with pytest.raises(CheckpointError, match=r"step_1 could not be written"):
-        saved(tmp_path, 1)
 
 
 def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
@@ -316,27 +292,7 @@ def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path, monkeypatc
         assert checkpoint.latest(tmp_path).name == "step_1"
 
 
-class Truncating(Checking):
-    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        super().save_checkpoint(path)
-        cut_in_half(path / "model.safetensors")
 
 
-def test_a_file_that_is_not_as_the_trainer_wrote_it_is_not_published(tmp_path):
-    saved(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"could not be written \(.*bytes instead of"):
-        save(tmp_path, replace(tiny_run(step=2), trainer=Truncating()))
-    assert names(tmp_path) == ["latest", "step_1"]
 
 
-def test_a_checkpoint_is_in_place_though_an_older_one_cannot_be_removed(tmp_path, monkeypatch):
-    saved(tmp_path, 1)
-
-    def busy(path, **options):
-        if "step_1" in str(path):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
-    with pytest.warns(UserWarning, match="were not ranked or removed: .*not empty"):
-        saved(tmp_path, 2, keep=1)
-    assert loaded(checkpoint.latest(tmp_path)) == (2, 2.0)

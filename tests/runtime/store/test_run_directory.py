@@ -70,10 +70,6 @@ def test_a_run_is_not_overwritten(directory):
     assert steps() == 9 and len(directory.read_metrics()) == 1
 
 
-def test_open_wants_a_run(tmp_path, directory):
-    assert RunDirectory.open(directory.path) == directory
-    with pytest.raises(ValueError, match=r"run must be the folder of a run"):
-        RunDirectory.open(tmp_path)
 
 
 def test_metrics_are_lines_of_strict_json(directory):
@@ -155,14 +151,6 @@ def test_a_line_that_is_no_step_is_left_out_with_a_warning(directory, line, what
     assert [line["step"] for line in directory.read_metrics()] == [1]
 
 
-@pytest.mark.parametrize("content", [None, "", '{"step": 2, "time": 1.0, "phase": "train"}\n'])
-def test_metrics_that_lack_the_step_to_go_on_from_are_warned_of(directory, content):
-    if content is not None:
-        directory.metrics.write_text(content)
-    with pytest.warns(UserWarning, match=r"must have a line of step 3, .* \(was it emptied\?\)"):
-        directory.truncate(3)
-    directory.append_metrics(3, {})
-    directory.truncate(3)  # without a word
 
 
 def test_write_atomically_leaves_the_old_contents_when_it_fails(tmp_path, monkeypatch):
@@ -207,7 +195,3 @@ def test_two_runs_at_once_get_two_folders(tmp_path):
     assert all(path.is_dir() for path in found)
 
 
-def test_a_parent_that_is_no_folder(tmp_path):
-    (tmp_path / "runs").touch()
-    with pytest.raises(ValueError, match=r"run\.dir must be a folder that can be written to"):
-        RunDirectory.create_free("sft", tmp_path / "runs")

@@ -66,13 +66,6 @@ def test_no_group_is_lost_or_given_twice(seed: int, loop: list):
     assert (resumed.groups, resumed.cursors) == (state.groups, state.cursors)
 
 
-def test_after_those_that_wait_come_new_ones():
-    state, first = LoopState(0).take_groups("train", ORDERS["train"], 3, step=2)
-    state = after_a_kill(state.advance())
-    state, again = state.take_groups("train", ORDERS["train"], 5, step=2)
-    assert [group.ordinal for group in again] == [0, 1, 2, 3, 4] and again[:3] == first
-    assert state.groups == 5 and state.cursors == {"train": 5}
-    assert state.advance().open_groups == ()
 
 
 @pytest.mark.parametrize(

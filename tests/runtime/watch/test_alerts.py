@@ -71,19 +71,8 @@ def test_only_steps_in_a_row_end_a_run():
         watch.on_step_end(tiny_run(step=step), step, rejected)
 
 
-def test_where_all_responses_are_right_harder_prompts_are_the_advice():
-    metrics = {"reward": 1.0, "reward_std": 0.0, "accuracy": 1.0}
-    with pytest.warns(UserWarning, match="the reward 1,.* Harder prompts may help"):
-        SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
-    metrics |= {"reward": 0.0, "accuracy": 0.0}
-    with pytest.warns(UserWarning, match="the reward 0,.* Easier prompts"):
-        SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
 
 
-def test_equal_rewards_of_other_turns_are_a_signal(recwarn):
-    metrics = {"reward": 1.0, "reward_std": 0.0, "informative_groups": 0.5, "num_updates": 1.0}
-    SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
-    assert not recwarn.list
 
 
 def test_one_response_per_prompt_is_compared_with_none_of_its_group(tmp_path: Path):

@@ -125,14 +125,6 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     assert "--run.resume" in page_of(directory).text
 
 
-def test_sft_and_its_statistics(tmp_path):
-    start(sft_config(tmp_path / "run", steps=2), validation=addition_rows(4))
-    numbers = {"count": 1234, "padded_fill": 0.5, "histogram": [[8, 1000], [16, 234]]}
-    (tmp_path / "run" / "data.json").write_text(json.dumps({"train": numbers}))
-    page = page_of(RunDirectory.open(tmp_path / "run"))
-    assert "1,234" in page.text and "50%" in page.text
-    titles = [attributes.get("title") for _, attributes in page.elements]
-    assert "234 of up to 16 tokens" in titles
 
 
 def shown(folder, *samples: dict) -> list[dict]:
@@ -149,27 +141,10 @@ def test_preferences_side_by_side(tmp_path):
     assert sample == texts | {"chips": {"margin": "0.1235"}}
 
 
-def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
-    given = [[0.5, -0.25], [0.5, 0.5], [None, 1.0]]
-    samples = shown(tmp_path, *({"token_ids": [1, 2], "advantages": each} for each in given))
-    assert [sample["advantages"] for sample in samples] == given
-    assert [sample["chips"].get("advantage") for sample in samples] == [None, "0.5", None]
 
 
-def test_a_long_response_is_cut_and_says_so(tmp_path):
-    (sample,) = shown(tmp_path, {"token_ids": [1] * 5000, "logprobs": [-1.0] * 5000})
-    assert (sample["chips"]["tokens"], sample["cut"]) == ("5000", 1000)
-    assert len(sample["logprobs"]) == 4000
 
 
-def test_the_same_warning_is_shown_once(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    record = RunRecord.begin(directory, algorithm="sft")
-    line = {"run_id": record.run_id, "level": "WARNING", "message": "thin ice", "step": 3}
-    directory.log.write_text((json.dumps(line) + "\n") * 5)
-    text = page_of(directory).text
-    assert text.count("thin ice") == 1 and "×5" in text
-    assert "1 warning or error, 0 events" in text
 
 
 METRICS = [
@@ -215,31 +190,8 @@ def test_every_number_has_its_place(run):
     ]
 
 
-def test_a_long_course_is_thinned(run):
-    steps = range(1, 20_001)
-    lines = [{"step": step, "phase": "train", "loss": math.sin(step / 100)} for step in steps]
-    (curve,) = groups_of(run, lines)["Learning"]["drawn"]
-    assert MOST_POINTS / 2 < len(curve["data"]["courses"][0][1]) <= MOST_POINTS
-    assert len(curve["svg"]) < 60_000
-    first, last = (math.sin(step / 100) for step in (1, 20_000))
-    assert (curve["ends"][0]["first"], curve["ends"][0]["last"]) == (first, last)
-    assert curve["total"] == pytest.approx(sum(line["loss"] for line in lines))
 
 
-def test_the_headline_is_the_reward_not_a_loss_of_rounding_errors(run):
-    directory, lines = RunDirectory.open(run.path), []
-    for step in (1, 2, 3):
-        line = {"step": step, "phase": "train", "reward": step / 4, "loss": 1e-9 * step}
-        lines.append(line | {"lr": 1e6, "kl": 0.5 * step})
-    groups = groups_of(directory, lines)
-    assert [curve["title"] for curve in groups["Learning"]["drawn"]] == ["Reward"]
-    assert list(groups) == ["Learning", "Policy", "Updates"]
-    found = Gathered(run.path)
-    found.metrics = lines
-    page = Page(render(found))
-    tiles = page.text[page.text.index("Environment") : page.text.index("Curves", 200)]
-    assert "Reward0.75" in tiles and "Loss" not in tiles
-    assert "Learning rate 1e6" in page.text and "1.00M" not in page.text
 
 
 def copy_of(run: RunDirectory, folder, **settings) -> RunDirectory:
@@ -274,34 +226,8 @@ def test_runs_side_by_side(run, tmp_path, capsys):
     assert reward[2][2] == [1, 2, 3, 4, 5], "each run has its own steps"
 
 
-@pytest.mark.parametrize(
-    ("steps", "opens"),
-    [
-        ([[1, 2, 3], [1, 2, 3, 9]], 3),
-        ([[9, 10, 11], [2, 9, 10]], 10),
-        ([[1, 3], [2, 4]], 4),
-        ([[1, 2], [1, 3], [3]], 3),
-        ([[1, 5]], 5),
-        ([[], []], None),
-    ],
-)
-def test_samples_open_at_the_newest_step_that_most_runs_have(tmp_path, monkeypatch, steps, opens):
-    monkeypatch.setattr(gather, "SAMPLE_BYTES", 0)  # two files of a run alone are shown
-    for number, each in enumerate(steps):
-        directory = RunDirectory.create(tmp_path / str(number), "")
-        for step in each:
-            directory.append_samples(step, [{"prompt": "1+1=", "response": "2"}])
-    runs = [tmp_path / str(number) for number in range(len(steps))]
-    page = Page(nemorl.write_report(runs).read_text())
-    assert page.data["opens"] == opens
-    shown = [text.strip() for element, text in page.texts if element == "output"]
-    assert shown == ([] if opens is None else [str(opens)])
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(run, tmp_path):
-    runs = [copy_of(run, tmp_path / name / "sums").path for name in ("one", "two")]
-    page = Page(nemorl.write_report(runs).read_text())
-    assert [part["name"] for part in page.data["runs"]] == [str(path) for path in runs]
 
 
 @pytest.mark.parametrize("names", [[], ["sums", "../runs/sums"], [str(i) for i in range(7)]])
@@ -335,11 +261,6 @@ def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
     assert last.data["curves"][0]["courses"][0][1] == [1, 2, 3]
 
 
-def test_what_differs_from_the_defaults_stands_out(run):
-    changed = Gathered(run.path).changed
-    assert changed["max_num_steps"] == 100 and "run.seed" not in changed
-    page = page_of(run)
-    assert len([row for row in page.all("tr") if row.get("class") == "changed"]) == len(changed)
 
 
 def test_the_command(run, tmp_path, capsys):
@@ -351,9 +272,3 @@ def test_the_command(run, tmp_path, capsys):
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_what_can_not_be_reported(run, tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "must be the folder of a run" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output must be a file that can be .*--output"):
-        nemorl.write_report(run.path, tmp_path / "file" / "page.html")

@@ -13,11 +13,10 @@ from torch import Tensor
 
 import nemorl
 from nemorl.data.batch import TokenBatch, take
-from nemorl.data.packing import pack, segments_apart
+from nemorl.data.packing import segments_apart
 from nemorl.losses import policy
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.masks import token_mean_weights
-from nemorl.losses.receipts import token_receipt
 from nemorl.losses.types import Sum
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -226,8 +225,6 @@ def test_the_sum_is_exact_however_many_parts_there_are():
     for each in parts[1:]:
         total = total + each
     assert int(total.finalize()) == 10_000 * (2**32 - 1)
-
-
 
 
 class Exchanging(DTensorBackend):

@@ -160,8 +160,6 @@ def test_conversations_that_fail_leave_their_groups(tmp_path: Path):
     assert any(line["failed_fraction"] > 0 for line in of_phase(found, "train"))
 
 
-
-
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_groups_that_taught_nothing_are_dropped(staleness: int, tmp_path: Path):
     config = ahead(tmp_path, staleness, steps=3, dynamic_sampling=True, max_sampling_rounds=2)
@@ -170,10 +168,6 @@ def test_groups_that_taught_nothing_are_dropped(staleness: int, tmp_path: Path):
     assert [line["trained"] for line in lines(tmp_path)] == [[]] * 3
     assert [len(line["dropped"]["uninformative"]) for line in lines(tmp_path)] == [12] * 3
     assert all(each.holds is not False for each in verify_run(tmp_path))
-
-
-
-
 
 
 class Epochs(Callback):
@@ -238,38 +232,21 @@ def test_tokens_carry_the_version_that_sampled_them(
     assert any(len(set(each)) > 1 for each in versions)
 
 
-class Exits:
-    """Ends its task, or its conversation's, from within."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    async def __call__(self, row: Any, policy: Any) -> nemorl.Outcome:
-        await policy.sample(policy.prompt)
-        if self.how == "exit":
-
-            async def tool() -> None:
-                sys.exit(3)
-
-            await asyncio.gather(tool())
-        elif self.how == "interrupt":
-            raise KeyboardInterrupt
-        else:
-            for task in asyncio.all_tasks():
-                task.cancel()
-            await asyncio.sleep(0)
-        return nemorl.Outcome(reward=1.0)
-
-
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [("exit", BaseException), ("interrupt", KeyboardInterrupt), ("cancel", RuntimeError)],
-)
+@pytest.mark.parametrize(("how", "error"), [("exit", BaseException), ("cancel", RuntimeError)])
 def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, tmp_path: Path):
     """It does not leave the trainer waiting for groups that never come."""
 
+    async def tool() -> None:
+        sys.exit(3)
+
     async def episode(row: Any, policy: Any) -> nemorl.Outcome:
-        return await Exits(how)(row, policy)
+        await policy.sample(policy.prompt)
+        if how == "exit":
+            await asyncio.gather(tool())
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+        return nemorl.Outcome(reward=1.0)
 
     with pytest.raises(error):
         nemorl.run(
@@ -309,8 +286,6 @@ def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Pat
     assert len(asked) == 4 * 12 * 4
 
 
-
-
 def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
     """The embedded engine, which has the same model, waits meanwhile."""
     with opened(ahead(tmp_path, 2, steps=4)) as run:
@@ -332,9 +307,6 @@ def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
     with opened(ahead(tmp_path, 2, steps=4)) as run:
         run.sampler.synced.update({0: 0, 4: 1, 8: 2})
         assert [run.sampler.synced_at(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
-        for unknown in (-1, 9):
-            with pytest.raises(RuntimeError, match="tokens must carry a version of the trainer's"):
-                run.sampler.synced_at(unknown)
 
 
 def test_groups_without_a_section_async(tmp_path: Path):
@@ -403,13 +375,5 @@ def test_refusals(tmp_path: Path):
         ahead(tmp_path, 4)
     with pytest.raises(ValueError, match="in_flight must be keep or abort with gen"):
         ahead(tmp_path, 1, in_flight="wait")
-    with pytest.raises(ValueError, match="must be keep or abort with generation"):
-        vllm = nemorl.GenerationConfig(backend="vllm", max_new_tokens=4)
-        ahead(tmp_path, 1, in_flight="wait", generation=vllm)
     with pytest.raises(ValueError, match=r"in_flight is for async.max_staleness of 1"):
         nemorl.AsyncConfig(in_flight="abort")
-    with (
-        opened(grpo_config(tmp_path)) as run,
-        pytest.raises(RuntimeError, match="there is no step now"),
-    ):
-        run.groups(run.prompts(), count=2).next()

@@ -1,5 +1,3 @@
-import inspect
-
 import pytest
 import torch
 
@@ -27,12 +25,6 @@ class Recorder(Callback):
         self.log.append(f"{self.name} closed")
         if self.fails:
             raise RuntimeError(f"{self.name} failed")
-
-
-
-
-
-
 
 
 def test_every_callback_is_closed_when_closing_one_raises():

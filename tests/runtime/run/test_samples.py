@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import nemorl
-from nemorl.data.rows import Row
-from nemorl.rollout.collect import collect, join, select, to_token_batch
+from nemorl.rollout.collect import collect, select
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ConversationFailed, Limits, Outcome
 from nemorl.rollout.environments import make_environment
@@ -17,12 +16,10 @@ from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.samples import (
     MOST_FAILURES,
-    by_set,
     compared,
     failures_of,
     informative,
     measured,
-    outcomes_of,
     samples_of,
 )
 from nemorl.runtime.watch.report.gather import Gathered
@@ -71,8 +68,6 @@ def test_turns_are_measured_over_the_conversations_that_had_them(generator):
     assert single["turns"] == 1 and "reward/turn_1" not in single, "it would be the reward again"
 
 
-
-
 def test_a_row_has_the_turns_as_the_model_saw_them(generator):
     found = collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
     one, *_, three = samples_of(found, None, range(len(found)))
@@ -90,10 +85,6 @@ def test_a_row_has_the_turns_as_the_model_saw_them(generator):
     assert three["columns"] == {"prompt": "4=", "answer": "4"}
 
 
-
-
-
-
 def test_failed_conversations_are_logged_a_few_for_each_reason(generator):
     found = collect(generator, make_environment(Fails), PROMPTS, SAMPLING, seed=1)
     (sample,) = failures_of(found, 8)
@@ -101,7 +92,6 @@ def test_failed_conversations_are_logged_a_few_for_each_reason(generator):
     assert [turn["reward"] for turn in sample["turns"]] == [None, None]
     assert sample["group"] == 2 and sample["prompt"] == "4="
     assert failures_of(found, 0) == []
-    assert "failure" not in str(samples_of(found, None, range(len(found))))
 
     async def never(row, policy) -> Outcome:
         if row["answer"] == "4":
@@ -112,9 +102,7 @@ def test_failed_conversations_are_logged_a_few_for_each_reason(generator):
 
     never.number = 0
     found = collect(generator, never, PROMPTS, replace(SAMPLING, n=6), seed=1)
-    samples = failures_of(found, 100)
-    assert len(samples) == MOST_FAILURES < len(found.failed), "one for each of six reasons"
-    assert all(not sample["token_ids"] and "turns" not in sample for sample in samples)
+    assert len(failures_of(found, 100)) == MOST_FAILURES < len(found.failed)
 
 
 def test_the_limit_that_cut_a_conversation_is_named(generator):
@@ -140,12 +128,6 @@ def test_the_limit_that_cut_a_conversation_is_named(generator):
     assert {cut for _, cut in full} == {"data.max_total_sequence_length"}
     assert cuts(one, max_tokens=5) == {(1, "data.max_total_sequence_length")}
     assert (1, "generation.max_new_tokens") in cuts(one)
-
-
-
-
-
-
 
 
 def test_the_log_has_every_chosen_group_where_members_have_failed(tmp_path):
@@ -187,17 +169,11 @@ def test_training_is_measured_by_data_set_and_environment(tmp_path):
     data = nemorl.DataConfig(train=tuple(names), max_total_sequence_length=32)
     sizes = {"num_prompts_per_step": 12, "num_generations_per_prompt": 2}
     config = grpo_config(tmp_path / "run", steps=1, data=data, **sizes)
-    given = {"model": tiny_model(scale=2.0), "tokenizer": TOKENIZER, "reward": digits}
-    (line,) = nemorl.run(config, **given).history
-    with nemorl.open_run(
-        replace(config, run=replace(config.run, dir=str(tmp_path / "own"))), **given
-    ) as run:
-        for step in run.steps(1):
-            step.log({}, samples=step.sample(run.prompts().next(12), n=2))
-    for found in (line, run.result.history[0]):
-        assert found["games/reward"] == found["chess/reward"] and "chess/accuracy" in found
-        both = (found["sums/reward"] + found["games/reward"]) / 2
-        assert found["reward"] == pytest.approx(both)
+    model = tiny_model(scale=2.0)
+    (line,) = nemorl.run(config, model=model, tokenizer=TOKENIZER, reward=digits).history
+    assert line["games/reward"] == line["chess/reward"] and "chess/accuracy" in line
+    both = (line["sums/reward"] + line["games/reward"]) / 2
+    assert line["reward"] == pytest.approx(both)
 
 
 def test_groups_are_informative_by_what_is_compared(generator):

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,13 +146,8 @@ def test_a_best_checkpoint_of_an_abandoned_continuation_is_forgotten(directory):
     assert checkpoint.best(directory.path).name == "step_1"
 
 
-@pytest.mark.parametrize("last", [3, 4])
-@pytest.mark.parametrize(
-    ("ranking", "kept"), [(None, {3: [2, 3], 4: [3, 4]}), ("reward", {3: [2, 3], 4: [2, 3, 4]})]
-)
-def test_killed_between_a_checkpoint_and_its_ranking(directory, ranking, kept, last):
-    """The resumed run prunes, also where it has nothing more to save."""
-
+def test_killed_between_a_checkpoint_and_its_ranking(directory):
+    """The resumed run ranks and prunes."""
     rank = checkpoint.rank
 
     def killed(folder: Path, step: int, *args, **options) -> None:
@@ -162,21 +155,15 @@ def test_killed_between_a_checkpoint_and_its_ranking(directory, ranking, kept, l
             os.kill(os.getpid(), signal.SIGKILL)
         rank(folder, step, *args, **options)
 
-    def callbacks() -> list[Callback]:
-        ranked = Ranking(metric=ranking) if ranking else None
-        saver = CheckpointCallback(directory, period=1, keep=2, ranking=ranked)
-        return [recorder(directory), saver]
-
     def killed_run() -> None:
         checkpoint.rank = killed
-        walk(callbacks(), {1: 0.3, 2: 0.5, 3: 0.9})
+        walk([recorder(directory), by_reward(directory, 2)], {1: 0.3, 2: 0.5, 3: 0.9})
 
     assert in_a_process(killed_run)
     assert steps_of(directory) == [1, 2, 3] and checkpoint.latest(directory.path).name == "step_3"
-    walk(callbacks(), dict.fromkeys(range(4, last + 1), 0.1), first=3)
-    assert steps_of(directory) == kept[last]
-    if ranking:
-        assert checkpoint.best(directory.path).name == "step_3"
+    walk([recorder(directory), by_reward(directory, 2)], {4: 0.1}, first=3)
+    assert steps_of(directory) == [2, 3, 4]
+    assert checkpoint.best(directory.path).name == "step_3"
 
 
 def test_checkpoints_know_what_was_measured(directory):
@@ -185,21 +172,11 @@ def test_checkpoints_know_what_was_measured(directory):
         1: {"reward": 0.3, "loss": -0.3},
         2: {"val_accuracy": 0.8, "reward": 0.4, "loss": -0.4},
     }
-    for damaged in ("[", "[]", '{"1": 3, "2": null}'):
-        (directory.checkpoints / "metrics.json").write_text(damaged)
-        assert checkpoint.metrics_by_step(directory.path) == {1: {}, 2: {}}
 
 
 @pytest.mark.parametrize(
     ("text", "last"),
-    [
-        ("reward >= 0.9", 2),
-        ("reward > 0.9", 5),
-        ("loss < -0.6", 2),
-        ("loss<=-0.5", 2),
-        ("val_accuracy >= 0.7", 4),
-        ("val_accuracy > .7", 5),
-    ],
+    [("reward >= 0.9", 2), ("reward > 0.9", 5), ("loss<=-0.5", 2), ("val_accuracy > .6", 4)],
 )
 def test_a_run_ends_when_its_condition_holds(directory, text, last):
     stop = EarlyStop(Condition.parse(text), directory)
@@ -220,11 +197,7 @@ def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
     EarlyStop(Condition.parse("val_reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
 
 
-
-
-@pytest.mark.parametrize(
-    "text", ["", "accuracy", "accuracy >=", ">= 3", "a == 1", "a b >= 1", "a >= high", "a >= nan"]
-)
+@pytest.mark.parametrize("text", ["accuracy", ">= 3", "a == 1", "a >= high", "a >= nan"])
 def test_what_is_no_condition_is_refused(text):
     with pytest.raises(ValueError, match=r"run\.stop_when must be a metric, one of .*write it"):
         Condition.parse(text)
@@ -237,12 +210,6 @@ def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
         ValueError, match=r"run\.stop_when .*did you mean accuracy\? there are accuracy, loss"
     ):
         watch.look({"loss": 1.0, "accuracy": 0.5}, validation=False)
-    of_validation = MetricWatch("run.metric", "val_los")
-    assert of_validation.look({"loss": 1.0}, validation=False) is None
-    with pytest.raises(ValueError, match=r"run\.metric .*mean val_loss\? there are val_loss"):
-        of_validation.look({"loss": 1.0}, validation=True)
-
-
 
 
 def test_rules_about_a_validation_need_one():
@@ -301,8 +268,6 @@ def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
     assert steps_of(directory) == [4]
 
 
-
-
 def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypatch):
     run, saver, error = fail_after(directory, 3)
 
@@ -313,10 +278,6 @@ def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypa
     notify([saver], "on_exception", run, error)
     note = error.__notes__[0]
     assert "while saving: the checkpoint" in note and "no space" in note
-
-
-
-
 
 
 @pytest.mark.parametrize(
@@ -346,10 +307,6 @@ def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(
     assert found == (directory.checkpoints / f"step_{best}" if best else None)
     assert steps_of(directory) == kept
     assert not list(directory.checkpoints.glob(".*"))
-
-
-
-
 
 
 class Runs:
@@ -429,14 +386,6 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
         f"{directory.path} has a checkpoint of step 1: go on from there with --run.dir"
         f" {directory.path} --run.resume once the cause is fixed."
     ]
-
-
-
-
-
-
-
-
 
 
 def test_a_checkpoint_in_the_background_is_not_ranked():

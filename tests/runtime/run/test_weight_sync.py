@@ -233,5 +233,3 @@ def test_the_loops_send_weights_when_they_are_needed_and_let_the_generator_sleep
         " ".join(Watched.events).replace("weights ", "weights_")
         == f"weights_0 generate sleep {loop}"
     )
-
-

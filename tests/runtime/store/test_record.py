@@ -20,8 +20,6 @@ def directory(tmp_path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", "")
 
 
-
-
 def test_a_whole_run_and_its_continuation(tmp_path):
     start(grpo_config(tmp_path / "run", steps=2))
     first = RunRecord.read(RunDirectory.open(tmp_path / "run"))
@@ -63,8 +61,6 @@ def test_a_killed_process_leaves_an_interrupted_run(directory):
 def test_a_damaged_record_is_none(directory, text):
     directory.record.write_text(text)
     assert RunRecord.read(directory) is None
-
-
 
 
 def test_another_script_is_warned_of(directory, monkeypatch):

@@ -1,7 +1,6 @@
 """What kills leave in the temporary folder: whose it is, and when it goes."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,8 +54,6 @@ def test_what_a_killed_process_leaves_goes_with_the_next_start_and_not_before(te
     with temporary_folder() as own:
         assert list(temporary.glob("*/*")) == [own / MARK]
     assert not own.exists()
-
-
 
 
 def test_an_owner_that_inherits_the_claim_keeps_the_folder(temporary: Path):

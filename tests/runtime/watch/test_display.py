@@ -1,5 +1,4 @@
 import io
-import math
 import os
 import pty
 import re
@@ -20,8 +19,6 @@ from nemorl.runtime.watch.display import (
     LiveDisplay,
     PlainDisplay,
     make_display,
-    on_one_line,
-    sparkline,
 )
 from nemorl.runtime.watch.metrics import LABELS, duration, number
 from tests.runtime.tiny import tiny_run
@@ -106,10 +103,6 @@ def test_durations_can_be_read_back(seconds):
     assert clock + 86400 * int(days or 0) == seconds
 
 
-
-
-
-
 def test_plain_lines_say_it_all_and_are_aligned(clock):
     lines = plain_run(clock, steps=140, seconds_per_step=2.0)
     assert (
@@ -157,8 +150,6 @@ def test_plain_validation_shows_samples_as_they_are(clock):
     assert len(lines) == 4 and "…" in lines[2]
 
 
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_live_panel_fits_its_terminal(width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
@@ -174,21 +165,15 @@ def test_live_panel_fits_its_terminal(width):
         assert shown in text
 
 
-
-
-
-
 def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
     pairs = [{"prompt": "12+34=", "chosen": "46", "rejected": "47", "margin": -0.25}]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    for shown in (PlainDisplay(10, console), LiveDisplay(10, console)):
-        shown.on_validation_end(tiny_run(), 1, {"accuracy": 0.9})
-        shown.on_samples(tiny_run(), 1, pairs)
-        shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
-        if isinstance(shown, LiveDisplay):
-            console.print(shown.render())
-        text = console.file.getvalue()
-        assert "46 rather than 47" in text and "-0.25" in text and "0.125" in text
+    shown = LiveDisplay(10, console)
+    shown.on_samples(tiny_run(), 1, pairs)
+    shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
+    console.print(shown.render())
+    text = console.file.getvalue()
+    assert "46 rather than 47" in text and "-0.25" in text and "0.125" in text
 
 
 def test_samples_are_the_best_and_the_worst_of_a_group():
@@ -290,5 +275,3 @@ def test_terminal_is_as_it_was(ending):
         assert "KeyboardInterrupt" in output
     if ending == "to the end":
         assert "40/40" in output[output.rindex("╭─") :], "the last panel shows the last step"
-
-

@@ -13,21 +13,15 @@ from typing import Any, ClassVar
 import pytest
 
 import nemorl
-from nemorl.data.batch import take
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.algorithms.grpo import worst_row
-from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.samples import worst_tokens
 from nemorl.runtime.start.registry import GENERATION_BACKENDS
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
-from tests.runtime.runs import grpo_config, rollouts, samples_at, start
+from tests.runtime.runs import grpo_config, samples_at, start
 from tests.runtime.tiny import tiny_run
-from tests.tiny_models import tiny_tokenizer
 
 
 class Skewed(TorchGenerationBackend):
@@ -145,12 +139,6 @@ def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     assert "widest gap" not in shown[0]["chips"]  # they agree
 
 
-
-
-
-
-
-
 def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:
     """The forward pass for the sample log leaves no trace: the run has the same bits without it,
     with dropout in its adapters, too.
@@ -188,8 +176,6 @@ def test_a_warning_at_first_and_when_it_has_doubled(tmp_path: Path) -> None:
         assert words in told[0]
 
 
-
-
 def test_a_sampler_without_logprobs_is_told_of(skewed: type[Skewed], tmp_path: Path) -> None:
     """Nothing is measured then, which must not pass for agreement."""
     skewed.factors = {0: math.nan, 1: math.nan}
@@ -222,5 +208,3 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
     skewed.factors = {}
     resumed = start(replace(config, run=replace(config.run, resume=True)))
     assert [line["step"] for line in train_lines(resumed)] == list(range(1, 7))
-
-

@@ -5,10 +5,9 @@ from datetime import datetime
 
 import pytest
 
-import nemorl
 from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.store.directory import RunDirectory, read_lines
-from nemorl.runtime.watch.log import changed_settings, event, recorded
+from nemorl.runtime.watch.log import event, recorded
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.tiny import tiny_run
 
@@ -64,12 +63,6 @@ def test_nothing_is_left_behind(directory):
     assert state() == before
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize(
     ("error", "level", "status"),
     [(RuntimeError("no more"), "ERROR", "failed"), (KeyboardInterrupt(), "WARNING", "interrupted")],
@@ -107,5 +100,3 @@ def test_the_log_of_a_whole_run(tmp_path):
         ("run_finished", 3),
     ]
     assert "accuracy" in next(line for line in lines if line["event"] == "validation")["metrics"]
-
-

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import nemorl
-from tests.ray_session import ray_cpus
-from tests.runtime.runs import TIMES, addition_rows, grpo_config, sft_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import TIMES, grpo_config, sft_config, start
 
 COSTS = {"trainer/seconds", "trainer/memory_gb", "trainer/tflops_per_device"}
 
@@ -32,8 +30,6 @@ def test_a_trace_in_the_run_s_folder(tmp_path: Path):
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert trace.name == "rank0_steps2-3.json" and "optimizer step 1" not in names
     assert {"optimizer step 2", "optimizer step 3"} <= names
-
-
 
 
 def test_a_run_that_fails_leaves_the_trace_so_far(tmp_path: Path):
@@ -69,5 +65,3 @@ def test_deterministic_kernels_change_no_number_here_and_last_as_long_as_the_run
     free = start(grpo_config(tmp_path / "free", trainer=trainer, **options), reward=reward)
     for name in fixed.metrics.keys() - set(TIMES):
         assert fixed.metrics[name] == free.metrics[name]
-
-

@@ -1,8 +1,5 @@
 import math
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -11,7 +8,6 @@ from matplotlib.image import imread
 
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch import plots
-from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
 from nemorl.runtime.watch.metrics import LABELS, smooth
 from nemorl.runtime.watch.plots import draw
 
@@ -78,20 +74,10 @@ def test_agreement_of_sampler_and_trainer_is_a_flat_line(tmp_path, monkeypatch):
     assert limits[0] == pytest.approx((0.9995, 1.011)) and limits[-1] == pytest.approx((0.99, 1.22))
 
 
-
-
 def test_a_name_that_looks_like_a_formula(tmp_path):
     directory = RunDirectory.create(tmp_path / "lr_$1e-5\\foo$_{x}", "")
     directory.append_metrics(1, {"loss": 1.0})
     assert len(draw(directory)) == 2
-
-
-
-
-
-
-
-
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))
@@ -99,5 +85,3 @@ def test_smoothing_stays_between_the_extremes(values, width):
     smoothed = smooth(values, width=width)
     assert len(smoothed) == len(values)
     assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for value in smoothed)
-
-

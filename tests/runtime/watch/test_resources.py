@@ -4,8 +4,6 @@ import torch
 from nemorl.runtime.watch.resources import ResourceMeter
 
 
-
-
 def test_memory_that_is_taken_is_seen():
     meter = ResourceMeter()
     before = meter.read()["memory_gb"]

@@ -55,8 +55,6 @@ def test_every_logger_hears_everything_and_how_it_ended(directory):
     assert (whole.run.first_step, broken.run.first_step) == (0, 3), "where a resumed run begins"
 
 
-
-
 def test_failed_conversations_are_kept_beside_the_groups(directory):
     callback = recorder(directory)
     notify([callback], "on_train_begin", tiny_run())
@@ -95,8 +93,6 @@ def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch
     assert [line["loss"] for line in directory.read_metrics()] == [0.5]
 
 
-
-
 def test_chosen_loggers(monkeypatch):
     assert list(chosen_loggers(None)) == ["jsonl", "tensorboard"]
     assert list(chosen_loggers(())) == ["jsonl"]
@@ -129,7 +125,3 @@ def test_a_logger_of_ones_own(tmp_path, monkeypatch):
     assert [entry[0] for entry in heard] == ["samples", "train", "samples", "train", "close"]
     assert heard[0] == ("samples", 1, 4), "one whole group, though there is room for three"
     assert (run.project, run.config["max_num_steps"], len(run.run_id)) == ("sums", 2, 8)
-
-
-
-

@@ -112,8 +112,6 @@ def logged(tmp_path) -> LoggedRun:
     return LoggedRun(directory=directory, run_id="3f9a01bd")
 
 
-
-
 def test_a_service_that_refuses_is_explained(tmp_path, monkeypatch):
     def refuse(**options):
         raise wandb.errors.UsageError("No API key configured.")

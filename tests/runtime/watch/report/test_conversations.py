@@ -6,12 +6,10 @@ import pytest
 
 import nemorl
 from nemorl.rollout.environments.classes import TurnResult
-from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import failures, render
-from nemorl.runtime.watch.report.samples import compact
 from tests.runtime.runs import addition_rows, grpo_config, start
-from tests.runtime.watch.report.pages import EVIL, Page
+from tests.runtime.watch.report.pages import Page
 
 
 class Guess:
@@ -71,7 +69,3 @@ def test_why_conversations_failed(run):
     assert "#failures" in {link["href"] for link in page.all("a")}
     (failed,) = [s for s in page.data["runs"][0]["steps"]["1"] if "failure" in s]
     assert failed["failure"] == row["said"] and "reward" not in failed
-
-
-
-

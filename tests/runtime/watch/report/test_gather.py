@@ -1,6 +1,4 @@
-import json
 import shutil
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,8 +8,7 @@ from hypothesis import strategies as st
 
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.record import RunRecord
-from nemorl.runtime.watch.report import gather as module
-from nemorl.runtime.watch.report.gather import Gathered, pieces, spread, working_seconds
+from nemorl.runtime.watch.report.gather import Gathered, pieces, working_seconds
 from tests.runtime.runs import grpo_config, start
 from tests.tiny_models import tiny_tokenizer
 
@@ -22,8 +19,6 @@ def test_pieces_of_bytes_make_the_text(text):
     ids = list(text.encode("utf-8", "replace"))
     found = pieces(lambda part: bytes(part).decode(errors="replace"), ids)
     assert len(found) == len(ids) and "".join(found) == bytes(ids).decode()
-
-
 
 
 def test_spaces_that_a_decoder_adds_belong_to_the_token_before_them():
@@ -82,10 +77,6 @@ def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing, d
         assert found.status == "unknown"
 
 
-
-
-
-
 def test_time_is_that_of_the_processes():
     record = RunRecord(
         run_id="3f9a01bc", algorithm="sft", status="finished", sessions=(100.0, 500.0), ended=560.0
@@ -98,5 +89,3 @@ def test_time_is_that_of_the_processes():
     )
     assert working_seconds(None, metrics, now=9999.0) == 440
     assert working_seconds(record, [], now=9999.0) == 60 and working_seconds(None, [], now=0.0) == 0
-
-

@@ -1,7 +1,6 @@
 import base64
 import hashlib
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -12,12 +11,11 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.record import RunRecord
-from nemorl.runtime.watch.report import gather
 from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import MOST_POINTS, curves_of, grouped, render, write_report
+from nemorl.runtime.watch.report.page import curves_of, grouped, render, write_report
 from nemorl.runtime.watch.report.samples import sample_data
-from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
+from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.pages import EVIL, Page
 
 
@@ -125,8 +123,6 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     assert "--run.resume" in page_of(directory).text
 
 
-
-
 def shown(folder, *samples: dict) -> list[dict]:
     """Samples as they come to the page."""
     directory = RunDirectory.create(folder / "run", "")
@@ -139,12 +135,6 @@ def test_preferences_side_by_side(tmp_path):
     (sample,) = shown(tmp_path, {"prompt": [{"role": "user", "content": "1+1="}], **pair})
     texts = {"prompt": "user: 1+1=", "chosen": "2", "rejected": "3"}
     assert sample == texts | {"chips": {"margin": "0.1235"}}
-
-
-
-
-
-
 
 
 METRICS = [
@@ -174,24 +164,12 @@ def test_every_number_has_its_place(run):
         "Speed and resources": [],
         "Other": ["my own"],
     }
-    constant = [
-        (curve["title"], curve["ends"][0]["now"]) for curve in groups["Updates"]["constant"]
-    ]
-    assert constant == [("Learning rate", 1e-5), ("ratio max", 1.0)]
-    assert groups["Engines"]["drawn"][0]["meaning"].startswith("share of the time")
     shares = groups["Speed and resources"]["shares"]
     assert shares == pytest.approx({"generate": 0.75, "train": 0.2, "other": 0.05})
-    only = [{"step": 1, "phase": "train", "seconds": 1.0, "trainer/seconds": 0.5}]
-    assert groups_of(run, only)["Speed and resources"]["shares"] == {}
-    data = groups["Learning"]["drawn"][0]["data"]
-    assert data["courses"] == [
+    assert groups["Learning"]["drawn"][0]["data"]["courses"] == [
         ["training", [*range(1, 8)], [step / 10 for step in range(1, 8)]],
         ["validation", [4], [0.5]],
     ]
-
-
-
-
 
 
 def copy_of(run: RunDirectory, folder, **settings) -> RunDirectory:
@@ -226,10 +204,6 @@ def test_runs_side_by_side(run, tmp_path, capsys):
     assert reward[2][2] == [1, 2, 3, 4, 5], "each run has its own steps"
 
 
-
-
-
-
 @pytest.mark.parametrize("names", [[], ["sums", "../runs/sums"], [str(i) for i in range(7)]])
 def test_none_twice_the_same_or_too_many_runs_are_refused(tmp_path, names):
     with pytest.raises(ValueError, match="runs must be 1 to 6 different directories, but it is"):
@@ -261,8 +235,6 @@ def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
     assert last.data["curves"][0]["courses"][0][1] == [1, 2, 3]
 
 
-
-
 def test_the_command(run, tmp_path, capsys):
     assert cli.main(["report", str(run.path)]) == 0
     assert "report.html" in capsys.readouterr().out
@@ -270,5 +242,3 @@ def test_the_command(run, tmp_path, capsys):
     page = tmp_path / "deep" / "page.html"
     assert cli.main(["report", str(run.path), "--output", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
-
-

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from nemorl.models.checked_files import checksum, read_manifest, write_manifest
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import CheckpointError
+from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
 from tests.runtime.tiny import TinyTrainer, flip_a_bit, save, seed_everything, tiny_run
 
 SMALL_FILES = ("state.json", "rng.json", "rng.safetensors")
@@ -270,3 +270,23 @@ def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path):
     with pytest.warns(UserWarning, match=r"step_2 is not used: .*model.safetensors is damaged"):
         found = checkpoint.load_latest(tmp_path, run)
     assert found == (tmp_path / "checkpoints" / "step_1", tiny_run(step=1).state)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40])
+def test_a_seed_is_that_of_every_generator(seed: int):
+    before = RandomState.now()
+    try:
+        seed_generators(seed)
+        first = draws()
+        other = draws()
+        seed_generators(seed)
+        assert draws() == first
+        assert all(a != b for a, b in zip(first, other, strict=True))
+        seed_generators(seed + 1)
+        assert all(a != b for a, b in zip(first, draws(), strict=True))
+    finally:
+        before.restore()

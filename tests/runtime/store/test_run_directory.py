@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+import os
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from nemorl.runtime.store.directory import (
     git_commit,
     read_lines,
 )
+from nemorl.runtime.store.export import replacing
 from nemorl.runtime.store.files import NotWritten, write_atomically, writing
 
 LACKING = pytest.mark.filterwarnings("ignore:.*must have a line of step")
@@ -184,3 +186,14 @@ def test_two_runs_at_once_get_two_folders(tmp_path):
         ["sft", *(f"sft-{number}" for number in range(2, 17))]
     )
     assert all(path.is_dir() for path in found)
+
+
+def test_a_failed_export_leaves_nothing_but_the_earlier_one(tmp_path):
+    with replacing(tmp_path / "hf") as folder:
+        (folder / "weights").write_text("first")
+    said = rf"the model could not be written to {tmp_path}/hf \(.*No space.*\): make room"
+    with pytest.raises(OSError, match=said), replacing(tmp_path / "hf") as folder:
+        (folder / "weights").write_text("sec")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf" / "weights").read_text() == "first"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
-from nemorl.parallel.planner.megatron import Stage, telling_stages
+from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import STATE, Memory, Step, engine_memory
 
 GB = 1e9
@@ -84,10 +84,11 @@ class Sharing:
 
 
 def stages_of(step: Step) -> Sequence[Step | Stage]:
-    """Return the telling stages of a pipeline, or the step alone."""
+    """Return the stages of a pipeline, or the step alone."""
     if not step.shards_optimizer:
         return [step]
-    return telling_stages(step)
+    parts, pp = step.plan.stage_layers(step.model.num_hidden_layers), step.plan.pp
+    return [Stage(step, index, sum(map(len, parts[index::pp]))) for index in range(pp)]
 
 
 def states_of(step: Step) -> Memory:

@@ -72,7 +72,8 @@ def _of_stage(stage: Stage) -> list[Sent]:
     per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
     ends = (stage.index == 0) + 3 * stage.is_last
     tensor = layers * _tensor_sends(step) + ends
-    routed = stage.rows_of_experts * layers * (6 if step.recomputes_experts else 4)
+    again = plan.activation_checkpointing == "full" or "moe" in plan.recompute_modules
+    routed = stage.rows_of_experts * layers * (6 if again else 4)
     hops = 2 * plan.vpp - (stage.index == 0) - stage.is_last
     tied = model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last)
     embedding = STATE * model.vocab_size // plan.tp * model.hidden_size

@@ -56,26 +56,22 @@ class Stage:
         return self.num_layers * sum(each.on(plan) for each in self.layer if each.of_experts)
 
     def shares(self) -> tuple[int, int]:
-        """Return how many devices have the same parameters, and the same experts."""
+        """Return how many devices have the same parameters, and experts."""
         plan = self.step.plan
         together = plan.data_ranks * plan.cp
         return together, together * plan.tp // plan.ep if plan.ep > 1 else together
-
-    @cached_property
-    def updated(self) -> int:
-        """Numbers of its share of the optimizer."""
-        parts = self.parameters, self.of_experts
-        return sum(part // shares for part, shares in zip(parts, self.shares(), strict=True))
 
     def states(self) -> Memory:
         """Return what the device keeps from step to step."""
         step, numbers = self.step, self.parameters + self.of_experts
         size, gradient = step.dtype_size, BYTES[step.plan.reduce_dtype]
         main = STATE if size < STATE else 0
+        together, alike = self.shares()
+        updated = self.parameters // together + self.of_experts // alike
         return Memory(
             parameters=size * numbers,
             gradients=gradient * numbers,
-            optimizer=(main + 2 * STATE) * self.updated,
+            optimizer=(main + 2 * STATE) * updated,
             reference=size * numbers * step.work.keep_reference,
         )
 
@@ -97,7 +93,7 @@ class Stage:
         return int(step.tokens * (norms + head_norms + attention + feed_forward))
 
     def kept_of_feed_forward(self) -> float:
-        """Return what `kept_per_layer` has of a token in the feed-forward block or experts."""
+        """Return bytes of a token."""
         step, model = self.step, self.step.model
         if model.num_experts:
             width = model.moe_intermediate_size // (step.plan.tp if step.plan.ep == 1 else 1)

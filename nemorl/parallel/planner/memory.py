@@ -254,8 +254,7 @@ def saved_of(step: Step, layer: Layer) -> int:
 
     Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
     The feed-forward: four, without a gate two; experts: the same of each token that they get.
-    Under autocast norms stay in float32, and each product casts their output. With adapters
-    only inputs that they read are kept.
+    Under autocast norms stay in float32, and each product casts their output.
     """
     model, plan, size = step.model, step.plan, step.dtype_size
     hidden, frozen = model.hidden_size, step.work.lora.rank > 0
@@ -318,9 +317,7 @@ def layer_backward(step: Step, layer: Layer) -> int:
 
 
 def engine_memory(step: Step, sequences: int) -> int:
-    """Return the bytes that an engine takes of each of its devices, with a cache for so many
-    sequences of the greatest length.
-    """
+    """Return the bytes that an engine takes of a device, with a cache for so many sequences."""
     model, generation = step.model, step.work.generation
     tp, pp = generation.tensor_parallel_size, generation.pipeline_parallel_size
     token = -(-model.cached_numbers(tp) // pp)

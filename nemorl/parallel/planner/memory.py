@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step on each device; a dp_shard that is left open counts as 1."""
+    """An optimizer step on each device."""
 
     model: ModelShape
     plan: ParallelPlan

@@ -48,7 +48,7 @@ def sends(stage: Step | Stage) -> list[Sent]:
     if not plan.needs_ranks:
         return []
     ranks, count, layers = shard_ranks(plan), step.micro_batches, model.num_hidden_layers
-    # All but the head's parameters are gathered twice; each microbatch reduces gradients.
+    # All but the head's parameters are gathered twice.
     once = sum(each.shard(plan) for each in (model.ends if model.tied else model.ends[1:]))
     gradients = BYTES[plan.reduce_dtype] * step.trained()
     sharded = BYTES[plan.precision] * (2 * step.kept() - once) + gradients

@@ -231,7 +231,7 @@ def test_packed_rows_are_as_wide_as_the_trainer_makes_them(models: Path):
 
 def test_the_table_fits_80_columns_and_a_narrow_terminal_costs_none(models: Path):
     for width in (80, 40):
-        said = shown(models, "30b-a3b", gpus=64, width=width, **MEGATRON)
+        said = shown(models, "30b-a3b", gpus=8, tp=2, pp=2, width=width, **MEGATRON)
         (rule,) = (line for line in said.splitlines() if line.startswith("───"))
         assert len(rule) <= 80 and "…" not in said
 
@@ -240,8 +240,8 @@ def test_main_memory_is_that_of_a_machine(models: Path):
     options: dict[str, Any] = {"cpu_offload": True, "activation_checkpointing": "full"}
     few, many = (best(models, gpus=gpus, dp_shard=gpus, **options) for gpus in (4, 16))
     size = 16 * read_once(str(models / "70b")).num_parameters
-    assert few.host == pytest.approx(size, rel=0.01), "four GPUs of one machine"
-    assert many.host == pytest.approx(size / 2, rel=0.01), "eight of sixteen"
+    assert few.host == pytest.approx(size, rel=0.01)
+    assert many.host == pytest.approx(size / 2, rel=0.01), "eight GPUs of sixteen"
     assert "host" in shown(models, "70b", gpus=8, cpu_offload=True)
 
 
@@ -258,7 +258,7 @@ def test_engines_come_with_their_settings(models: Path):
     output = shown(models, "7b", width=120, gpus=8, **ENGINES, tensor_parallel_size=2)
     engines = run_with(output.strip().splitlines()[-1], "grpo").generation
     assert engines.backend == "vllm" and engines.num_replicas == 4
-    assert engines.tensor_parallel_size == 2 and engines.max_batch_size == 64
+    assert engines.tensor_parallel_size == 2
 
 
 def test_pipelines_are_megatrons(models: Path):

@@ -203,14 +203,3 @@ def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monk
         assert not [each for each in said if "prompts are strings" in str(each.message)]
         assert "2+2=" in texts(*template)
         assert len([each for each in said if "prompts are strings" in str(each.message)]) == 1
-
-
-def test_passthrough_trains_on_plain_text_in_messages(tmp_path: Path):
-    rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "response": row["response"]}
-        for row in addition_rows()
-    ]
-    passthrough = nemorl.ModelConfig(chat_template="passthrough")
-    found = start(sft_config(tmp_path / "messages", model=passthrough), rows=rows).history
-    wanted = start(sft_config(tmp_path / "text"), rows=addition_rows()).history
-    assert [line["loss"] for line in found] == [line["loss"] for line in wanted]

@@ -61,7 +61,3 @@ def test_the_files_of_configs(path: Path, monkeypatch):
     _, prog, command, *rest = path.read_text().splitlines()[0].split()
     assert prog == "nemorl" and f"configs/{path.name}" in rest
     assert parse(command, rest).model.path == "PATH"
-
-
-def test_there_are_files_in_configs():
-    assert {path.stem for path in CONFIGS} >= {"sft", "grpo", "dapo", "tiny_cpu"}

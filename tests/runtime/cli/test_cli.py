@@ -19,7 +19,6 @@ from nemorl import (
     GenerationConfig,
     GRPOConfig,
     GSPOLoss,
-    ReinforceLoss,
     ReinforcePlusPlusAdvantage,
 )
 from nemorl.runtime.cli import main as cli
@@ -101,16 +100,9 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
         for name in members
         if ":" not in name
     ] or [[]]
-    texts = []
-    for choice in choices:
-        assert cli.main([command, *choice, "--help", "all"]) == 0
-        texts.append(capsys.readouterr().out)
-    text = "\n".join(texts)
-    assert (
-        "--config" in text
-        and "--print-config" in text
-        and ("--preset" in text) == (command == "grpo")
-    )
+    assert all(cli.main([command, *choice, "--help", "all"]) == 0 for choice in choices)
+    text = capsys.readouterr().out
+    assert "--print-config" in text and ("--preset" in text) == (command == "grpo")
     undocumented = []
     for owner, field, flag, is_bool in flags(cls):
         if field.name == "name" and flag[2:].removesuffix(".name") in unions(cls):
@@ -170,12 +162,9 @@ def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
     assert len(optimizer) == 12 and all(flag.startswith("--optimizer.") for flag in optimizer)
     assert "--reduction" in shown("grpo", "--help", "grpo")
     assert len(shown("grpo", "--help", "all")) > 130
-    for args in (["--help"], ["--help", "loss"]):
-        own = shown("grpo", "--loss", "gspo", *args)
-        assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
-    assert "--temperature" not in shown("eval", "--help")
+    own = shown("grpo", "--loss", "gspo", "--help")
+    assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
     assert "--generation.temperature" in shown("eval", "--help")
-    assert "--parallel.tp" in shown("plan", "--help")
 
 
 def test_top_help_teaches(capsys):
@@ -236,18 +225,10 @@ def test_four_layers(tmp_path: Path):
     assert grpo().loss == ClippedLoss()
     assert grpo("--preset", "dapo").loss == ClippedLoss(clip_high=0.28)
     config = grpo("--preset", "dapo", "--config", str(path), "--optimizer.lr", "2e-6")
-    assert config.loss == ClippedLoss(
-        clip_low=0.1, clip_high=0.28
-    )  # one key of the preset, one of the file
-    assert (config.reduction, config.dynamic_sampling, config.kl.coef, config.optimizer.lr) == (
-        "group_mean",
-        True,
-        0.5,
-        2e-6,
-    )
-    assert (
-        grpo(f"--config={path}", "--kl.coef=0.0").kl.coef == 0.0
-    )  # a flag wins with a default's value, too
+    assert config.loss == ClippedLoss(clip_low=0.1, clip_high=0.28)
+    assert (config.reduction, config.dynamic_sampling) == ("group_mean", True)
+    assert (config.kl.coef, config.optimizer.lr) == (0.5, 2e-6)
+    assert grpo(f"--config={path}", "--kl.coef=0.0").kl.coef == 0.0, "also a default's value"
 
 
 def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path):
@@ -277,16 +258,10 @@ def test_a_setting_by_its_last_name():
 
 
 def test_a_setting_has_its_flag_in_every_command():
-    args = ["--model.path", "m", "--data.prompt-column", "q", "--device", "cpu"]
-    lengths = ["--generation.max-new-tokens", "9", "--temperature", "0.5", "--param-dtype"]
-    given: list[str] = [*args, *lengths, "bfloat16"]
-    for config in (
-        cli.parse("eval", [*given, "--validation", "d", "--max-rows", "5"]),
-        cli.parse("grpo", given),
-    ):
+    given = ["--model.path", "m", "--prompt-column", "q", "--device", "cpu", "--temperature", "0.5"]
+    for config in (cli.parse("eval", [*given, "--validation", "d"]), cli.parse("grpo", given)):
         assert (config.model.path, config.data.prompt_column) == ("m", "q")
-        assert (config.trainer.device, config.parallel.param_dtype) == ("cpu", "bfloat16")
-        assert (config.generation.max_new_tokens, config.generation.temperature) == (9, 0.5)
+        assert (config.trainer.device, config.generation.temperature) == ("cpu", 0.5)
     template = ["--chat", "--model.chat-template", "t", "--prompt", "model.path=x", "--chat=true"]
     answer = cli.parse("generate", ["--model", "m", *template])
     assert (answer.model.chat_template, answer.prompt) == ("t", ("model.path=x",))
@@ -308,7 +283,6 @@ def test_unions(tmp_path: Path):
     assert grpo("--loss.clip-low", "0.1", "--loss=gspo", "--loss.token-gradient").loss == GSPOLoss(
         clip_low=0.1, token_gradient=True
     )
-    assert grpo("--loss", "gspo", "--loss", "reinforce").loss == ReinforceLoss()
     assert grpo(
         "--advantage", "reinforce_plus_plus", "--advantage.kl-coef", "0.1"
     ).advantage == ReinforcePlusPlusAdvantage(kl_coef=0.1)
@@ -383,16 +357,9 @@ BAD = [
         ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
         ("is not a setting of loss clipped: it belongs to gspo; add --loss gspo"),
     ),
-    (["sft", "--preset", "dapo"], "preset is for grpo, but it is 'dapo': remove it"),
     (["grpo", "--run.resume=maybe"], "run.resume must be true or false or auto, but it is 'maybe'"),
     (["grpo", "--temprature", "1"], "unknown setting --temprature; did you mean --temperature?"),
     (["sft", "lr=1e-5"], "unknown setting lr: write --optimizer.lr 1e-5"),
-    (
-        [
-            "grpo",
-        ],
-        "unknown setting ++optimizer.lr: write --optimizer.lr 3",
-    ),
     (
         ["grpo", "--backend", "vllm"],
         "unknown setting --backend: write --trainer.backend or --generation.backend",
@@ -403,7 +370,6 @@ BAD = [
         "unknown setting --generation.colocated: eval does not use it",
     ),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
-    (["--import", "grpo"], "--import must name a module or a .py file"),
     (
         ["data", "inspekt"],
         "unknown command 'data inspekt'; did you mean data inspect? Commands: da",

@@ -82,7 +82,6 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_resume_by_naming_the_directory(workplace: Path):
-    """With its own settings; also after it was moved."""
     moved = (workplace / "grpo").rename(workplace / "moved")
     assert main(["grpo", "--run.dir", str(moved), "--run.resume", "--max-num-steps", "3"]) == 0
     assert steps(moved) == [1, 2, 3]

@@ -105,8 +105,7 @@ def write_yaml(folder: Path, config: Any) -> Path:
 def test_held_out_rows_are_validated_on_and_not_trained_on(held_out, tmp_path: Path):
     rows = [{**row, "number": n} for n, row in enumerate(addition_rows(40))]
     data = nemorl.DataConfig(max_total_sequence_length=32, held_out=held_out)
-    train, validation = read_data(data, train=rows, seed=5)
-    assert (train, validation) == split_rows(rows, validation=10, seed=5)
+    assert read_data(data, train=rows, seed=5) == split_rows(rows, validation=10, seed=5)
     result = start(sft_config(tmp_path, steps=2, data=data), rows=rows)
     assert result.metrics["val_loss"] > 0
     found = json.loads(result.paths.data.read_text())
@@ -200,6 +199,5 @@ def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monk
         warnings.simplefilter("always")
         found = texts(*template, "--data.system-prompt", "add", "--chat")
         assert any(text.startswith("sadd u2+2= ") for text in found)
-        assert not [each for each in said if "prompts are strings" in str(each.message)]
         assert "2+2=" in texts(*template)
         assert len([each for each in said if "prompts are strings" in str(each.message)]) == 1

@@ -87,13 +87,6 @@ def test_escape_sequences_of_the_data_do_not_reach_the_terminal():
             ["row 1, chosen: 3 tokens", "a⟦b<|im_end|>⟧", "row 1, rejected", "a⟦c<|im_end|>⟧"],
         ),
         (
-            {
-                "context": "a",
-            },
-            "pairs",
-            ["a⟦b<|im_end|>⟧", "a⟦c"],
-        ),
-        (
             {"prompt": "a", "response": "b", "label": False},
             "labels",
             ["row 1, not wanted", "a⟦b<|im_end|>⟧"],

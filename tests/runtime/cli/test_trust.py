@@ -86,6 +86,12 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> st
             '--generation.engine \'{"dtype": "half", "scheduler_cls": "evil.Scheduler"}\'',
         ),
         (
+            "grpo",
+            "generation: {engine: {kv_transfer_config: {a: [{module_path: evil}]}}}",
+            '--generation.engine \'{"kv_transfer_config": {"a": [{"module_path": "evil"}]}}\'',
+        ),
+        ("eval --model m", "reward: [math, 'evil:fn']", "--reward math evil:fn"),
+        (
             "data inspect --data.train rows.jsonl",
             "model: {path: m, trust_remote_code: true}",
             "--model.trust-remote-code",

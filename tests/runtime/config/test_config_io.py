@@ -119,24 +119,7 @@ def test_an_int_is_a_float_and_a_list_a_tuple():
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, r"did you mean loss\.clip_high\?"),
     ({"loss": "reinforced"}, r"did you mean reinforce\?"),
-    (
-        {
-            "loss": {
-                "name": "gspo",
-            }
-        },
-        r"unknown key loss\.dual_clip",
-    ),
-    (
-        {
-            "advantage": {
-                "name": "reinforce_plus_plus",
-            }
-        },
-        r"unknown key advantage\.baseline",
-    ),
     ({"loss": ["gspo"]}, r"loss must be a section"),
     (
         {"max_num_steps": "3"},
@@ -151,31 +134,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             r" write \[a\]"
         ),
     ),
-    (
-        {"generation": {"stop_token_ids": ["a"]}},
-        r"generation\.stop_token_ids must be a valid integer, but it is 'a'",
-    ),
-    (
-        {
-            "advantage": {
-                "name": "reinforce_plus_plus",
-            }
-        },
-        r"advantage\.kl_coef must be at least 0",
-    ),
-    (
-        {
-            "advantage": {
-                "name": "group",
-            }
-        },
-        r"advantage\.ddof must be one of 0, 1",
-    ),
-    ({}, r"did you mean run\.val_period\?"),
     ({"kl": {"coef": None}}, r"kl\.coef must be a valid number, but it is None: write 0$"),
-    ({}, r"unknown key kl\.coeff; did you mean kl\.coef\? keys of kl: coef,"),
-    ({"data": {}}, r"data\.train must be a valid string, but it is 3: write \"3\""),
-    ({}, r"gap\.stop must be a valid number, but it is 'none': write null"),
     (
         {"parallel": {"param_dtype": "bf16"}},
         r"parallel\.param_dtype must be one of float32, bfloat16, .*did you mean bfloat16\?",
@@ -336,6 +295,7 @@ def test_what_can_not_be_read_back_is_not_written(value: Any, reason: str):
         ("? {a: 1}\n: 2", "line 1: .*keys must be strings"),
         ("a: \x00", "control characters are not allowed$"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_refused_files(text: str, reason: str, tmp_path: Path):
     (tmp_path / "a.yaml").write_text(text)

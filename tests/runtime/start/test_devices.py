@@ -125,15 +125,6 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             r" but it is 4: .*--runtime.tp-across-nodes",
         ),
         (
-            {"plan": {"tp": 2}},
-            {
-                **TORCHRUN,
-                "RANK": "2",
-            },
-            0,
-            r"parallel.tp must divide the 2 processes of each machine",
-        ),
-        (
             {},
             {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"},
             0,
@@ -329,7 +320,6 @@ def test_a_cluster_is_asked_for_its_gpus(monkeypatch):
             2,
             "4 heads share 2 .*: 0.00105 GB .* 256 tokens",
         ),
-        ({}, 1, 2, None),
         ({}, 0, 2, None),
     ],
 )

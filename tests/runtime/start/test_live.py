@@ -299,11 +299,6 @@ def test_the_copy_of_a_model_on_ranks_is_beside_no_rank(given, device, monkeypat
     assert (source._device, source._dtype) == (device, torch.bfloat16)
 
 
-def test_a_copy_beside_a_rank_is_announced():
-    with pytest.warns(UserWarning, match=r"whole copy of the model, 0.205 GB in bfloat16, on the"):
-        assert source_of_engines(gpus=4)._device is None
-
-
 def test_the_copy_is_in_the_type_that_ranks_compute_in(folder, ranks, tmp_path: Path, monkeypatch):
     """Its receipts and its agreement with the trainer hold."""
     setup, found = TorchGenerationBackend.setup, set()

@@ -63,19 +63,8 @@ def test_trainers_are_run(folder: Path, tmp_path: Path):
         str(folder), preset="dapo", num_prompts_per_step=2, num_generations_per_prompt=4, **SMALL
     )
     assert grpo.config.loss.clip_high == 0.28
-    seen = []
-
-    class Look(nemorl.Callback):
-        def on_step_end(self, trainer, step, metrics) -> None:
-            seen.append(step)
-
-    result = grpo.fit(
-        addition_rows(),
-        reward_fn="contains_answer",
-        validation=addition_rows(8),
-        callbacks=[Look()],
-    )
-    assert seen == [1, 2] and "val_accuracy" in result.metrics
+    result = grpo.fit(addition_rows(), reward_fn="contains_answer", validation=addition_rows(8))
+    assert len(losses(result)) == 2 and "val_accuracy" in result.metrics
 
 
 def test_overrides():

@@ -141,8 +141,6 @@ def test_help_shows_defaults_and_the_selectors(capsys):
         "dr_grpo: ",
     ):
         assert part in text
-    assert cli.main(["grpo", "--help", "--preset", "dapo"]) == 0
-    assert "(default: 0.28)" in capsys.readouterr().out
 
 
 def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
@@ -161,7 +159,6 @@ def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
     optimizer = shown("grpo", "--help", "optimizer")
     assert len(optimizer) == 12 and all(flag.startswith("--optimizer.") for flag in optimizer)
     assert "--reduction" in shown("grpo", "--help", "grpo")
-    assert len(shown("grpo", "--help", "all")) > 130
     own = shown("grpo", "--loss", "gspo", "--help")
     assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
     assert "--generation.temperature" in shown("eval", "--help")
@@ -328,13 +325,10 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
         "--data.train rows.jsonl --data.prompt-column q": "but rows.jsonl, line 1 has the columns",
     }.items():
         assert message in refused(capsys, "grpo", *flags.split(), "--print-config")
-    for settings, message in {
-        "loss: ./nope.py:right": "loss must name a module or a .py file, but there is no module",
-        "advantage: {name: './mine.py:wrong'}": "advantage must name a function as module:function",
-    }.items():
-        Path("given.yaml").write_text(settings)
-        with visiting():
-            assert message in refused(capsys, "grpo", "--config", "given.yaml", "--print-config")
+    Path("given.yaml").write_text("loss: ./nope.py:right")
+    with visiting():
+        said = refused(capsys, "grpo", "--config", "given.yaml", "--print-config")
+    assert "loss must name a module or a .py file, but there is no module" in said
     for reward in ("./mine.py:right", "mine:right", "math", "json:loads", "os.path:join"):
         assert cli.main(["grpo", "--reward", reward, "--print-config"]) == 0
         assert yaml.safe_load((said := capsys.readouterr()).out)["reward"] == reward
@@ -353,10 +347,6 @@ def test_print_config_for_another_machine(capsys):
 
 BAD = [
     (["grpo", "--optimizer.lrr", "3"], "--optimizer.lrr; did you mean --optimizer.lr?"),
-    (
-        ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
-        ("is not a setting of loss clipped: it belongs to gspo; add --loss gspo"),
-    ),
     (["grpo", "--run.resume=maybe"], "run.resume must be true or false or auto, but it is 'maybe'"),
     (["grpo", "--temprature", "1"], "unknown setting --temprature; did you mean --temperature?"),
     (["sft", "lr=1e-5"], "unknown setting lr: write --optimizer.lr 1e-5"),
@@ -370,10 +360,6 @@ BAD = [
         "unknown setting --generation.colocated: eval does not use it",
     ),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
-    (
-        ["data", "inspekt"],
-        "unknown command 'data inspekt'; did you mean data inspect? Commands: da",
-    ),
     (["export", "--run", "r"], "--output STR"),
     (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),
 ]

@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import nemorl
 from nemorl.runtime.cli.main import main
-from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -86,30 +84,6 @@ def test_resume_by_naming_the_directory(workplace: Path):
     assert main(["grpo", "--run.dir", str(moved), "--run.resume", "--max-num-steps", "3"]) == 0
     assert steps(moved) == [1, 2, 3]
     assert not (workplace / "grpo").exists()
-
-
-def test_resume_with_any_keys_of_a_reward(workplace: Path):
-    folder = workplace / "keys"
-    keys = {"Note: brief": 1, "a.b": [float("inf"), {"~": -0.0}], "1e5": "a\nb"}
-    code = "def keyed(response, *, table):\n    return len(response) * table['Note: brief']\n"
-    (workplace / "keyed.py").write_text(code)
-    given: dict[str, Any] = {
-        "model": {"path": str(workplace / "model")},
-        "data": {"train": str(workplace / "rows.jsonl"), "prompt_column": "question"},
-        "reward": f"{workplace / 'keyed.py'}:keyed",
-        "reward_kwargs": {"table": keys},
-        "run": {"dir": str(folder)},
-    }
-    (workplace / "keys.yaml").write_text(dump(given))
-    few = ["--num-prompts-per-step", "2", "--num-generations-per-prompt", "2"]
-    file = str(workplace / "keys.yaml")
-    named = ["--reward", str(given["reward"])]
-    assert main(["grpo", "--config", file, *named, "--max-num-steps", "1", *few, *QUIET]) == 0
-    config = read(folder / "config.yaml")[0]
-    assert config["reward_kwargs"] == {"table": keys}
-    resume = ["--run.dir", str(folder), "--run.resume", "--max-num-steps", "2"]
-    assert main(["grpo", *resume, *named]) == 0
-    assert steps(folder) == [1, 2]
 
 
 def test_eval(workplace: Path, capsys):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 import nemorl
@@ -83,18 +82,6 @@ def test_files_of_a_mixture_come_from_the_command_line(tmp_path: Path):
     assert [(row["prompt"][0], row.source) for row in rows] == [("a", 0)] * 3 + [("b", 1)] * 3
 
 
-def test_one_of_several_sets_may_have_the_usual_columns(tmp_path: Path):
-    """Whichever of them the check before the run can read."""
-    table = tmp_path / "a.parquet"
-    datasets.Dataset.from_list([{"question": "1+1=", "answer": "2"}]).to_parquet(table)
-    file = write(tmp_path / "b.jsonl", [{"prompt": "1+2=", "answer": "3"}])
-    data = ["--data.train", str(table), str(file), "--data.prompt-column", "question"]
-    config = cli.parse("grpo", ["--model.path", "m", *data])
-    cli._require_names_and_rows(config)
-    rows, _ = read_data(config.data)
-    assert [row["prompt"] for row in rows] == ["1+1=", "1+2="]
-
-
 def write_yaml(folder: Path, config: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(dump_yaml(config))
@@ -128,13 +115,8 @@ def test_lengths_are_shown_and_kept(tmp_path: Path, capsys):
         result = start(
             sft_config(tmp_path / "shown", steps=1, data=data, run={"display": "plain"}), rows=rows
         )
-    shown = capsys.readouterr().out
-    assert (
-        "lengths in tokens" in shown
-        and "train: 1 over the limit of 16 tokens (1 left out)" in shown
-    )
+    assert "train: 1 over the limit of 16 tokens (1 left out)" in capsys.readouterr().out
     found = json.loads(result.paths.data.read_text())
-    assert set(found) == {"train"}, "there are no validation rows"
     assert [found["train"][name] for name in ("count", "max", "num_dropped")] == [20, 6, 1]
 
 

@@ -156,13 +156,8 @@ def test_merge():
         "u": {"name": "p", "x": 1},
     }
     assert merge(base, {"u": {"name": "q"}})["u"] == {"name": "q"}
-    assert (
-        merge(base, {"u": {"name": "p"}})["u"]
-        == merge(base, {"u": {}})["u"]
-        == merge(base, {"u": "p"})["u"]
-        == {"name": "p", "x": 1}
-    )
-    assert merge(base, {}) == base and merge({}, base) == base
+    assert merge(base, {"u": "p"})["u"] == {"name": "p", "x": 1}
+    assert merge(base, {}) == base == merge({}, base)
 
 
 def test_unreadable_files(tmp_path: Path):
@@ -188,9 +183,6 @@ def bomb(form: str) -> str:
         (bomb("{<<: [%s]}"), "line 6", "at most 100000 values"),
         ("run: &a {dir: *a}", "line 1", "none may contain itself: remove aliases"),
         ("run: {seed: " + "9" * 60_000 + "}", "YAML", "Exceeds the limit"),
-        ("run: " + "[" * 60_000, "YAML", "brackets are nested more than 100 deep"),
-        ("? [1, 2]\n: 3", "YAML", "keys must be str"),
-        ("run: {seed: !!int x}", "YAML", "invalid literal"),
     ],
 )
 def test_a_file_that_would_grow_without_end_is_refused_at_once(text, where, reason, tmp_path: Path):
@@ -274,7 +266,6 @@ def test_reading_is_the_inverse_of_writing(tmp_path_factory: Any, tree: dict[str
         ("\udc80", "b.c must hold text, .* surrogates not allowed"),
         ({1: 2}, "keys of b.c.1 must be text, but one is 1"),
         ([0] * MAX_VALUES, "at most 100000 values"),
-        ("x" * 10_000_000, "10000000 characters"),
         (functools.reduce(lambda inner, _: [inner], range(MAX_DEPTH), 0), "at most 100 deep"),
     ],
     ids=lambda value: type(value).__name__,

@@ -175,14 +175,6 @@ def test_the_plan_must_suit_the_model():
     found.check_model(None)  # loading it will say what is wrong
 
 
-def test_more_ranks_where_ray_places_them():
-    two, four = {"dp_shard": 2}, {"dp_shard": 4}
-    Devices.of(config(plan=two), {}, num_gpus=0).check_more_ranks()
-    for found in (Devices.of(config(), {}), Devices.of(config(plan=four), TORCHRUN, num_gpus=0)):
-        with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places"):
-            found.check_more_ranks()
-
-
 def test_a_restart_by_torchrun_is_seen():
     given = replace(config(), run=nemorl.RunConfig(dir="runs/mine"))
     environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}

@@ -221,22 +221,3 @@ def test_a_generation_backend_checks_for_itself(folder: Path, tmp_path: Path):
         with pytest.raises(ValueError, match="careful knows no such model"):
             use()
     assert len(seen) == 4
-
-
-def test_a_generation_backend_says_what_it_can_do():
-    class Own(TorchGenerationBackend):
-        traits = GenerationTraits(on_trainer=True, embedded=True, records_experts=True)
-
-    nemorl.register_generation_backend("own")(Own)
-    with pytest.raises(ValueError, match="num_replicas is not for own, which computes where"):
-        nemorl.GenerationConfig(backend="own", num_replicas=2)
-
-    class Engines(Silent):
-        traits = GenerationTraits(engines=True)
-
-    nemorl.register_generation_backend("engines")(Engines)
-    sampled = nemorl.GenerationConfig(backend="engines", num_replicas=2)
-    with pytest.raises(
-        ValueError, match=r"trainer\.device is not for engines, which takes the first GPU"
-    ):
-        nemorl.evaluate("m", "rows.jsonl", "exact", device="cpu", generation=sampled)

@@ -79,7 +79,7 @@ def train(
 
 
 def pop_reward(overrides: dict[str, Any], reward_fn: Reward | None) -> Reward | None:
-    """Return `reward_fn`, or the `reward` of the overrides that is not a name, and remove it."""
+    """Return `reward_fn`, or a `reward` among the overrides that is no name; remove it."""
     if not is_reward(reward := overrides.get("reward")):
         return reward_fn
     remedy = "reward and reward_fn are the same; keep one"
@@ -109,7 +109,7 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
 def from_keywords(
     cls: type[Any], command: str, overrides: Mapping[str, Any], tree: Mapping[str, Any] = {}
 ) -> Any:
-    """Return the config of a command with overrides as `train` takes them, laid over `tree`."""
+    """Return the config of a command with overrides laid over `tree`."""
     mapping: dict[str, Any] = {}
     for name, value in overrides.items():
         key, now = _nested(cls, command, name, value)
@@ -127,7 +127,6 @@ def from_keywords(
 
 
 def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
-    """Return the top-level key of an override, and its value there."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
     if name in ("loss", "advantage") and callable(value) and cls is GRPOConfig:
@@ -167,7 +166,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
 
 
 def is_reward(value: Any) -> bool:
-    """Return whether a value is a reward that is not a name: functions, environments, a mapping."""
+    """Return whether a value is a reward that is not a name."""
     parts = value if isinstance(value, list | tuple) else [value]
     return any(
         callable(part) or hasattr(part, "step") or isinstance(part, Mapping) for part in parts
@@ -208,9 +207,8 @@ TRL = {
 class Trainer:
     """A model with the settings of an algorithm, and what it is trained on.
 
-    The arguments are as in `nemorl.train`; the four that TRL calls otherwise have its names,
-    too. Nothing is loaded before `train` or `fit`. Subclasses are refused a method that a
-    trainer does not have, as nothing would call it.
+    The arguments are as in `nemorl.train`; four have TRL's names, too. Nothing is loaded before
+    `train` or `fit`. Subclasses are refused methods that nothing would call.
     """
 
     algorithm: ClassVar[str]
@@ -280,9 +278,7 @@ class Trainer:
         validation: Rows = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
-        """Train, with arguments and result as of `nemorl.train`; what is not given here is as the
-        trainer was made.
-        """
+        """Train as `nemorl.train`; what is not given here is as the trainer was made."""
         now = {"dataset": dataset, "reward_fn": reward_fn, "validation": validation}
         now |= {"callbacks": callbacks or None}
         given = {**self.given, **{name: value for name, value in now.items() if value is not None}}

@@ -224,7 +224,6 @@ def _execute(
     *,
     typed: tuple[str, ...],
 ) -> int:
-    """Execute a known command, or `use` its config, and return its exit code."""
     prog, config = _prog(command), None
     try:
         config = parse(command, args, typed)
@@ -257,7 +256,7 @@ def _execute(
 
 
 def _unprintable() -> str | None:
-    """Return why what was printed can't be written, "" if nobody reads it, else None; drop it."""
+    """Return why output can't be written, "" if nobody reads it, else None; drop it."""
     try:
         print(end="", flush=True)
     except OSError as error:
@@ -274,7 +273,6 @@ def _train(config: BaseConfig) -> None:
 
 
 def _message(error: Exception, *, parsed: bool) -> str:
-    """Return an error with its notes; of a reward's error print the user's frames."""
     kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
     if of_a_reward(error):
         kind, own = f"{type(error).__name__}: ", str(Path(__file__).parents[2])
@@ -291,7 +289,6 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def of_a_reward(error: BaseException) -> bool:
-    """Return whether an error was raised by a user's reward function."""
     return any(note.startswith("This was reward ") for note in _notes(error))
 
 
@@ -360,7 +357,6 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
 
 
 def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    """Return the sets that data.validation will name."""
     from nemorl.runtime.config.flags import peek
 
     flag = "--data.validation"
@@ -371,7 +367,6 @@ def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) ->
 
 
 def _trust(args: Sequence[str], typed: tuple[str, ...]) -> Trust:
-    """Return what a command line allows of the code that files name."""
     from nemorl.runtime.config.flags import given
 
     last = {argument.replace("-no-", "-"): argument for argument in args}
@@ -392,7 +387,6 @@ def _config_of(command: str) -> type[Any]:
 
 
 def _extra(cls: type) -> "list[Extra]":
-    """Return the flags of a command that are not settings."""
     from tyro.conf import UseAppendAction
 
     from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS
@@ -420,7 +414,7 @@ def _extra(cls: type) -> "list[Extra]":
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for what is missing or in the way, without importing torch."""
+    """Refuse what is missing or in the way, without importing torch."""
     from nemorl.models.pretrained import model_folder
 
     if isinstance(config, BaseConfig):
@@ -448,7 +442,7 @@ def _require_inputs(command: str, config: Any) -> None:
 
 
 def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
-    """Raise ValueError for wrong names and first rows; only warn of files `elsewhere`."""
+    """Refuse wrong names and first rows; only warn of files `elsewhere`."""
     require_names(config)
     data = getattr(config, "data", DataConfig())
     for name, source in {"data.train": data.train, "data.validation": data.validation}.items():
@@ -470,7 +464,7 @@ def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
 def _help(
     command: str, cls: type, args: Sequence[str], usual: Collection[str]
 ) -> Callable[[str], bool] | None:
-    """Return which flags --help shows: the `usual` ones, a section's or all; None without it."""
+    """Return which flags --help shows; None without it."""
     asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
     if not asked:
         return None
@@ -494,7 +488,6 @@ def _help(
 
 
 def _sections(command: str, cls: type) -> dict[str, int]:
-    """Return the number of settings in each section; the rest are the command's own."""
     found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
     return {} if len(found) == 1 else dict(found)
 
@@ -511,7 +504,6 @@ def _more_help(command: str, cls: type) -> str:
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
-    """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
     from nemorl.runtime.store.record import check_algorithm, script_with
 
@@ -525,7 +517,6 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
-    """Raise ValueError for a flag of another variant."""
     keys = {
         name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
         for name, member in unions(cls)[section].items()
@@ -544,7 +535,6 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
 
 
 def _commands(names: Sequence[str] = ()) -> str:
-    """Return a line for each command: the first sentence of its config's docstring."""
     configs = {name: _config_of(name) for name in names or [*ALGORITHMS, *COMMANDS]}
     width = max(map(len, configs))
     docs = {name: " ".join((config.__doc__ or "").split()) for name, config in configs.items()}

@@ -20,7 +20,7 @@ WORDS = ("dtype", "kv_cache_dtype", "quantization")
 
 
 def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
-    """Return the code that settings run, and its flag, by the setting. Nothing is imported."""
+    """Return the code that settings run, and its flag, by the setting."""
     found = {}
     for setting in CODE:
         value: Any = tree

@@ -28,10 +28,9 @@ class ConfigError(ValueError):
 
 
 def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Return nested plain values as YAML that parsers of versions 1.1 and 1.2 read alike, with
-    comments above their dotted keys. `read` returns the same values (a tuple as a list).
+    """Return nested plain values as YAML that versions 1.1 and 1.2 read alike.
 
-    Raises: ConfigError for values that YAML does not have or that `read` would refuse.
+    comments: lines above dotted keys. Raises: ConfigError for what `read` would refuse.
     """
     size = _size(mapping)
     text = _section(mapping, comments or {}, "", "") if size <= MAX_VALUES else ""
@@ -44,7 +43,6 @@ def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) 
 
 
 def _size(value: Any, depth: int = 1) -> int:
-    """Return how many values `read` will count."""
     if depth > MAX_DEPTH:
         raise ConfigError(f"settings must be nested at most {MAX_DEPTH} deep: use fewer levels")
     if isinstance(value, Mapping):

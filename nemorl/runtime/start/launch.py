@@ -91,10 +91,7 @@ def launched(
     environment: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
-    """Check and read everything but the model, and hold the run's directory in the block.
-
-    algorithm: its name, or the script, that may resume the run.
-    """
+    """Check and read all but the model, and hold the run's directory in the block."""
     require(
         model is None or not config.model.from_scratch,
         "model.from_scratch",
@@ -164,7 +161,6 @@ def _require_same_rows(
     saved: list[Digest],
     *rows: Sequence[Row],
 ) -> None:
-    """Raise ValueError for rows that differ from the earlier ones, or warn if accepted."""
     sources = sources_of(config.data.train if train is None else train)
     found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
     if not found:
@@ -185,10 +181,7 @@ def _require_same_rows(
 
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
-    """Make the folder of a new run, or return the folder of the run to resume.
-
-    Raises ValueError where it holds another run, or none to resume.
-    """
+    """Make or, to resume, find the folder of a run. Raises ValueError where it is of another."""
     directory = RunDirectory.create(
         str(config.run.dir),
         dump_yaml(kept(config)),

@@ -113,7 +113,7 @@ def from_keywords(
     mapping: dict[str, Any] = {}
     for name, value in overrides.items():
         key, now = _nested(cls, command, name, value)
-        if key in mapping:  # loss="gspo", clip_low=0.1
+        if key in mapping:
             before, now = (
                 {"name": part} if isinstance(part, str) else part or {}
                 for part in (mapping[key], now)
@@ -141,7 +141,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         raise ConfigError(
             f"reward must be a name here, but it is {short(value)}: pass it as reward_fn=", name
         )
-    if name in {key.partition(".")[0] for key in own}:  # a whole section, or a setting in none
+    if name in {key.partition(".")[0] for key in own}:
         return name, value
     found = [MAIN.get(name, name.replace("__", "."))]
     if found[0] not in own:
@@ -200,7 +200,7 @@ TRL = {
     "eval_dataset": "validation",
     "processing_class": "tokenizer",
 }
-"""What arguments of TRL's trainers are called here: a trainer takes either name."""
+"""Arguments of TRL's trainers, which a trainer takes, too."""
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)

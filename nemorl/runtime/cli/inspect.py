@@ -36,7 +36,7 @@ class Inspection:
     kind: Kind
     rows: Sequence[Row]
     items: Sequence[Any]
-    """For each row, its token ids, an Example, a Pair, or an Example with its verdict."""
+    """Token ids, Examples, Pairs, or Examples with their verdicts."""
     statistics: LengthStatistics
     tokenizer: Any
 

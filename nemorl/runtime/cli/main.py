@@ -84,7 +84,7 @@ COMMON = {
     "advantage.name",
     "kl.coef",
 }
-"""The settings of sections that `--help` shows without being asked for their section."""
+"""The settings of sections that `--help` shows."""
 RARE = {
     "reward_weights",
     "reward_kwargs",
@@ -98,7 +98,7 @@ RARE = {
     "sft_reduction",
     "reference",
 }
-"""The settings of training, in no section, that it does not show."""
+"""The settings in no section that it does not show."""
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -227,7 +227,7 @@ def _execute(
     prog, config = _prog(command), None
     try:
         config = parse(command, args, typed)
-        if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
+        if config is None or (is_follower() and command in COMMANDS):
             return 0
         _require_inputs(command, config)
         if use is not None:
@@ -239,7 +239,7 @@ def _execute(
         return 0
     except Terminated as stop:
         return _fail(prog, "\n".join(["terminated", *_notes(stop)]), 143)
-    except SystemExit as stop:  # --help, and flags that tyro refuses
+    except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:
         return _fail(prog, "\n".join(["interrupted", *_notes(stop)]), 130)
@@ -261,7 +261,7 @@ def _unprintable() -> str | None:
         print(end="", flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        closed = isinstance(error, BrokenPipeError)  # nemorl … | head
+        closed = isinstance(error, BrokenPipeError)
         return "" if closed else f"the standard output can't be written to: {error.strerror}"
     return None
 
@@ -433,7 +433,7 @@ def _require_inputs(command: str, config: Any) -> None:
     _require_names_and_rows(config)
     if command in ALGORITHMS:
         require_rows(config.data.train)
-        if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
+        if config.run.dir and not config.run.resume and torchrun_size() is None:
             RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):
         RunDirectory.open(config.run).require_checkpoint()
@@ -511,7 +511,7 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
     if not asked or not directory.config.exists():
         return []
-    own = SCRIPTS.get(command)  # which may use `open_run` or `run`
+    own = SCRIPTS.get(command)
     check_algorithm(directory, *([script_with(own), algorithm_of(own)] if own else [command]))
     return [str(directory.config)]
 
@@ -526,7 +526,7 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
-            other = key.replace("_", ".", 1)  # kl_coef
+            other = key.replace("_", ".", 1)
             instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
                 f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"

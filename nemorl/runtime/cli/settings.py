@@ -106,7 +106,7 @@ def settings_of_run(
         return {}
     config, lines = read(directory.config)
     theirs, usual = flat(config), flat(defaults(cls))
-    theirs["reward_kwargs"] = config.get("reward_kwargs")  # one value, not a section
+    theirs["reward_kwargs"] = config.get("reward_kwargs")
     found = {}
     for key in OF_RUN:
         own = known and key in OF_SET

@@ -1,8 +1,4 @@
-"""The sections that every algorithm has.
-
-A choice between variants is a union of dataclasses: a setting that a variant does not use can't be
-written.
-"""
+"""The sections that every algorithm has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """Settings as command-line flags: `--section.key` for each key, its docstring as help.
 
-The parser is made for one tree of values, which --help shows as defaults; of a union, only the
-variant that the tree names has flags. The result is a tree again.
+Defaults are those of one tree of values; of a union, only the variant that it names has flags.
 """
 
 import contextlib
@@ -162,7 +161,7 @@ def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value:
         keys = [names[name]]
     else:
         keys = [key for key in names if _last(key) == name and not means_another(name, key)]
-        last = _last(name)  # of a section that this command does not have
+        last = _last(name)
         if not keys and names.get(last) == last != name and not in_a_table(name):
             keys = [last]
     if keys:
@@ -289,7 +288,6 @@ def _setting(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
     """Read a value as YAML has it (null, true, a number, {…}); the config checks its type."""
-    # Flags, sections and what may be repeated are tyro's.
     append = tyro.conf.UseAppendAction in info.markers
     if info.type is bool or dataclasses.is_dataclass(info.type) or append:
         return None

@@ -25,7 +25,7 @@ class OwnFunction:
     function: ClassVar[Callable[..., Any]]
     takes: ClassVar[frozenset[str]] = frozenset()
     """Which of `extra` it has."""
-    _unchecked = False  # True where the function was not imported, as settings are only printed
+    _unchecked = False
 
 
 def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
@@ -41,7 +41,7 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
         )
     try:
         signature = inspect.signature(function, eval_str=True)
-    except NameError as error:  # of an annotation
+    except NameError as error:
         raise ValueError(
             f"{setting} must have annotations that exist, but of {name} {error}: import it"
         ) from None

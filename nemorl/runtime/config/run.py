@@ -1,6 +1,4 @@
-"""The section `run`, and its rules about metrics: when a run has learned enough, and which of its
-checkpoints is best. Metrics of the validation have `val_` before their names of metrics.jsonl.
-"""
+"""The section `run`, and its rules about metrics: those of a validation begin with `val_`."""
 
 import operator
 import re

@@ -1,7 +1,6 @@
 """Settings from nested mappings and YAML files to frozen dataclasses, and back.
 
-A dataclass is a section; a union of dataclasses is a section whose `name` chooses one. Pydantic
-checks keys and types; the dataclasses check the rest.
+A union of dataclasses is a section whose `name` chooses one. Pydantic checks keys and types.
 """
 
 import dataclasses
@@ -134,7 +133,7 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
         old = merged.get(key)
         if isinstance(old, Mapping):
             if value is None:
-                continue  # a section with nothing but comments in it
+                continue
             if isinstance(value, str) and "name" in old:
                 value = {"name": value}
             if isinstance(value, Mapping) and value.get("name", name := old.get("name")) == name:
@@ -233,7 +232,7 @@ def yaml_layer(
                 chosen = mapping[section] if isinstance(mapping[section], Mapping) else {}
                 mapping[section] = {**chosen, "name": flag}
             else:
-                del mapping[section]  # not used, so it is not imported
+                del mapping[section]
         return layer(cls, tree, mapping, printed=printed)
 
 
@@ -319,7 +318,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(cls: type) -> Any:
-    from pydantic import ConfigDict, TypeAdapter  # not needed for --help
+    from pydantic import ConfigDict, TypeAdapter
 
     # The union is there because pydantic takes no config for a dataclass by itself.
     return TypeAdapter(typing.cast(Any, cls | None), config=ConfigDict(extra="forbid", strict=True))

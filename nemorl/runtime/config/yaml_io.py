@@ -93,7 +93,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
             )
         loader = _Loader(text)
         node = loader.get_single_node()
-        _count(node, {})  # before aliases are written out
+        _count(node, {})
         lines = _lines(node)
         tree = {} if node is None else loader.construct_document(node)
         plain = json.loads(json.dumps(tree, default=str))
@@ -106,7 +106,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
         where = f", line {min(mark.line, last) + 1}" if mark else ""
         why = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise ConfigError(f"{path}{where}: not valid YAML: {why}") from None
-    except (ValueError, TypeError, KeyError) as error:  # of a value
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold keys and sections (`key: value`), not {plain!r:.40}")

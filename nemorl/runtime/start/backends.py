@@ -61,7 +61,7 @@ class Backends:
                 config.trainer.backend,
                 "add it",
             )
-            seed_generators(config.run.seed)  # the generators that a reward or a loop may use
+            seed_generators(config.run.seed)
             if model is not None:
                 check_vocabulary(model, launch.tokenizer)
             yield trainer
@@ -145,7 +145,6 @@ class Backends:
             named = isinstance(order.model, str | Path)
             path = model_folder(str(order.model)) if named else ""
             config = replace(config, model=replace(config.model, path=path, from_scratch=False))
-        # Its experts are not the sampler's, if it has any.
         options: Any = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
         trainer = replace(config.trainer, router_replay=False, **options)
         policys = order.model is None and not order.trains and order.head == "lm"
@@ -245,7 +244,7 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
         return None
     make = training_backend_class(launch.config.trainer.backend)
     logs = launch.directory.path / "logs" / name
-    engines = None if name else launch.config.generation  # which get the policy's weights alone
+    engines = None if name else launch.config.generation
     return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
 
 

@@ -30,7 +30,6 @@ class Devices:
     plan: ParallelPlan
     """Without an open degree, and with the precision that the devices take."""
     config: BaseConfig = field(default_factory=BaseConfig)
-    """Settings of the run, with that precision."""
     ranked: bool
     """Whether the model is on ranks in other processes; a single rank counts."""
     torchrun: bool = False
@@ -38,11 +37,9 @@ class Devices:
     restarted: bool = False
     """Whether it has started them again after a failure."""
     on_gpus: bool = False
-    """Whether this machine's GPUs train."""
     accelerated: bool = False
     """Whether GPUs train, be they this machine's or a Ray cluster's."""
     machine: Machine = field(default_factory=lambda: Machine(gpus=0))
-    """What there is for generation."""
 
     @classmethod
     def of(
@@ -345,6 +342,6 @@ def _num_gpus(device: str | None = None) -> int:
     kind = (device or "cuda").partition(":")[0]
     try:
         module = torch.get_device_module("cuda" if kind == "cpu" else kind)
-    except RuntimeError:  # which `check_device` explains
+    except RuntimeError:
         return 0
     return module.device_count() if module.is_available() else 0

@@ -59,19 +59,16 @@ class Launch:
     folder: str
     """Folder or hub name of the model."""
     model: nn.Module | None
-    """A loaded model that was given."""
     of_model: Any
     """The model's Hugging Face configuration; None where it can't be read."""
     tokenizer: Any
     environment: Environment | None
     rows: Sequence[Row]
     data: Sequence[Digest]
-    """Digests of the training data sets."""
     validation_rows: Sequence[Row]
     log: RunLog
     loggers: Mapping[str, LoggerFactory]
     callbacks: Sequence[Callback]
-    """The caller's own."""
 
     @property
     def quiet(self) -> bool:

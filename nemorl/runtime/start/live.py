@@ -75,7 +75,7 @@ class Live:
         self.make_room(run, [trainer], keep_weights=shared)  # engines take what they find
         generator = self.stack.enter_context(live_generator(launch, engines, trainer, model))
         if generator is not None and in_turns:
-            generator.sleep()  # what is loaded now needs the memory
+            generator.sleep()
         state, resumed_from = resumed(launch, run, trainer)
         with writing("the tokenizer", directory.path / "tokenizer"):
             launch.tokenizer.save_pretrained(directory.path / "tokenizer")
@@ -227,7 +227,7 @@ def own_callbacks(
     elif config.run.export:
         after.append(ExportCallback(directory, models, adapter=config.lora.export == "adapter"))
     if config.run.plots:
-        from nemorl.runtime.watch.plots import PlotCallback  # slow to import
+        from nemorl.runtime.watch.plots import PlotCallback
 
         after.append(PlotCallback(directory))
     return before, after
@@ -305,7 +305,6 @@ def live_generator(
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
         replays = config.trainer.router_replay
-        # Ray has given the ranks their GPUs, and counts them as taken.
         devices = launch.devices
         shares = devices.placed and devices.shares_gpus(engines)
         beside = {"beside": trainer.places} if shares else {}

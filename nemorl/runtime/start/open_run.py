@@ -104,7 +104,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
             warn(f"the run {where} with new ranks ({times}): {reason}")
-            generators.restore()  # a new beginning draws the same numbers
+            generators.restore()
             resume = point is not None or config.run.resume
             launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))
 
@@ -143,7 +143,7 @@ def opened(
         metrics = final_metrics(history)
         run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
         if launch.devices.torchrun and run.live is not None:
-            trainer: Any = run.live.trainer  # on ranks
+            trainer: Any = run.live.trainer
             trainer.result = run.result
 
 

@@ -55,9 +55,7 @@ GENERATION_BACKENDS: dict[str, str | type] = {
 }
 GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
 GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
-"""Checks of generation backends that have one: check(config, model, machine), where `model` is a
-Hugging Face configuration, or None before it is known.
-"""
+"""check(config, model, machine); model: a configuration, None before it is known."""
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.watch.loggers.services:TensorBoardLogger",
     "wandb": "nemorl.runtime.watch.loggers.services:WandbLogger",
@@ -152,7 +150,7 @@ def register_generation_backend(name: str) -> Callable[[type[Registered]], type[
         TRAITS[name] = getattr(cls, "traits", GenerationTraits())
         if getattr(cls, "check", None) is not None:
             GENERATION_CHECKS[name] = cls.check
-        else:  # of a class that had the name before
+        else:
             GENERATION_CHECKS.pop(name, None)
 
     return _register(name, GENERATION_BACKENDS, check)

@@ -60,7 +60,7 @@ def as_given(
     if not hasattr(config, "reward"):
         return config
     if reward is None:
-        if not config.generates(answers=False):  # it judges only what is validated on
+        if not config.generates(answers=False):
             sources = sources[:1] if config.data.held_out else sources[1:]
         own: Any = config
         return replace(own, reward=reward_for(own.reward, *sources))

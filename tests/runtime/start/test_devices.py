@@ -29,7 +29,6 @@ TORCHRUN = {
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight cores, and no cluster that could be asked."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr(devices, "_cluster_has_gpus", lambda address: False)
 

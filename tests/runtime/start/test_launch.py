@@ -155,7 +155,7 @@ def test_a_run_without_a_checkpoint_is_not_overwritten_by_a_resume(tmp_path: Pat
 
 
 def told_of_lengths(run) -> tuple[list[str], str]:
-    """What a run warns of that begins with a setting of lengths, and its config.yaml."""
+    """What a run warns of about lengths, and its config.yaml."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run()

@@ -35,7 +35,7 @@ from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with end tokens of its own, as instruction models have."""
+    """A model with end tokens of its own."""
     model = tiny_model(scale=2.0)
     model.generation_config = GenerationConfig(eos_token_id=[1, 5])
     model.save_pretrained(tmp_path / "model")

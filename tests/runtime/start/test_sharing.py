@@ -158,7 +158,6 @@ class InTurns(TorchGenerationBackend):
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What trainer and engine do, in order."""
     InTurns.seen = events = []
     nemorl.register_generation_backend("in turns")(InTurns)
     monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)

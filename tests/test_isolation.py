@@ -77,6 +77,7 @@ def test_losses_import_without_the_big_dependencies():
     )
 
 
+@pytest.mark.slow
 def test_the_runtime_imports_without_engines():
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)

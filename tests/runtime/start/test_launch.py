@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.start import devices
 from nemorl.runtime.store.directory import RunDirectory
 from tests.runtime.runs import (
@@ -154,8 +155,14 @@ def test_a_run_without_a_checkpoint_is_not_overwritten_by_a_resume(tmp_path: Pat
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics != ""
 
 
+def test_final_metrics_are_of_the_last_step_alone():
+    rare = {"step": 1, "phase": "train", "loss": 2.0, "rare": 9.0}
+    last = [{"step": 2, "phase": "validation", "loss": 3.0}, {**rare, "step": 3}]
+    del last[1]["rare"]
+    assert final_metrics([rare, *last]) == {"loss": 2.0, "val_loss": 3.0}
+
+
 def told_of_lengths(run) -> tuple[list[str], str]:
-    """What a run warns of about lengths, and its config.yaml."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run()

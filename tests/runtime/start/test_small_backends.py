@@ -79,7 +79,6 @@ def registered(request, monkeypatch: pytest.MonkeyPatch) -> type:
 
 
 def test_by_its_name(registered: type, tmp_path: Path):
-    """As the description has it: setup, train_step, get_logprobs, checkpoints, shutdown."""
     backend, other = (nemorl.get_training_backend("small") for _ in range(2))
     for each in (backend, other):
         each.setup(BackendConfig(optimizer=nemorl.OptimizerConfig(lr=0.1)))

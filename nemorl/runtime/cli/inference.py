@@ -226,6 +226,7 @@ def generate(
 
 
 def generate_config(config: GenerateConfig) -> list[dict[str, Any]]:
+    """Return the result of `generate`."""
     texts = config.prompts()
     columns = {name for _, name in parts_of(config.data.prompt_template or "{prompt}") if name}
     column = columns.pop() if len(columns) == 1 else "prompt"  # a run's may have another name
@@ -266,6 +267,7 @@ def export(run: str | Path, output: str | Path, **overrides: Any) -> Path:
 
 
 def export_config(config: ExportConfig) -> Path:
+    """Return the result of `export`."""
     directory = RunDirectory.open(config.run)
     directory.require_checkpoint()
     match config.step:

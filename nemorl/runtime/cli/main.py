@@ -289,6 +289,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def of_a_reward(error: BaseException) -> bool:
+    """Return whether a user's reward raised it."""
     return any(note.startswith("This was reward ") for note in _notes(error))
 
 

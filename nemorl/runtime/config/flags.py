@@ -186,6 +186,7 @@ def _last(key: str) -> str:
 
 
 def flag_of(key: str) -> str:
+    """Return the flag of a key."""
     return f"--{key}".replace("_", "-")
 
 

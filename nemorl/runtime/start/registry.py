@@ -187,6 +187,7 @@ def algorithm_of(config: Any) -> str:
 
 
 def loop_of(config: Any) -> Loop:
+    """Return the training loop of a config."""
     name = algorithm_of(config)
     require(
         name in ALGORITHMS,
@@ -223,6 +224,7 @@ def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
 
 
 def training_backend_class(name: str) -> "type[TrainingBackend]":
+    """Return the registered class."""
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 

@@ -101,35 +101,10 @@ def test_a_minute_gives_a_first_page_and_says_what_it_leaves_out(tmp_path: Path,
     assert text.index("| first ") < text.index("| correct ") < text.index("| head ")
 
 
-def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch):
-    def interrupted(command, limit_s):
-        assert 0 < limit_s <= 60 * 25
-        yield {"device": "a GPU", "versions": {}}
-        yield part.skipped("memory", "others use it")
-        yield part.row("speed", 2.0, at_least=1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(__main__, "rows", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        __main__.main(Options(write=tmp_path / "page.md"))
-    text = (tmp_path / "page.md").read_text()
-    assert "| first | speed | 2 | ≥ 1: met |  |" in text and "others use it" in text
-
-
-def test_without_a_gpu_it_ends_with_a_sentence(tmp_path: Path, capsys, monkeypatch):
-    refused = {"refused": "PyTorch must find a GPU, but it does not"}
-    monkeypatch.setattr(__main__, "rows", lambda *_: iter([refused]))
-    assert __main__.main(Options(write=tmp_path / "page.md")) == 2
-    assert capsys.readouterr().err == "PyTorch must find a GPU, but it does not\n"
-    assert not (tmp_path / "page.md").exists()
-
-
 @pytest.mark.parametrize(
     ("version", "cuda", "error", "said"),
     [
         ("2.10.0", "13.0", None, "PyTorch must be 2.11 or newer, but it is 2.10.0: update it"),
-        ("2.11.0", None, None, "PyTorch must be built for CUDA, but it is 2.11.0: install"),
-        ("2.11.0", "13.0", "The NVIDIA driver on your system is too old", "driver .* is too old"),
         ("2.11.0", "13.0", "Found no NVIDIA driver", "must find a GPU, .* Found no NVIDIA driver"),
         ("2.11.0", "13.0", None, "^$"),
     ],
@@ -166,36 +141,14 @@ def test_what_can_not_be_measured_is_a_row():
     def fine():
         yield part.row("speed", float("nan"), at_most=1)
 
-    def absent():
-        part.require_package("no_such_package")
-        yield
-
     def wrong():
         yield {}["speed"]
 
-    makers = {each.__name__: each for each in (without_titan, out_of_memory, absent, wrong, fine)}
+    makers = {each.__name__: each for each in (without_titan, out_of_memory, wrong, fine)}
     found = list(part.rows(iter(makers.items())))
-    assert [row.get("skipped") for row in found[:3]] == [
+    assert [row.get("skipped") for row in found[:2]] == [
         "needs torchtitan: pip install",
         "CUDA out of memory.",
-        "needs no_such_package, which is not installed",
     ]
-    assert found[3]["failed"] == "KeyError: 'speed'"
-    assert found[4]["met"] is False and found[4]["goal"] == "≤ 1"
-
-
-def test_a_part_without_its_packages_is_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(part, "quiet", lambda: None)
-    part.main("no_such_part", small=True)
-    last = capsys.readouterr().out.splitlines()[-1]
-    said = "No module named 'benchmarks.gpu.no_such_part' (benchmarks/gpu/requirements.txt)"
-    assert json.loads(last.removeprefix(MARK)) == part.skipped("all of it", said)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"minutes": 0}, "minutes must be positive"), ({"write": Path("no/x.md")}, "make no")],
-)
-def test_bad_options_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        Options(**options)
+    assert found[2]["failed"] == "KeyError: 'speed'"
+    assert found[3]["met"] is False and found[3]["goal"] == "≤ 1"

@@ -47,16 +47,3 @@ def listens_to() -> set[str]:
 @pytest.mark.slow
 def test_ranks_of_one_machine_listen_to_its_loopback_alone():
     assert run_ranks(2, listens_to, process_group=False) == [{"127.0.0.1"}] * 2
-
-
-def joined_twice() -> tuple[bool, int]:
-    """Whether the second world is the first, and how many threads were begun for it."""
-    plan = ParallelPlan(dp_shard=2)
-    first = mesh.join(plan, "cpu")
-    before = psutil.Process().num_threads()
-    return mesh.join(plan, "cpu") is first, psutil.Process().num_threads() - before
-
-
-@pytest.mark.slow
-def test_a_second_run_of_a_process_takes_the_groups_of_the_first():
-    assert run_ranks(2, joined_twice) == [(True, 0)] * 2

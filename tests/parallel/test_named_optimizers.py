@@ -123,10 +123,6 @@ def test_hidden_matrices_alone_are_not_adamws(name, kind):
     assert all(each.endswith(("bias", "norm.weight", "layernorm.weight")) for each in vectors)
 
 
-def test_muon_and_adamw_have_one_rate():
-    assert {group["lr"] for group in backend({}, name="muon").optimizer.param_groups} == {1e-5}
-
-
 def backend(plan: Any, folder: Path | None = None, *, rank: int = 0, **optimizer: Any) -> Any:
     model, optimizer = wide_model() if folder is None else None, {"lr": 1e-5, **optimizer}
     return set_up(model, folder or "", lora={"rank": rank}, optimizer=optimizer, plan=plan)
@@ -232,31 +228,6 @@ def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, tmp_p
         assert_same(tmp_path / f"{plan} later", tmp_path / f"{plan} by {plan} later")
 
 
-def save_and_reload(root: Path) -> list[float]:
-    """Losses of the steps after a checkpoint, and once more after it is loaded."""
-    made = backend({"dp_shard": 4}, root / "model", **OPTIONS["adamw8bit"])
-    step(made)
-    made.save_checkpoint(root / "saved")
-    losses = [step(made)]
-    made.load_checkpoint(root / "saved")
-    return [*losses, step(made)]
-
-
-@pytest.mark.slow
-def test_ranks_without_a_row_of_a_matrix_leave_its_state_to_others(tmp_path: Path):
-    """A router of two experts has two rows, for four ranks."""
-    pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 256, "head_dim": 64, "num_local_experts": 2}
-    tiny_model("qwen3_moe", **sizes).save_pretrained(tmp_path / "model")
-    for before, after in run_ranks(4, save_and_reload, tmp_path):
-        assert before == after
-    alone = backend({}, tmp_path / "model", **OPTIONS["adamw8bit"])
-    alone.load_checkpoint(tmp_path / "saved")
-    alone.save_checkpoint(tmp_path / "again")
-    assert_same(tmp_path / "saved", tmp_path / "again")
-    assert "model.layers.0.mlp.gate.weight.step" in contents(tmp_path / "saved")
-
-
 def assert_same(a: Path, b: Path) -> None:
     """Bit for bit."""
     found, expected = contents(b), contents(a)
@@ -313,22 +284,3 @@ def test_shards_of_parts_of_blocks_are_refused():
         )
     made = set_up(tiny_model(), optimizer={"name": "adamw8bit"})  # one rank needs no whole blocks
     made.train_step(random_batch(LENGTHS), nll_loss)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": 0.9}, r"optimizer.momentum needs optimizer.name muon, but it is 0.9: add"),
-        ({"name": "muon", "momentum": 1.0}, "optimizer.momentum must lie in 0 … 1"),
-    ],
-)
-def test_settings_that_cannot_work(options, message):
-    with pytest.raises(ValueError, match=message):
-        OptimizerConfig(**options)
-
-
-def test_a_missing_bitsandbytes_is_said(monkeypatch):
-    monkeypatch.setattr("nemorl.parallel.dtensor.limits.find_spec", lambda name: None)
-    message = r"adamw8bit needs the package bitsandbytes.*pip install 'nemorl\[bitsandbytes\]'"
-    with pytest.raises(ValueError, match=message):
-        backend({}, name="adamw8bit")

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.accelerator import module_of
 from nemorl.parallel import accumulation
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.offload import Offloaded
@@ -148,13 +147,3 @@ def test_the_model_is_there_for_who_asks_for_it():
     backend.offload()
     assert held(backend)["parameters"] == 0
     assert all(p.untyped_storage().nbytes() for p in backend.model.parameters())
-
-
-def test_the_cache_is_emptied_where_nothing_new_is_moved(accelerator: torch.device, monkeypatch):
-    """By copies of what is away, for an engine, it fills again."""
-    emptied = []
-    monkeypatch.setattr(module_of(accelerator), "empty_cache", lambda: emptied.append(True))
-    offloaded, tensor = Offloaded(), torch.ones(4, device=accelerator)
-    for count in (1, 2):
-        offloaded.take([tensor])
-        assert len(emptied) == count

@@ -1,21 +1,13 @@
 """AdamW by either implementation, on plain tensors and on shards; learning rates."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import get_scheduler
 
-from nemorl.models.adapters import full_tensor
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.optimizer import learning_rate
-from tests.ranks import run_ranks
 
 IMPLEMENTATIONS = ("fused", "foreach")
 
@@ -52,43 +44,6 @@ def test_the_implementation_asked_for_and_the_formula(implementation):
         # The first step: both means are the gradient's own.
         expected = parameter * (1 - 1e-2 * decay) - 1e-2 * grad / (grad.abs() + 1e-8)
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-
-
-def on_four_ranks(
-    implementation: str, sharded: bool
-) -> tuple[list[tuple[int, float, list[int]]], float]:
-    """Layers of which two are split over tp and one is not, with or without FSDP2 around them:
-    groups, and the gap to one process.
-    """
-    model = small_model()
-    alone = copy.deepcopy(model)
-    # Names of their own: torch remembers the groups of an equal mesh that is gone.
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    styles = {
-        "0": ColwiseParallel(output_layouts=Replicate()),
-        "2": RowwiseParallel(input_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["inner"], styles)
-    if sharded:
-        fully_shard(model, mesh=mesh["outer"])
-    optimizer = make_optimizer(model, config(implementation))
-    steps(model, optimizer)
-    steps(alone, make_optimizer(alone, config(implementation)))
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    gap = max(float((full_tensor(ours) - other).abs().max()) for ours, other in pairs)
-    return [
-        (len(group["params"]), group["weight_decay"], sorted({p.ndim for p in group["params"]}))
-        for group in optimizer.param_groups
-    ], gap
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("sharded", [True, False], ids=["tp and fsdp", "tp alone"])
-def test_shards_on_several_meshes_are_stepped_like_the_whole(implementation, sharded):
-    for groups, gap in run_ranks(4, on_four_ranks, implementation, sharded):
-        assert gap < 1e-6
-        assert sorted(groups) == sorted([(2, 0.1, [2]), (2, 0.0, [1]), (0, 0.1, []), (2, 0.0, [1])])
 
 
 def rates_of_transformers(schedule: str, *, warmup: int, total: int) -> list[float]:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from nemorl.data import collate, pack, pack_plan
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.packing import rows_of
-from nemorl.data.sharding import shard_by_rank
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, TrainerConfig
@@ -137,13 +136,6 @@ def test_those_of_a_prompt_stay_together():
     assert sorted(cut(batch, alone).packing or ()) == [(0, 1, 3), (2, 4, 5)]
     for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1]), (9, [1]), (9, [1] * 6)]):
         assert with_the_same_prompt(grouped(not_worth_it)) is None
-    found = cut(grouped([(4, [6, 1, 1])] * 4), TrainerConfig(micro_batch_tokens=40), num_ranks=2)
-    units = [tuple(range(i, i + 3)) for i in (0, 3, 6, 9)]
-    assert sorted(part for own in found.microbatches for part in own) == units
-    # A unit that no row holds is cut; with too few units for the ranks there are none.
-    assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
-    assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3
-    assert shard_by_rank(batch, 3, units=((0, 1, 2, 3, 4, 5),)) == shard_by_rank(batch, 3)
 
 
 @given(

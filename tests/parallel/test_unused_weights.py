@@ -9,19 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
 
 from nemorl.models.capabilities import ASSUMED
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.source import ModelSource
-from nemorl.models.tiny import tiny_config
-from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.build import load_folder, materialize
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.world import World
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -78,16 +73,3 @@ def test_the_first_rank_says_it_once(make: Any, tmp_path: Path):
     assert whole == [f"the model does not use {', '.join(UNUSED)} of its files (2 in all)"]
     assert run_ranks(2, set_up, make, tmp_path) == [whole, []]
     assert said(lambda: dict(ModelSource(str(tmp_path)).weights())) == whole
-
-
-def test_layers_that_transformers_leaves_out_are_not_unused(tmp_path: Path):
-    """DeepSeek's that guess tokens ahead; and of fused experts the files have each."""
-    model = tiny_of(tiny_config(CONFIG_MAPPING["deepseek_v3"]()))
-    model.save_pretrained(tmp_path)
-    add(tmp_path, *BESIDE["deepseek_v3"], *UNUSED)
-    assert said(lambda: load_causal_lm(str(tmp_path))) == [
-        f"the model does not use {', '.join(UNUSED)} of its files (2 in all)"
-    ]
-    world = World(plan=ParallelPlan(), device=torch.device("cpu"))
-    materialize(model, world)
-    assert load_folder(model, tmp_path, seed=0) == {*UNUSED}

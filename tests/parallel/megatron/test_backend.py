@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemorl.losses.types import finalize
 from nemorl.models.digest import sampled
 from nemorl.parallel.fingerprint import hash_of
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import Carried, assert_same, contents
-from tests.parallel.ways import LENGTHS, OPTIMIZER, WAYS, start, train, unlike, weights
+from tests.parallel.ways import LENGTHS, WAYS, start, train, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -51,31 +50,6 @@ def model() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         made().save_pretrained(folder)
         yield Path(folder)
-
-
-def tried_again(way: str, model: Path, overlaps: bool) -> list[tuple[dict[str, float], dict]]:
-    """Metrics and weights of a step, and of one whose first metrics could not be merged."""
-    batch, found = random_batch(LENGTHS), []
-    plan = replace(WAYS[way][1], overlap_grad_reduce=overlaps)
-    for fails in (False, True):
-        backend = start(way, model, parallel=plan)
-        if fails:
-            with pytest.raises(ValueError, match="metric x must be a Sum"):
-                backend.forward_backward(batch, unlike)
-        backend.forward_backward(batch, nll_loss)
-        metrics = finalize(backend.optim_step())
-        numbers = {name: metrics[name] for name in ("loss", "grad_norm", "num_tokens")}
-        found.append((numbers, weights(backend)))
-        backend.shutdown()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "overlaps"), [("FSDP2 2", False), ("dp 2", False), ("dp 2", True)])
-def test_a_batch_whose_metrics_could_not_be_merged_counts_once(way: str, overlaps: bool, model):
-    for (numbers, expected), (again, found) in run_ranks(2, tried_again, way, model, overlaps):
-        assert again == numbers and numbers["num_tokens"] == sum(LENGTHS)
-        torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.slow
@@ -256,34 +230,3 @@ def test_what_does_not_train_has_no_optimizer_and_no_gradients(model: Path):
         assert torch.equal(trained, still) and not keeps
         for name, parameter in made().named_parameters():
             assert torch.equal(found[name], parameter.bfloat16().float())
-
-
-def two_models(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses and weights of two models that train in turns, and of each of them alone; the second
-    one goes on from a checkpoint in between.
-    """
-    optimizers, found = (OPTIMIZER, replace(OPTIMIZER, lr=5e-3)), []
-    pair = [start("dp 2 in bfloat16", folder, optimizer=each) for each in optimizers]
-    losses = [train(each, 0) for each in pair]
-    pair[1].save_checkpoint(folder / "second")
-    losses = [[*before, *train(each, 1)] for before, each in zip(losses, pair, strict=True)]
-    pair[1].load_checkpoint(folder / "second")
-    assert train(pair[1], 1) == losses[1][1:]
-    found += [(each, weights(backend)) for each, backend in zip(losses, pair, strict=True)]
-    pair[1].shutdown()
-    train(pair[0], 2)  # which is whole without the other
-    pair[0].shutdown()
-    for each in optimizers:
-        alone = start("dp 2 in bfloat16", folder, optimizer=each)
-        found.append((train(alone, 0, 1), weights(alone)))
-        alone.shutdown()
-    return found
-
-
-@pytest.mark.slow
-def test_two_models_train_side_by_side(model: Path):
-    for first, second, *alone in run_ranks(2, two_models, model):
-        for (losses, found), (expected, end) in zip((first, second), alone, strict=True):
-            assert losses == expected
-            torch.testing.assert_close(found, end, atol=0, rtol=0)
-        assert first[0][1] != second[0][1]

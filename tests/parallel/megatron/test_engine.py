@@ -1,6 +1,5 @@
 """Plans that the conformance suite of generation does not run, against engines of one process."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +78,6 @@ def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path:
     for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert one.finish_reason == other.finish_reason
-
-
-def with_cudnn(folder: Path, plan: ParallelPlan) -> list[bool]:
-    """Whether cuDNN may compute attention: before, while a model trains or decodes, and after."""
-    gc.collect()  # earlier models of this process, which nobody shut down
-    found = [torch.backends.cuda.cudnn_sdp_enabled()]
-    backend = started(folder, plan)
-    found.append(torch.backends.cuda.cudnn_sdp_enabled())
-    backend.shutdown()
-    return [*found, torch.backends.cuda.cudnn_sdp_enabled()]
-
-
-def test_cudnn_makes_no_plans(tmp_path: Path):
-    tiny_model(num_hidden_layers=4).save_pretrained(tmp_path)
-    before, *found = run_ranks(2, with_cudnn, tmp_path, PLANS["dp"])[0]
-    assert found == [False, before]
 
 
 def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:

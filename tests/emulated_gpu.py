@@ -90,7 +90,6 @@ class _Module(backend_registration._DummyBackendModule):
     def __init__(self) -> None:
         self.waits = Waits()
         self.active = 0
-        self.calls: Counter[str] = Counter()
 
     def is_available(self) -> bool:
         return self.active > 0
@@ -121,8 +120,7 @@ class _Module(backend_registration._DummyBackendModule):
     def synchronize(self, device: Any = None) -> None:
         self.waits.add("synchronize")
 
-    def empty_cache(self) -> None:
-        self.calls["empty_cache"] += 1
+    def empty_cache(self) -> None: ...
 
     def max_memory_allocated(self, device: Any = None) -> int:
         return 0
@@ -234,7 +232,6 @@ def _without_lists(index: Any) -> Any:
 
 
 def is_ours(device: Any) -> bool:
-    """Return whether a device, or a name of one, is the emulated one."""
     return device is not None and torch.device(device).type == NAME
 
 
@@ -294,7 +291,6 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _count(func: Any, args: Any, kwargs: Any, *, ours: bool, others: list[Tensor]) -> None:
-    """Count what an operator makes the host wait for."""
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return
     if ours and func in READS:

@@ -24,7 +24,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.grpo import ClippedLoss, GRPOConfig, GSPOLoss, KLConfig, OffPolicyConfig
 from nemorl.runtime.run.callbacks import Callback
-from tests.emulated_gpu import DEVICE, NAME, Emulated, Waits, counted, emulated, gpu
+from tests.emulated_gpu import DEVICE, NAME, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.parity.cases import QUICK, Case
 from tests.parallel.parity.compare import verdict
@@ -114,10 +114,6 @@ class TestTheDevice:
             storage.resize_(0)
             assert ours.raw.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
 
-    def test_outside_the_block_it_is_not_there(self):
-        assert not torch.get_device_module(NAME).is_available()
-        assert not isinstance(torch.ones(2), Emulated)
-
 
 def on(device: str) -> Any:
     return emulated() if device == NAME else nullcontext()
@@ -139,7 +135,6 @@ OFTEN = list(LAYOUTS)[:2]
 
 
 def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of steps, with a checkpoint, offloading and exported weights between them."""
     options = {"plan": FLOAT32, "optimizer": {"eps": EPS}, **layout}
     options["trainer"] = {"device": device, **options.get("trainer", {})}
     kernel: Any = used_on_cpus() if options.pop("varlen", False) else nullcontext([None])
@@ -190,7 +185,6 @@ GRPO = {
 
 
 def batch_and_loss(algorithm: str, size: int) -> tuple[TokenBatch, LossFn]:
-    """A batch of `size` sequences, with all that the loss needs."""
     batch = random_batch([*islice(cycle([9, 14, 30, 17, 12]), size)])
     if algorithm == "sft":
         return batch, sft.loss_fn
@@ -276,7 +270,6 @@ def test_a_run_equals_the_cpus(make: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def waits_of_ranks(backend_name: str, folder: Path, plan: dict[str, Any]) -> list[int]:
-    """The waits of a step of two microbatches, and of one of six."""
     trainer, found = {"device": NAME, "train_micro_batch_size": 2}, []
     with emulated():
         make = MegatronBackend if backend_name == "megatron" else None

@@ -72,7 +72,6 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
 
 
 def _batch(rows: int, work: PlanConfig) -> TokenBatch:
-    """Rows of the workload's width; for packing four times as many of a quarter's length."""
     length, count = (
         (work.seq_len // 4, 4 * rows) if work.trainer.sequence_packing else (work.seq_len, rows)
     )
@@ -118,7 +117,6 @@ class Allocations:
 
 
 def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
-    """Time, pointer and size, which is negative where it is given back."""
     for event in events:
         if type(event.extra_fields).__name__.endswith("Allocation"):
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
@@ -162,6 +160,5 @@ class SentBytes(TorchDispatchMode):
 
 
 def _nbytes(value: Any) -> int:
-    """Of a tensor, or of a list of the parts of one."""
     leaves = torch.utils._pytree.tree_leaves(value)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -59,7 +59,6 @@ def save_and_go_on(root: Path, name: str, options: dict[str, Any]) -> list[float
 
 
 def load_and_go_on(root: Path, name: str, options: dict[str, Any]) -> dict[str, list[float]]:
-    """From each plan's checkpoint; and what was loaded is saved again."""
     made, losses = backend(root / "model", PLANS[name], **options), {}
     for other in PLANS:
         if (root / other).exists():
@@ -71,7 +70,6 @@ def load_and_go_on(root: Path, name: str, options: dict[str, Any]) -> dict[str, 
 
 
 def on(name: str, function: Any, *args: Any) -> Any:
-    """In this process, or on as many ranks as the plan has, which must all give the same."""
     if name == "alone":
         return function(*args)
     first, *others = run_ranks(ParallelPlan(**PLANS[name]).num_ranks, function, *args)
@@ -80,7 +78,6 @@ def on(name: str, function: Any, *args: Any) -> Any:
 
 
 def stored_bytes(folder: Path, kind: str) -> int:
-    """Of all pieces, some of which might be there twice."""
     return sum(
         sum(tensor.nbytes for tensor in load_file(path).values())
         for path in folder.glob(f"{kind}*.safetensors")
@@ -89,7 +86,6 @@ def stored_bytes(folder: Path, kind: str) -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
-    """A checkpoint of each plan, and the losses of the steps that followed there."""
     root = tmp_path_factory.mktemp("reshard")
     tiny_model(scale=2.0).save_pretrained(root / "model")
     return root, {name: on(name, save_and_go_on, root, name, {}) for name in PLANS}
@@ -111,7 +107,6 @@ def test_any_plan_goes_on_from_any_other(saved, name):
 
 @pytest.mark.slow
 def test_all_plans_write_the_same(saved):
-    """Up to the order of additions in two steps."""
     root, (first, *others) = saved
     for other in others:
         assert_same(root / first, root / other, atol=2e-4)
@@ -122,7 +117,6 @@ def test_all_plans_write_the_same(saved):
 
 @pytest.mark.slow
 def test_transformers_loads_what_any_plan_wrote(saved):
-    """One process's as it is, and the export of ranks' pieces."""
     root, expected = saved
     for name in expected:
         folder = root / name if name == "alone" else exported(root / name)
@@ -134,7 +128,6 @@ def test_transformers_loads_what_any_plan_wrote(saved):
 
 @pytest.mark.slow
 def test_pieces_are_not_taken_for_a_model(saved):
-    """transformers finds none, and nemorl says what makes one."""
     folder = saved[0] / "fsdp 3"
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -185,7 +178,6 @@ def meet_damage(root: Path, file: str) -> str:
 
 @pytest.mark.parametrize("kind", ["weights", "optimizer"])
 def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path: Path, kind):
-    """And then all of them can load another checkpoint."""
     tiny_model().save_pretrained(tmp_path / "model")
     file = f"{kind}-00002-of-00002.safetensors"
     first, second = run_ranks(2, meet_damage, tmp_path, file)
@@ -247,7 +239,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
-    """Nothing is left of the earlier one, whose files have other names."""
     tiny_model().save_pretrained(tmp_path / "model")
     on("fsdp 3", save_and_go_on, tmp_path, "fsdp 3", {})
     made = backend(tmp_path / "model", {})

@@ -34,7 +34,6 @@ def problem(heads: tuple[int, int]) -> list[torch.Tensor]:
 
 
 def split(method: str) -> dict:
-    """This rank's outputs and gradients."""
     rank, group, found = dist.get_rank(), dist.group.WORLD, {}
     for name, rows in SEGMENTS.items():
         for many, heads in HEADS.items():

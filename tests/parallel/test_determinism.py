@@ -52,7 +52,6 @@ def test_a_backend_that_nobody_shuts_down_restores_them():
 
 
 def check_sampling(device: torch.device) -> None:
-    """Draw five times with every filter."""
     params = SamplingParams(temperature=0.7, top_k=40_000, top_p=0.9, min_p=1e-6, seed=3)
     for num_rows in (1, 7):
         cpu = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0))

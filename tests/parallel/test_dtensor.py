@@ -36,7 +36,6 @@ from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 def test_segments_attend_to_themselves_alone(
     rows: list[list[int]], padding: int, seed: int, kernel: Any
 ):
-    """Values and gradients against a dense block-diagonal mask, in float64."""
     width = max(1, max(sum(row) for row in rows) + padding)
     segments = torch.zeros(len(rows), width, dtype=torch.long)
     for r, row in enumerate(rows):
@@ -61,7 +60,6 @@ def test_segments_attend_to_themselves_alone(
 
 @given(st.lists(st.integers(1, 70), min_size=2, max_size=40), st.integers(0, 9))
 def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padding: int):
-    """A bucket is at most a quarter longer than any of its segments."""
     ids = [i + 1 for i, length in enumerate(lengths) for _ in range(length)]
     segments = torch.tensor([ids + [0] * padding])
     buckets = segments_of(segments, "buckets")
@@ -78,7 +76,6 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padd
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_sampler_and_the_trainer_agree(packing, precision):
-    """Prefill and cached decoding against a whole forward pass, on the very same parameters."""
     trainer = set_up(
         tiny_model(scale=2.0),
         trainer={"sequence_packing": packing},
@@ -130,7 +127,6 @@ def test_loading(tmp_path):
 
 
 def test_the_model_is_handed_back_as_it_came():
-    """transformers' own generate gives what a fresh copy gives."""
     model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
     backend = set_up(model, plan={"activation_checkpointing": "full"})
     backend.get_logprobs(random_batch([4]))

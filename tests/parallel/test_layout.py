@@ -105,7 +105,6 @@ def cutting(plan: ParallelPlan, **trainer: object) -> Cutting:
 
 
 def with_experts(batch: TokenBatch, *, few: bool = False) -> TokenBatch:
-    """`few`: so that the tokens of a prompt have some of them in common."""
     generator = torch.Generator().manual_seed(1)
     shape = *batch.input_ids.shape, LAYERS, TOPK
     experts = torch.randint(-1, 1 if few else 128, shape, generator=generator)

@@ -96,7 +96,6 @@ def test_dropout_is_on_in_training_only():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_weights_are_those_of_the_live_model(tied):
-    """Merged under Hugging Face's names, and the live model stays as it is."""
     made = trained(model=tiny_model(scale=2.0, tied=tied))
     live = logits(made.model)
     adapters = {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()}
@@ -137,7 +136,6 @@ class Lazy:
 
 
 def test_the_sampler_shares_the_live_model():
-    """No merged weight is computed or copied for it."""
     trainer = backend(keep_reference=True)
     generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
     generator.setup(GenerationConfig())
@@ -215,7 +213,6 @@ def test_what_a_checkpoint_must_fit(lora, message, tmp_path: Path):
 
 
 def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
-    """After shutdown the adapters are in the weights: they must not count twice."""
     model = tiny_model(scale=2.0)
     made = trained(model=model)
     made.save_checkpoint(tmp_path / "saved")
@@ -270,7 +267,6 @@ def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
 
 
 def test_an_adapter_on_the_hub_is_merged_into_its_base(tmp_path: Path, monkeypatch):
-    """There transformers puts it into the model by itself."""
     made = trained()
     made.save_checkpoint(tmp_path / "saved")
 

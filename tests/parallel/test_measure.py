@@ -54,7 +54,6 @@ def test_pytorch_counts_the_same(kind, tied, frozen):
 
 @pytest.mark.parametrize("kind", ["starcoder2", "phi3", "qwen3_moe", "deepseek_v3"])
 def test_pytorch_counts_the_same_of_other_layers(kind):
-    """Two matrices in a feed-forward block, fused ones, experts, and latent attention."""
     config = tiny_config(CONFIG_MAPPING[kind]())
     model, length = tiny_model_of(config), 20
     model.set_experts_implementation("eager")  # others compute padding, too
@@ -87,7 +86,6 @@ def test_a_step(monkeypatch):
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_prompt_that_is_computed_once_counts_once(size: int | None):
-    """And twice where its sequences are in two microbatches."""
     batch = grouped([(20, [3, 5, 4, 4])])
     backend = set_up(tiny_model(), trainer={"train_micro_batch_size": size})
     found = backend.train_step(batch, nll_loss)
@@ -110,7 +108,6 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name, peak, monkeypatch):
 
 
 def test_the_peak_is_this_process_own():
-    """After memory was given back."""
     taken = torch.ones(100_000_000)
     before = peak_memory(CPU)
     assert before > 4e8

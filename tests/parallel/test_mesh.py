@@ -13,7 +13,6 @@ from tests.ranks import run_ranks
 
 
 def late() -> list[str]:
-    """What becomes of rank 0's collectives while rank 1 takes part in none."""
     world, found = mesh.join(ParallelPlan(dp_shard=2), "cpu", timeout_s=1), []
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
@@ -35,7 +34,6 @@ def test_no_collective_takes_longer_than_it_may():
 
 
 def listens_to() -> set[str]:
-    """The addresses that this rank's process listens to."""
     assert not dist.is_initialized()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     mesh.join(ParallelPlan(dp_shard=2), "cpu")

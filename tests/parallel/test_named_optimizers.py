@@ -27,7 +27,6 @@ STEPS = 4
 
 
 def gradients(parameters: list[nn.Parameter], step: int) -> None:
-    """Give parameters the same random gradients in every call."""
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -89,7 +88,6 @@ def test_muon_is_its_authors(momentum, exact, monkeypatch):
 
 
 def groups(model: nn.Module, **options: Any) -> list[tuple[str, set[str], float]]:
-    """The optimizers of a model, the names of their parameters, and weight decay."""
     names = {id(each): name for name, each in model.named_parameters()}
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, **options))
     return [
@@ -129,12 +127,10 @@ def backend(plan: Any, folder: Path | None = None, *, rank: int = 0, **optimizer
 
 
 def wide_model() -> nn.Module:
-    """Rows of whole blocks, of which bitsandbytes' have 256 numbers."""
     return tiny_model(hidden_size=256, intermediate_size=512, head_dim=64, scale=0.5)
 
 
 def on_ranks(shape: tuple[int, ...], placements: list[Any]) -> float:
-    """Step plain matrices and shared ones along the same gradients, and return the gap."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
@@ -157,7 +153,6 @@ def on_ranks(shape: tuple[int, ...], placements: list[Any]) -> float:
 
 @pytest.mark.slow
 def test_muon_of_shards_is_muon_of_the_whole():
-    """Bit for bit, where gradients are; whatever the shards."""
     from torch.distributed.tensor import Replicate, Shard
 
     for ranks, shape, placements in (
@@ -181,7 +176,6 @@ def step(made: DTensorBackend) -> float:
 
 
 def on(plan: str, function: Any, *args: Any) -> list[float]:
-    """In this process, or on two ranks, which must give the same."""
     if plan == "alone":
         return function(*args)
     first, second = run_ranks(2, function, *args)
@@ -199,7 +193,6 @@ def save_and_go_on(root: Path, plan: str, name: str) -> list[float]:
 
 
 def load_and_go_on(root: Path, plan: str, name: str) -> list[float]:
-    """From both plans' checkpoints, which are also saved again at once."""
     losses = []
     for other in PLANS:
         made = backend(PLANS[plan], root / "model", **OPTIONS[name])
@@ -229,7 +222,6 @@ def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, tmp_p
 
 
 def assert_same(a: Path, b: Path) -> None:
-    """Bit for bit."""
     found, expected = contents(b), contents(a)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -249,7 +241,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path):
 
 
 def test_8_bits_are_those_of_bitsandbytes():
-    """Trained by hand with its AdamW8bit: the same bits."""
     optim = pytest.importorskip("bitsandbytes").optim
     model, theirs = wide_model(), wide_model()
     ours = make_optimizer(model, OptimizerConfig(name="adamw8bit", lr=1e-2, weight_decay=0.1))

@@ -48,7 +48,6 @@ def with_entropy(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
 
 @nemorl.needs(values=True)
 def regression(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
-    """Towards the token's own number: as if that were the return."""
     assert batch.loss_weights is not None
     returns = batch.input_ids / 40.0
     return value_loss(output.values, output.values, returns, batch.loss_weights, clip=None)
@@ -68,7 +67,6 @@ def test_a_loss_gets_what_it_declares():
 
 
 def plain_values(model: Any, batch: nemorl.TokenBatch) -> Tensor:
-    """transformers' own, at each token those of the one before it."""
     found = torch.zeros(batch.input_ids.shape)
     for row, length in enumerate(batch.lengths.tolist()):
         if length > 1:
@@ -93,7 +91,6 @@ def test_values_are_those_of_each_sequence_alone(kind, layout):
 
 
 def outcome(made: DTensorBackend) -> dict[str, Any]:
-    """Values before and after three steps, their metrics, and the weights."""
     batch, wanted = random_batch(LENGTHS), nemorl.Needs(values=True)
     found = {"before": made.compute(batch, wanted).values}
     metrics = [finalize(made.train_step(batch, regression)) for _ in range(3)]
@@ -134,7 +131,6 @@ def sharded_outcome(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_values_on_ranks_are_those_of_one_process(plan, tmp_path):
-    """Of a language model's folder: the head's first numbers are of the seed, not of the plan."""
     folder = tmp_path / "model"
     tiny_model(scale=2.0, tied=False).save_pretrained(folder)
     alone = outcome(backend(path=folder, head="scalar"))
@@ -164,7 +160,6 @@ def test_a_checkpoint_of_a_critic_continues_and_loads_in_transformers(tmp_path):
 
 
 def test_a_critics_folder_is_no_language_model(tmp_path):
-    """Its embeddings would be taken for the output layer, which they may be tied to."""
     tiny_critic().save_pretrained(tmp_path)
     model, message = str(tmp_path), r"not a language model: .* head \(score.bias, score.weight"
     for load in (

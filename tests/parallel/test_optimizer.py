@@ -47,7 +47,6 @@ def test_the_implementation_asked_for_and_the_formula(implementation):
 
 
 def rates_of_transformers(schedule: str, *, warmup: int, total: int) -> list[float]:
-    """Return transformers' rates for steps 0 … total, of a peak rate of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     kwargs = {"min_lr_rate": 0.1} if "min_lr" in schedule else {}
     scheduler = get_scheduler(schedule, optimizer, warmup, total, scheduler_specific_kwargs=kwargs)
@@ -62,7 +61,6 @@ def rates_of_transformers(schedule: str, *, warmup: int, total: int) -> list[flo
 @pytest.mark.parametrize("total", [1, 2, 3, 8])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_min_lr"])
 def test_schedules_are_those_of_transformers(schedule, total):
-    """Whose warm-up is one step behind."""
     for warmup in range(total + 1):
         config = OptimizerConfig(
             lr=1.0,

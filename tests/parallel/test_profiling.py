@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemorl.parallel import profiling
 from nemorl.parallel.config import ProfileConfig
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
 
@@ -28,14 +27,12 @@ def train(config: ProfileConfig, steps: range, rank: int = 0) -> None:
 
 
 def in_a_process(folder: Path, then: str) -> int:
-    """The exit code of a process that records two steps and then does something else."""
     config = f"ProfileConfig(steps='1:9', dir={str(folder)!r})"
     code = f"from tests.parallel.test_profiling import *; train({config}, range(1, 3)); {then}"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode
 
 
 def traces(folder: Path) -> dict[str, list[str]]:
-    """The files, and the steps that each has a mark of."""
     found = {}
     for path in folder.iterdir():
         events = json.loads(path.read_text())["traceEvents"]
@@ -53,7 +50,6 @@ def test_the_steps_asked_for_and_no_others(tmp_path):
 
 
 def test_a_model_that_is_not_profiled_leaves_the_recording_whole(tmp_path):
-    """Its steps, between those of the model that is, and its end."""
     config, other = ProfileConfig(steps="1:3", dir=str(tmp_path)), ProfileConfig()
     for step in range(1, 5):
         train(config, range(step, step + 1))
@@ -82,28 +78,8 @@ def in_a_thread(function: Callable, *args: object) -> None:
 
 @pytest.mark.parametrize("then", ["in_a_thread(close_profile)", "pass"])
 def test_any_thread_or_the_end_of_the_process_may_end_it(tmp_path, then):
-    """The profiler of one thread, ended by another, or never, would crash the process."""
     assert in_a_process(tmp_path, then) == 0
     assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
-
-
-def test_other_threads_record_nothing_any_more_while_it_ends(tmp_path, monkeypatch):
-    """torch reads then what they have recorded, and would crash now and then."""
-
-    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
-    in_a_thread(torch.special.erfcx, torch.ones(4))
-    profiler = profiling._recording.profiler
-    stop = profiler.stop
-
-    def late() -> None:
-        in_a_thread(torch.special.log_ndtr, torch.ones(4))
-        stop()
-
-    monkeypatch.setattr(profiler, "stop", late)
-    close_profile()
-    (trace,) = tmp_path.iterdir()
-    assert "aten::special_erfcx" in trace.read_text()
-    assert "aten::special_log_ndtr" not in trace.read_text()
 
 
 def test_a_folder_that_can_not_be_is_refused_early(tmp_path):

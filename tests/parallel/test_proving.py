@@ -188,7 +188,6 @@ def test_sampling_without_a_cache_gives_the_models_own_logprobs():
 
 
 def folder_of(kind: str, path: Path) -> str:
-    """Write a tiny model of a type with the tests' tokenizer."""
     tokenizer = tiny_tokenizer()
     config = tiny_config(CONFIG_MAPPING[kind]())
     config.vocab_size, config.max_position_embeddings = len(tokenizer), 256

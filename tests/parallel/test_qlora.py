@@ -26,7 +26,6 @@ def wide_model() -> nn.Module:
 
 
 def rounded_model() -> nn.Module:
-    """The weights in float32 that those in 4 bits stand for."""
     model = wide_model()
     quantize_layers(model, device=torch.device("cpu"), dtype=torch.float32)
     dequantize_layers(model)

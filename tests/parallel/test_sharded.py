@@ -79,7 +79,6 @@ def dropped(folder: Path, sequence_parallel: bool) -> tuple[list[float], list[to
 
 @pytest.mark.slow
 def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(folder):
-    """The matrix of an adapter that is not cut, with and without sequence parallelism."""
     found = [each for on in (True, False) for each in run_ranks(2, dropped, folder, on)]
     assert len(found[0][1]) == 2 * 7
     for losses, whole in found[1:]:
@@ -89,7 +88,6 @@ def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(fold
 
 
 def broken(folder: Path, target: Path) -> Path:
-    """Without its output layer."""
     shutil.copytree(folder, target)
     tensors = load_file(target / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -98,7 +96,6 @@ def broken(folder: Path, target: Path) -> Path:
 
 
 def misshapen(folder: Path, target: Path) -> Path:
-    """With another configuration than its weights."""
     shutil.copytree(folder, target)
     config = json.loads((target / "config.json").read_text()) | {"intermediate_size": 128}
     (target / "config.json").write_text(json.dumps(config))

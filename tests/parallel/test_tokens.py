@@ -29,7 +29,6 @@ sampled.
 
 
 def rewritten(segments: Any, *, seed: int = 0) -> TokenBatch:
-    """A conversation whose segments keep any beginning of the one before, sampled tokens, too."""
     generator, ids, examples = torch.Generator().manual_seed(seed), list[int](), list[Example]()
     for keep, asked, sampled in segments:
         fresh = torch.randint(2, len(ALPHABET) + 2, (asked + sampled,), generator=generator)
@@ -46,7 +45,6 @@ BATCHES = st.one_of(GROUPS.map(grouped), SEGMENTS.map(rewritten))
 @given(st.one_of(BATCHES, st.builds(grouped, GROUPS, letters=st.integers(2, 30))), st.booleans())
 @example(rewritten([(0, 5, 6), (1, 5, 6)]), False)
 def test_every_token_is_computed_and_none_twice(batch: TokenBatch, packed: bool):
-    """Two tokens are one exactly where all is the same up to them."""
     if packed:
         lengths = batch.lengths.tolist()
         batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))

@@ -40,7 +40,6 @@ def dtensor_with_lora(model: nn.Module, config: BackendConfig) -> TrainingBacken
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """By PEFT's own means, with the adapters that `dtensor_with_lora` begins with."""
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
 
@@ -98,7 +97,6 @@ def make(backend_name: str) -> Callable[..., TrainingBackend]:
 
 
 def plain_logprobs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of one sequence `[1, length]`, from its second token on, by transformers alone."""
     logits = model(ids, use_cache=False).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
@@ -132,7 +130,6 @@ def test_logprobs_are_those_of_each_sequence_alone(make, kind, layout):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("tied", [True, False])
 def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tied):
-    """Loss, metrics, gradient norm and weights; the baseline is the plainest loop in PyTorch."""
     model = ADAPTED.get(backend_name, lambda model: model)(tiny_model(scale=2.0, tied=tied)).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
@@ -279,7 +276,6 @@ def test_a_checkpoint_of_another_model_changes_nothing(make, tmp_path: Path):
 
 
 def test_the_reference_of_a_checkpoint_is_the_one_in_use(make, tmp_path: Path):
-    """Which a checkpoint doesn't hold: the model that the run began with must be given again."""
     make().save_checkpoint(tmp_path / "saved")
     make(keep_reference=True).load_checkpoint(tmp_path / "saved")
     backend = make(tiny_model(seed=5), keep_reference=True)

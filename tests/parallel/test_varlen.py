@@ -38,7 +38,6 @@ def heads(*counts: int, rows: tuple[int, int], dim: int = 8, **options: Any) -> 
 def test_prompts_that_are_computed_once_are_seen_by_each_response(
     groups: Any, packed: bool, kernel: Any
 ):
-    """Values and gradients against dense attention in which each sequence has its own copy."""
     batch = grouped(groups, letters=9)
     if packed:
         lengths = batch.lengths.tolist()
@@ -62,7 +61,6 @@ def test_prompts_that_are_computed_once_are_seen_by_each_response(
 
 
 def test_what_the_kernel_is_asked_for():
-    """In a row the sequences' lengths, the longest as a number of Python, and the model's heads."""
     batch, lengths = random_batch([9, 2, 30, 17, 1]), [30, 1, 17, 9, 2]
     options: dict[str, Any] = {"sequence_packing": True, "packed_row_tokens": 59}
     for precision in ("float32", "bfloat16"):
@@ -180,7 +178,6 @@ def calls_of_a_step(folder: Path, how: Any) -> int:
 
 @pytest.mark.slow
 def test_selective_checkpointing_keeps_what_attention_returned(tmp_path: Path):
-    """A step calls it once a layer, or twice where whole layers are computed again."""
     tiny_model().save_pretrained(tmp_path)
     found = {how: run_ranks(1, calls_of_a_step, tmp_path, how)[0] for how in ("selective", "full")}
     assert found == {"selective": 2, "full": 4}
@@ -189,7 +186,6 @@ def test_selective_checkpointing_keeps_what_attention_returned(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_gpus_kernel_rounds_as_buckets_do(dim: int):
-    """Packed rows with padding, grouped heads: values and gradients against float64."""
     lengths = [700, 3, 129, 1, 64, 300]
     ids = torch.arange(1, 7).repeat_interleave(torch.tensor(lengths))
     ids = torch.nn.functional.pad(ids, (0, 27))[None]

@@ -19,7 +19,6 @@ def joined() -> World:
 
 
 def merged() -> tuple[Any, Any]:
-    """The ranks' numbers in order, everywhere and on rank 0."""
     world = joined()
     everywhere = world.merge_objects([world.rank], add)
     return everywhere, world.merge_objects([world.rank], add, everywhere=False)
@@ -33,7 +32,6 @@ def test_values_are_merged_in_the_order_of_ranks(size: int):
 
 
 def unlike() -> str:
-    """The error of a metric that is of another kind on the last rank."""
     world = joined()
     kind = Max if world.rank == world.size - 1 else Sum
     with pytest.raises(ValueError) as caught:
@@ -49,7 +47,6 @@ def test_an_error_of_one_merge_is_raised_on_every_rank():
 
 
 def failing(kind: type[Exception], shared: type[Exception]) -> str:
-    """The error of the second and the last rank, as every rank has it."""
     world = joined()
     with pytest.raises(Exception) as caught, world.share_errors():
         if world.rank in (1, world.size - 1):

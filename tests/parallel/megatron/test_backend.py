@@ -69,7 +69,6 @@ def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path
 
 
 def to_the_other_backend_and_back(folder: Path) -> tuple[set[str], list[list[float]]]:
-    """Fingerprints of the initial weights, and both backends' losses after two checkpoints."""
     ways, bases, losses = ("FSDP2 2", "ep 2"), set[str](), []
     for way, other in (ways, ways[::-1]):
         for each, source in ((way, ""), (way, way), (other, way)):
@@ -89,7 +88,6 @@ def to_the_other_backend_and_back(folder: Path) -> tuple[set[str], list[list[flo
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_experts_go_on_with_the_other_backend(kind: str, tmp_path: Path):
-    """With the same moments, bit for bit, and the same fingerprint of initial weights."""
     tiny_model(kind, scale=2.0, tied=False).save_pretrained(tmp_path / "model")
     for bases, losses in run_ranks(2, to_the_other_backend_and_back, tmp_path):
         assert len(bases) == 1
@@ -102,7 +100,6 @@ def test_experts_go_on_with_the_other_backend(kind: str, tmp_path: Path):
 
 
 def largest_calls(way: str, folder: Path) -> tuple[int, int]:
-    """The bytes of the largest collective call of a save, and of an export."""
     backend = start(way, folder / "model")
     train(backend, 0)
     with Carried() as saving:
@@ -123,7 +120,6 @@ def test_no_rank_gathers_what_others_write(way: str, tmp_path: Path):
 
 
 def in_bfloat16(folder: Path) -> list[dict[str, Tensor]]:
-    """Weights before and after a step, in float32 and in bfloat16."""
     backend, found = start("dp 2 in bfloat16", folder), list[dict[str, Tensor]]()
     for _ in range(2):
         found.append(weights(backend))
@@ -136,7 +132,6 @@ def in_bfloat16(folder: Path) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 def test_a_model_in_bfloat16_begins_with_the_files_float32(model: Path):
-    """And engines get the bfloat16 that it computes in, of which every rank has its part."""
     expected = dict(made().named_parameters())
     for exact, rounded, later, rounded_later in run_ranks(2, in_bfloat16, model):
         for name, parameter in expected.items():
@@ -174,45 +169,33 @@ def base_of(way: str, folder: Path) -> str:
     return found
 
 
-def bases_of(folder: Path) -> tuple[set[str], int]:
-    """Fingerprints of all plans and backends, and the bytes of the largest collective call."""
+def bases_of(folder: Path) -> set[str]:
     WAYS["HSDP 2"] = ("dtensor", ParallelPlan(dp_replicate=2, dp_shard=1))
     WAYS["dtensor's tp 2"] = ("dtensor", ParallelPlan(dp_shard=1, tp=2))
     ways = ("tp 2", "pp 2, interleaved", "dp 2 in bfloat16", "FSDP2 2", "HSDP 2", "dtensor's tp 2")
-    with Carried() as carried:
-        found = {base_of(way, folder) for way in ways}
-    return found, carried.most
+    return {base_of(way, folder) for way in ways}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_weights_have_one_fingerprint(tied: bool, tmp_path: Path):
-    """By which a run that is resumed with the other backend finds its reference again."""
-    model = tiny_model("qwen2", tied=tied, num_hidden_layers=4, vocab_size=4000)
+    model = tiny_model("qwen2", tied=tied, num_hidden_layers=4)
     model.save_pretrained(tmp_path)
     samples = {
         name: (tuple(tensor.shape), sampled(tensor, side=32).numpy().tobytes())
         for name, tensor in model.state_dict().items()
     }
-    size = sum(len(sample) for _, sample in samples.values())
-    assert size < model.get_input_embeddings().weight.nbytes // 4
-    for found, most in run_ranks(2, bases_of, tmp_path):
+    for found in run_ranks(2, bases_of, tmp_path):
         assert found == {hash_of(samples)}
-        assert most <= size or tied  # of which megatron-core itself compares copies
 
 
 def frozen(folder: Path, base: str) -> tuple[Tensor, Tensor, dict[str, Tensor], bool]:
-    """Log-probabilities of a model that trains and of one that does not, this one's weights, and
-    whether it keeps anything for training.
-    """
     batch = random_batch(LENGTHS)
     trained = start("dp 2 in bfloat16", folder)
     assert trained._base == base
     trained.save_checkpoint(folder / "saved")
     settings = {"trains": False, "same_initial_model_as": folder / "saved"}
     teacher = start("dp 2 in bfloat16", folder, **settings)
-    with pytest.raises(ValueError, match="trains must be True for steps and checkpoints"):
-        teacher.train_step(batch, nll_loss)
     found = [each.get_logprobs(batch).values for each in (trained, teacher)]
     parameters = list(teacher._stages.parameters())
     keeps = any(p.requires_grad or hasattr(p, "main_grad") for p in parameters)
@@ -224,7 +207,6 @@ def frozen(folder: Path, base: str) -> tuple[Tensor, Tensor, dict[str, Tensor], 
 
 @pytest.mark.slow
 def test_what_does_not_train_has_no_optimizer_and_no_gradients(model: Path):
-    """In bfloat16 it has the numbers of one that trains, and is known by its float32 weights."""
     base = run_ranks(2, base_of, "dp 2", model)[0]
     for trained, still, found, keeps in run_ranks(2, frozen, model, base):
         assert torch.equal(trained, still) and not keeps

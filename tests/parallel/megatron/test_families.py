@@ -36,7 +36,6 @@ def cases(kind: str) -> list[Case]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_values_gradients_and_weights_are_plain_pytorchs(kind: str):
-    """Three steps: log-probabilities, entropy, loss, gradients, weights, and what is exported."""
     chunk = cases(kind)
     for case, found in zip(chunk, run_chunk(chunk), strict=True):
         assert verdict(case, found) == (True, ""), case
@@ -51,7 +50,6 @@ def scored(folder: Path) -> Tensor:
 
 @pytest.mark.slow
 def test_layers_that_do_not_rotate_have_no_factor_of_the_rotation(tmp_path: Path):
-    """With yarn cosine and sine have one, by which the other layers' scores grow."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
     rope |= {"original_max_position_embeddings": 32}
     tiny_model("smollm3", scale=3.0, rope_parameters=rope).save_pretrained(tmp_path)

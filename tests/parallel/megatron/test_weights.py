@@ -146,13 +146,11 @@ def all_into_pieces(plan: ParallelPlan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
 def test_each_number_is_in_one_piece_of_one_rank(plan: ParallelPlan):
-    """Wherever the optimizer cuts parameters, in at most three pieces of a tensor."""
     run_ranks(4, all_into_pieces, plan)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", *EXPERTS, *OTHERS])
 def test_tensors_have_the_names_of_files(kind: str, tmp_path: Path):
-    """As transformers writes them, which has a mixture's experts in one tensor itself."""
     model = make(kind, tied=False)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")

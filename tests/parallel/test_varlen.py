@@ -18,7 +18,7 @@ from nemorl.data.transfer import to_device
 from nemorl.models.attention import Rule
 from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.tokens import work_of
-from nemorl.parallel.varlen import Kernel, choose_kernel, installed, kernel_of
+from nemorl.parallel.varlen import Kernel, choose_kernel, kernel_of
 from tests.parallel.batches import GROUPS, grouped, nll_loss, random_batch
 from tests.parallel.varlen import Call, used_on_cpus
 from tests.parallel.ways import set_up
@@ -136,19 +136,6 @@ def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return calls
-
-
-def test_what_is_installed(monkeypatch, package):
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert installed() == ["flash_attn"]
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert installed() == ["varlen_attn", "flash_attn"]
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it can't be imported
-    assert installed() == ["varlen_attn"]
-    monkeypatch.setattr(
-        torch_varlen, "varlen_attn", lambda query, is_causal: query
-    )  # of torch 2.10
-    assert installed() == []
 
 
 @pytest.mark.parametrize("window", [None, 2])

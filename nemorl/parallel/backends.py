@@ -15,9 +15,7 @@ from nemorl.parallel.plan import ParallelPlan, num_experts
 from nemorl.parallel.traits import TrainingTraits
 
 FOR_EXPERTS = ("router_replay", "router_aux_loss_coef", "router_bias_update_rate")
-"""Settings of the section trainer for mixtures of experts."""
 LIMITS: dict[str, TrainingLimits] = {"dtensor": dtensor, "megatron": megatron}
-"""Light modules of the built-in backends, and what registered classes say."""
 
 
 @dataclass(frozen=True)

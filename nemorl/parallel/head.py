@@ -97,11 +97,7 @@ def planned(
     share: bool,
     kernel: Kernel = "buckets",
 ) -> Work:
-    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
-
-    share: compute common beginnings once, unless cp splits the rows.
-    kernel: computes attention, unless cp gathers keys.
-    """
+    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory."""
     plan = world.plan
     if world.cp_group is None:
         multiple = plan.row_multiple

@@ -18,11 +18,9 @@ class Offloaded:
 
     def __init__(self) -> None:
         self._away: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """By address, storages without memory and the copies of their bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are away."""
         return sum(len(copy) for _, copy in self._away.values())
 
     def __contains__(self, tensor: Tensor) -> bool:

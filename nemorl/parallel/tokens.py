@@ -52,7 +52,6 @@ class Work:
     """With shared tokens, what `once` returns; it stays in main memory."""
 
     def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
-        """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
         empty = values.new_zeros(like.numel())
         return empty.scatter(0, self.targets, values).view(like.shape)
 

@@ -13,7 +13,6 @@ from nemorl.models.attention import Rule
 
 Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
 KERNELS: tuple[Kernel, ...] = ("varlen_attn", "flash_attn")
-"""For sequences of any lengths; the first is preferred."""
 
 
 def choose_kernel(
@@ -89,11 +88,7 @@ def varlen_attention(
 ) -> Float[Tensor, "tokens heads dim"]:
     """Return the attention of each token to what the rule's window shows of its sequence.
 
-    Args:
-        kernel: varlen_attn or flash_attn.
-        query, key, value: of all sequences, laid end to end; query heads may share keys and values.
-        cu_seqlens: the first token of each sequence, and the end.
-        longest: tokens of the longest sequence.
+    Sequences are laid end to end; `cu_seqlens` are the first token of each, and the end.
 
     Raises: ValueError for a rule that no kernel has.
     """

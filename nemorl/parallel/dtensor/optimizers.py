@@ -19,7 +19,6 @@ from nemorl.parallel.optimizer import make_adamw
 BLOCK = 256
 """Numbers of a row that bitsandbytes scales together."""
 State = dict[nn.Parameter, dict[str, Tensor]]
-"""What an optimizer keeps of each parameter, by name."""
 
 
 class Optimizers:
@@ -87,7 +86,6 @@ class Muon(torch.optim.Muon):
                 matrix.add_(distribute_tensor(change, mesh, places, src_data_rank=None))
 
     def _update(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Return the gradient's running mean, which takes the new one up."""
         mean, grad = self.state[matrix], matrix.grad
         assert grad is not None
         if not mean:
@@ -97,7 +95,6 @@ class Muon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return how torch's Muon changes a matrix, without weight decay, by a whole update."""
     change = nn.Parameter(torch.zeros_like(update))
     change.grad = update
     settings = {name: group[name] for name in ("lr", "eps", "ns_coefficients", "ns_steps")}
@@ -187,7 +184,6 @@ class AdamW8bit:
 
 
 def _require_blocks(name: str, matrix: nn.Parameter) -> None:
-    """Raise ValueError where ranks share a matrix whose rows are not whole blocks."""
     if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
         width = _local(matrix).shape[-1]
         require(
@@ -231,7 +227,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
 
 
 def _hidden_matrices(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the matrices that are neither of an embedding nor of the output layer."""
     outer = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     outer.add(id(head_of(model).weight))
     return {

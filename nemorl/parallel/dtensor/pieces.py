@@ -78,7 +78,6 @@ def boxes_in_files(
 
 
 def _is_one(groups: Groups, tensor: Tensor) -> bool:
-    """Return whether files have a tensor as it is, under one name or, of a number, several."""
     return not tensor.ndim or groups == ((groups[0][0],),)
 
 

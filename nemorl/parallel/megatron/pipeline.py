@@ -96,7 +96,6 @@ class Pipeline:
         parts: Iterator[TokenBatch],
         model: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Compute a stage's share of the next microbatch."""
         stage = getattr(model, "module", model)
         part, trainer = next(parts), self.trainer
         wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)

@@ -49,7 +49,6 @@ class Routes:
         group_topk: int | None,
         largest: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]]:
-        """Return scores and numbers of each token's experts. megatron-core calls it."""
         found, experts = largest(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.given is not None:
             own = (self.given < 0).any(-1, keepdim=True)
@@ -98,12 +97,10 @@ def _routes(stages: Any) -> list[Routes]:
 
 @contextmanager
 def recorded_routes(stages: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
-    """Record the experts that compute the tokens in the block, which has forward passes of a rank's
-    stages.
+    """Record the experts that compute the tokens in the block, which has forward passes of stages.
 
-    Yields: a function that returns those of the last pass, of these layers, in int32. Tokens are in
-    the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of this
-    rank's part of seq).
+    Yields: a function that returns those of the last pass, of these layers, in int32, in the order
+    of its hidden states, `[seq, batch]` flattened.
     """
     found = _routes(stages)
     for each in found:

@@ -129,7 +129,7 @@ class Accumulating(ABC):
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Take an optimizer step on a batch alone."""
         self._away.restore()
-        self._restart()  # so that the gradients are cleared
+        self._restart()
         self._is_whole = True
         try:
             metrics = self.forward_backward(batch, loss_fn)

@@ -70,10 +70,7 @@ def implements(name: str, method: str) -> bool:
 def check_training(
     config: TrainingSections, model: Any, plan: ParallelPlan, limits: TrainingLimits
 ) -> None:
-    """Raise ValueError for settings, or a model on these devices, that a backend can't train.
-
-    The arguments are the ones of `TrainingLimits.check`, which is called as well.
-    """
+    """Raise ValueError for settings, or a model on these devices, that a backend can't train."""
     missing = [name for name in limits.traits.packages if find_spec(name) is None]
     backend, packages = config.trainer.backend, " and ".join(missing)
     if missing:

@@ -37,9 +37,8 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What a model that is spread over ranks gets of a microbatch, and what becomes of its results.
-
-    `values` are keyword arguments: with cp of this rank's tokens, otherwise of whole rows.
+    """What a model that is spread over ranks gets of a microbatch, and what becomes of its
+    results.
     """
 
     values: dict[str, Any]

@@ -13,7 +13,7 @@ class Offloaded:
     """Moves the memory of tensors to main memory, pinned where they are a GPU's, and back.
 
     The tensors stay the same objects, as do views of them, but nothing may compute with them until
-    `restore`. What PyTorch caches of the device's memory is given back to it.
+    `restore`.
     """
 
     def __init__(self) -> None:

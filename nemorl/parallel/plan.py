@@ -83,11 +83,11 @@ class Stages:
 
 
 def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
-    """Yield the layers of stages that have as equal ones as can be, where what a stage has besides
-    costs as much as some layers.
+    """Yield the layers of stages, as equal as can be, where what a stage has besides costs as much
+    as some layers.
 
-    What does not divide goes to stages at the ends, so that they have no fewer layers than others,
-    and then to the latest ones, which keep the activations of the fewest microbatches.
+    What does not divide goes to stages at the ends, and then to the latest ones, which keep the
+    activations of the fewest microbatches.
 
     >>> [[*_shared(layers, [1, 0, 0, 1])] for layers in (4, 5, 6, 7, 8)]
     [[1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]

@@ -90,11 +90,7 @@ def work_of(
     multiple_of: int = 1,
     kernel: Kernel = "buckets",
 ) -> Work:
-    """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch.
-
-    share: compute common beginnings once. multiple_of: of the width of the row that this makes.
-    kernel: computes attention.
-    """
+    """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch."""
     ids, positions, segment_ids = (
         values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
     )

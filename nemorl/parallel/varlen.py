@@ -25,8 +25,6 @@ def choose_kernel(
 ) -> Kernel:
     """Return the kernel for segments: PyTorch's, that of the package flash-attn, or, where neither
     can be used, dense attention over buckets of similar lengths.
-
-    capability: of an NVIDIA GPU; None: another device. dtype: of queries, keys and values.
     """
     fits = (
         capability is not None
@@ -43,10 +41,7 @@ def choose_kernel(
 def kernel_of(
     model: Any, device: torch.device, dtype: torch.dtype, *, sinks: bool = False
 ) -> Kernel:
-    """Return the kernel for the segments of a model, by its Hugging Face configuration.
-
-    dtype: of queries, keys and values. sinks: its layers have attention sinks.
-    """
+    """Return the kernel for the segments of a model, by its Hugging Face configuration."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "buckets"
     chunks = "chunked_attention" in (getattr(model, "layer_types", None) or ())

@@ -146,7 +146,7 @@ class DTensorBackend(Accumulating):
             training=model.training,
             trainable=[p for p in model.parameters() if p.requires_grad],
         )
-        self._model = model  # from here on shutdown() has something to undo
+        self._model = model
         self._base = fingerprint(model)
         if quantized:
             quantize_layers(model, device=self.device, dtype=DTYPES[plan.precision])

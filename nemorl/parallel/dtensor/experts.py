@@ -31,11 +31,7 @@ BIAS = "e_score_correction_bias"
 
 
 class Mixtures:
-    """The blocks of a model that share out tokens among experts, in the order of its layers.
-
-    `follow` announces every microbatch that is computed while they are `watched`. A dense model
-    has no blocks.
-    """
+    """The blocks of a model that share out tokens among experts, in the order of its layers."""
 
     def __init__(self, model: Any, world: World, trainer: TrainerConfig) -> None:
         decoder = decoder_of(model)
@@ -103,10 +99,8 @@ class Mixtures:
                 router.forward = choosing(router, experts, num_experts(self.config))
 
     def weigh(self, num_tokens: int, passes: Iterable[Any]) -> None:
-        """Have routers add the gradient of the loss that balances experts over a whole batch; a
-        collective call.
-
-        passes: does the forward passes of the rank's microbatches, each after `follow`.
+        """Have routers add the gradient of the loss that balances experts over a whole batch, in
+        `passes` over all microbatches; a collective call.
         """
         experts, device = num_experts(self.config), self.world.device
         sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
@@ -120,8 +114,8 @@ class Mixtures:
         self._balance, self._loss = load.pull(count, coef=coef), load.loss(count)
 
     def end_batch(self) -> tuple[Metrics, Tensor | float]:
-        """Return metrics of a batch that all ranks have computed (docs/parallelism.md), and what its
-        loss has more; a collective call.
+        """Return metrics of a batch that all ranks have computed, and what its loss has more; a
+        collective call.
         """
         metrics: dict[str, Metric] = {}
         more: Tensor | float = 0.0

@@ -49,10 +49,8 @@ class Optimizers:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon of matrices that ranks may share.
-
-    Each is gathered and made orthogonal whole, by one of its ranks in turn; the momentum stays
-    shared. All ranks step together.
+    """torch's Muon of matrices that ranks may share: each is made orthogonal whole, by one of its
+    ranks in turn, and all ranks step together.
     """
 
     @torch.no_grad()
@@ -106,11 +104,7 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 class AdamW8bit:
-    """bitsandbytes' AdamW of this rank's parts of matrices, in blocks that every sharing has.
-
-    `state` has the two means in 8 bits (state1, state2), in the parameter's shape, and the scales
-    of their blocks (absmax1, absmax2).
-    """
+    """bitsandbytes' AdamW of this rank's parts of matrices, in blocks that every sharing has."""
 
     def __init__(self, matrices: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         from bitsandbytes.optim import AdamW8bit as Inner

@@ -44,11 +44,7 @@ def replicas(tensor: DTensor) -> tuple[int, int]:
 def own_pieces(
     tensors: Mapping[str, Tensor], world: World, stored: Stored = NOTHING
 ) -> tuple[list[Piece], list[Tensor]]:
-    """Return the pieces of tensors that this rank writes, and their values. Ranks with the same
-    piece share the work.
-
-    stored: tensors that files are to have otherwise.
-    """
+    """Return the pieces of tensors that this rank writes, and their values."""
     pieces: list[Piece] = []
     values: list[Tensor] = []
     ours = _ours(tensors, world)
@@ -101,10 +97,7 @@ def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
 
 
 def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING) -> Tensor:
-    """Copy this rank's part of a stored tensor into its own, and return that.
-
-    stored: tensors that the files have otherwise. Of experts, the rank's are read.
-    """
+    """Copy this rank's part of a stored tensor into its own, and return that."""
     groups = stored.get(name, ((name,),))
     with torch.no_grad():
         local, offsets = own_part(tensor)

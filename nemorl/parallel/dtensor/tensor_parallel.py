@@ -147,8 +147,6 @@ def _gathering(*, by_keyword: bool) -> ParallelStyle:
 class Whole(ParallelStyle):
     """Computes a module on each rank, from the same inputs: its parameters are whole, but on the
     mesh, over which the gradient norm is taken.
-
-    cut_between: what comes in and goes out is cut along the tokens.
     """
 
     def __init__(self, *, cut_between: bool = False) -> None:

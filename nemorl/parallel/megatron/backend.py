@@ -94,7 +94,7 @@ class MegatronBackend(Accumulating):
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels)
-        # cuDNN makes a plan for each new shape, in 55 ms to 1 s, and most microbatches have one.
+        # As in the dtensor backend.
         self._settings.enter_context(without_cudnn_attention)
         timeout = config.collective_timeout_s
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)

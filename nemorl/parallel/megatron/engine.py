@@ -51,8 +51,7 @@ class Engine:
 
     def follow(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
         """Do what is ordered; return the answers that are complete, rank 0 those of all replicas,
-        and a pass's seconds, 0 without one. A collective call of all ranks, inside megatron-core's
-        `runtime`.
+        and a pass's seconds. A collective call of all ranks, inside `runtime`.
         """
         if order.anew or order.asleep:
             self.decoding.preempt()

@@ -324,10 +324,8 @@ def recomputed(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def recompute_experts(mixture: Any) -> None:
-    """Have a mixture of experts computed again in the backward pass, by the same routes.
-
-    In the place of megatron-core's own recomputation, where the router would follow the microbatch
-    that went through the layer last.
+    """Have a mixture of experts computed again in the backward pass, by the same routes:
+    megatron-core's router would follow the microbatch that went through the layer last.
     """
     forward, routes = mixture.forward, mixture.router.router_replay
 

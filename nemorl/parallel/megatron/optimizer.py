@@ -209,10 +209,8 @@ class Gathering:
 
 class Reduction:
     """Starts to reduce the buckets of megatron-core's models (`overlap_grad_reduce`) in a step's
-    last microbatch, where that is known, and in the same order on all ranks.
-
-    megatron-core starts them as they get their gradients, on each rank for itself, and never a
-    bucket with a parameter that got no gradient.
+    last microbatch, in the same order on all ranks; megatron-core would start each as it gets its
+    gradients, and never one with a parameter that got none.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:

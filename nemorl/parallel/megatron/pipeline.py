@@ -45,9 +45,6 @@ class Pipeline:
     ) -> list[Any]:
         """Take this rank's microbatches through the pipeline; return the last stage's result for
         each: a loss, whose gradients are added, or without `loss_fn` a ForwardOutput.
-
-        stages: this rank's, one after the other.
-        mask: name of the batch's mask of tokens that the head reads; None: it reads none.
         """
         self.copied = 0
         parts, plan = layout.parts(self.world.data_rank), self.world.plan

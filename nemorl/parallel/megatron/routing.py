@@ -21,8 +21,8 @@ from nemorl.parallel.world import World
 class Routes:
     """The experts that a layer's router was given for a microbatch, and those that it took.
 
-    In the place of megatron-core's RouterReplay, which has no tokens of the router's own choice,
-    and of microbatches whose layers are recomputed only an order.
+    megatron-core's RouterReplay has no tokens of the router's own choice, and of microbatches whose
+    layers are recomputed only an order.
     """
 
     def __init__(self) -> None:

@@ -232,8 +232,8 @@ def split(
 
 
 def mark_split(model: nn.Module, conversion: Conversion) -> None:
-    """Tell megatron-core of which parameters each rank of tensor parallelism has its own, as it
-    does itself only where it initializes them: the gradient's norm counts all others once.
+    """Tell megatron-core of which parameters each rank of tensor parallelism has its own, as the
+    gradient's norm counts all others once.
     """
     for name, parameter in model.named_parameters():
         entry = conversion.here[name]

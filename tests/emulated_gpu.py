@@ -1,9 +1,8 @@
 """A GPU emulated on a CPU: a second device, "fakegpu", with main memory behind it.
 
-Inside `emulated()` its tensors compute real numbers; an operator that gets tensors of both devices
-raises, as CUDA does; and waits of the host for the device are counted by their kind and place:
-reads, copies from and to pageable memory, results whose shape depends on numbers, synchronization.
-What a kernel itself waits for is known for the operators in READS alone.
+Inside `emulated()` an operator that gets tensors of both devices raises, as CUDA does, and waits of
+the host for the device are counted by their kind and place. What a kernel itself waits for is known
+for the operators in READS alone.
 """
 
 import sys

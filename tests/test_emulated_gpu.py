@@ -24,7 +24,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.grpo import ClippedLoss, GRPOConfig, GSPOLoss, KLConfig, OffPolicyConfig
 from nemorl.runtime.run.callbacks import Callback
-from tests.emulated_gpu import DEVICE, NAME, Waits, counted, emulated, gpu
+from tests.emulated_gpu import NAME, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.parity.cases import QUICK, Case
 from tests.parallel.parity.compare import verdict
@@ -81,7 +81,6 @@ class TestTheDevice:
         ("what", "count"),
         {
             "ours.sum().item()": 1,
-            "ours.tolist()": 1,
             "ours[ours > 1]": 1,
             "ours[[0, 1]]": 1,
             "ours.cpu()": 1,
@@ -89,7 +88,6 @@ class TestTheDevice:
             "torch.ones(3, device=NAME).repeat_interleave(ours.long(), output_size=3)": 0,
             "torch.get_device_module(NAME).current_stream().synchronize()": 1,
             "ours * torch.tensor(2.0)": 0,
-            "torch.tensor([1.0, 2.0], device=NAME)": 1,
             "torch.ones(3).to(NAME, non_blocking=True)": 1,
             "torch.ones(3).pin_memory().to(NAME)": 1,
             "torch.ones(3).pin_memory().to(NAME, non_blocking=True)": 0,
@@ -103,16 +101,12 @@ class TestTheDevice:
             eval(what, {"torch": torch, "ours": ours, "NAME": NAME})
         assert waits.total == count, waits.found
 
-    def test_it_has_autocast_memory_and_copies(self):
+    def test_it_has_autocast(self):
         with emulated():
             ours = torch.nn.Parameter(torch.ones(4, 4).to(NAME))
             with torch.autocast(NAME, dtype=torch.bfloat16):
                 assert (ours @ ours).dtype == torch.bfloat16
                 assert torch.nn.functional.linear(ours, ours).dtype == torch.bfloat16
-            storage = ours.untyped_storage()
-            assert storage.nbytes() == 64 and storage.device == DEVICE
-            storage.resize_(0)
-            assert ours.raw.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
 
 
 def on(device: str) -> Any:

@@ -40,8 +40,7 @@ BFLOAT16_LIMITS = {
     "between ranks": 1e-6,
 }
 """In bfloat16, of arrays: the root of the mean square difference to float32, as a multiple of that
-of plain PyTorch's autocast over the same problem (which keeps the residual stream in float32, where
-FSDP2 has it in bfloat16). Of loss and norm: what rounding may do to a single number, relative.
+of plain PyTorch's autocast. Of loss and norm: what rounding may do to a single number, relative.
 """
 
 OTHER_PARAMETERS = "of other parameters"

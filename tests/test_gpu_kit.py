@@ -120,17 +120,6 @@ def test_what_is_refused(version, cuda, error, said, monkeypatch):
     assert re.search(said, part.refusal(small=False))
 
 
-def test_a_gpu_that_others_use_or_that_is_too_small_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 10**9, 80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
-    (warning,) = part.shared()
-    assert "other programs hold 60 GB of this GPU" in warning["skipped"]
-    assert part.device(small=False)["device"] == "NVIDIA H100"
-    part.require_memory(17e9, small=False)
-    with pytest.raises(part.Skip, match=r"needs 19 GB .* but 20 of 80 GB are free"):
-        part.require_memory(19e9, small=False)
-
-
 def test_what_can_not_be_measured_is_a_row():
     def without_titan():
         raise ValueError("needs torchtitan: pip install") from ImportError()

@@ -137,10 +137,3 @@ def test_a_gpu_is_empty_meanwhile(accelerator: torch.device):
     backend.get_logprobs(FIRST)
     assert sum(held(backend).values()) == size
     backend.shutdown()
-
-
-def test_the_model_is_there_for_who_asks_for_it():
-    backend = set_up(tiny_model())
-    backend.offload()
-    assert held(backend)["parameters"] == 0
-    assert all(p.untyped_storage().nbytes() for p in backend.model.parameters())

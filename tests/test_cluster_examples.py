@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -58,33 +57,6 @@ with RayVirtualCluster({"first": [Bundle()], "second": [Bundle()]}, strategy="ST
 PYTHON"""
     ),
 }
-WITHOUT_RAY = {
-    "bin/ray": (
-        """
-touch "${BASH_SOURCE%/*}/node-$$"
-exec python -c 'import socket, sys
-port = next((a[7:] for a in sys.argv if a.startswith("--port=")), 0)
-with socket.create_server(("127.0.0.1", int(port)), reuse_port=True) as server:
-    while True:
-        server.accept()' "$@" """
-    ),
-    "bin/nemorl": (
-        """
-trap 'echo "saved $*"; kill $!; exit 143' TERM
-echo "attached to 2 nodes"
-sleep 60 & wait"""
-    ),
-    "ray.py": (
-        """
-from pathlib import Path
-class util:
-    get_node_ip_address = lambda: "127.0.0.1"
-def init(**options): ...
-def nodes():
-    return [{"Alive": True} for _ in Path(__file__).parent.glob("bin/node-*")]"""
-    ),
-}
-"""Stubs of Ray, too, which starts at once."""
 JOB = "4711"
 
 
@@ -144,16 +116,6 @@ def test_the_slurm_script_starts_and_ends_a_cluster(
     assert not of_this_job()
 
 
-def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_path: Path):
-    (tmp_path / "bin" / "ray").write_text("#!/usr/bin/env bash\necho 'no head today' >&2\nexit 3")
-    (tmp_path / "bin" / "ray").chmod(0o755)
-    script = subprocess.run(
-        ["bash", SLURM, "grpo"], env=slurm, capture_output=True, text=True, check=False
-    )
-    assert script.returncode == 1
-    assert "no head today" in script.stderr
-
-
 @pytest.mark.slow
 def test_the_torchrun_script_trains_one_model_on_two_nodes(
     slurm: dict[str, str], forked: Path, tmp_path: Path
@@ -205,46 +167,6 @@ def test_the_slurm_scripts_are_bash(script: Path):
     options = re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE)
     assert options and all(re.fullmatch(r"--[a-z-]+(=\S+)?", option) for option in options)
     assert "#SBATCH" not in commands  # Slurm reads none after the first command
-
-
-POD = """
-spec.containers[].name:str spec.containers[].image:str spec.containers[].resources.limits.*:str
-spec.containers[].resources.requests.*:str spec.containers[].volumeMounts[].name:str
-spec.containers[].volumeMounts[].mountPath:str spec.volumes[].name:str
-spec.volumes[].persistentVolumeClaim.claimName:str spec.volumes[].emptyDir.medium:str
-spec.volumes[].emptyDir.sizeLimit:str
-"""
-CLUSTER_SPEC = """
-rayVersion:str authOptions.mode:str headGroupSpec.rayStartParams:dict
-workerGroupSpecs[].groupName:str workerGroupSpecs[].replicas:int workerGroupSpecs[].minReplicas:int
-workerGroupSpecs[].maxReplicas:int workerGroupSpecs[].rayStartParams:dict
-"""
-RAY_JOB = """
-apiVersion:str kind:str metadata.name:str spec.entrypoint:str spec.backoffLimit:int
-spec.shutdownAfterJobFinishes:bool spec.ttlSecondsAfterFinished:int
-"""
-GROUPS = ("headGroupSpec", "workerGroupSpecs[]")
-OF_GROUPS = [f"{group}.template.{field}" for group in GROUPS for field in POD.split()]
-FIELDS = {
-    *RAY_JOB.split(),
-    *(f"spec.rayClusterSpec.{field}" for field in (*CLUSTER_SPEC.split(), *OF_GROUPS)),
-}
-"""The fields of KubeRay's RayJob (ray.io/v1) and of a pod that the example uses."""
-
-
-def fields(value: Any, where: str = "") -> set[str]:
-    """Each field of a document, with its type."""
-    if isinstance(value, list):
-        return {field for item in value for field in fields(item, f"{where}[]")}
-    if not isinstance(value, dict) or not value:
-        return {f"{where}:{type(value).__name__}"}
-    named = not where.endswith((".limits", ".requests"))
-    dot = "." if where else ""
-    return {
-        field
-        for key, item in value.items()
-        for field in fields(item, f"{where}{dot}{key if named else '*'}")
-    }
 
 
 def test_kuberay_knows_the_fields():

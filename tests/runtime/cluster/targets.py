@@ -66,8 +66,3 @@ class Target:
         distributed.all_reduce(number)
         distributed.destroy_process_group()
         return number.item()
-
-
-class Unmakeable:
-    def __init__(self) -> None:
-        raise ValueError("engine.what must be something, but it is nothing: say what")

@@ -1,7 +1,6 @@
 """Bundles and placements on a real Ray cluster; what does not fit, and what cannot be reached."""
 
 import re
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -100,30 +99,6 @@ def test_an_address_where_nothing_listens_is_an_error_at_once(forked: Path):
     start = "the Ray cluster at 127.0.0.1:1 cannot be reached ([Errno 111] Connection refused)"
     assert facts["error"].startswith(start)
     assert "is it running" in facts["error"] and "RAY_ADDRESS" in facts["error"]
-
-
-@pytest.mark.slow
-def test_a_token_that_is_missing_is_named(forked: Path, tmp_path: Path):
-    with socket.create_server(("", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        variables = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
-        with driver(forked, "nowhere", **variables) as process:
-            error = facts_of(process)["error"]
-    assert "have the token of its head in RAY_AUTH_TOKEN or ~/.ray/auth_token" in error
-
-
-@pytest.mark.parametrize(
-    ("bundle", "message"),
-    [
-        ({"cpus": -1}, "cpus must be at least 0, but it is -1"),
-        ({"cpus": 0}, "cpus must be positive where a bundle asks for nothing else"),
-    ],
-)
-def test_bundles_that_cannot_be(bundle, message: str):
-    with pytest.raises(ValueError, match=message):
-        Bundle(**bundle)
-    with pytest.raises(ValueError, match="bundles must name one bundle at least"):
-        RayVirtualCluster({})
 
 
 def test_a_guard_ends_with_the_last_that_it_guards():

@@ -1,7 +1,6 @@
 """Environments in processes of their own."""
 
 import asyncio
-import inspect
 import os
 import signal
 import sysconfig
@@ -14,19 +13,17 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
 from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.environments.tools import schemas_of, tools_of
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.cluster import environments as module
-from nemorl.runtime.cluster.environments import Places, RayWorkers, _class_of
+from nemorl.runtime.cluster.environments import Places, RayWorkers
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.start.settings import workers_of
 from tests.ray_session import ray_cpus
@@ -158,24 +155,6 @@ def test_a_python_with_packages_of_its_own(generator, tmp_path):
     assert [each.outcome.turn_rewards[1] for each in found.conversations] == [7.0] * 9
     with pytest.raises(ModuleNotFoundError):
         import_module("only_there")
-
-
-class Adds:
-    @staticmethod
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        return a + b
-
-
-def test_static_methods_are_tools_in_processes():
-    proxy = _class_of(Adds)(SimpleNamespace(busy=False))
-    assert schemas_of(tools_of(proxy)) == schemas_of(tools_of(Adds))
-    assert [*inspect.signature(proxy.add).parameters] == ["a", "b"]
 
 
 class Counter:
@@ -320,26 +299,6 @@ def test_no_more_places_are_taken_than_there_are(count):
     asyncio.run(all_places())
 
 
-def test_a_place_is_not_left_to_a_closed_loop():
-    places, closed = Places(1), asyncio.new_event_loop()
-
-    async def first() -> None:
-        async with places:
-            waiting = closed.create_task(wait())
-            closed_once = asyncio.to_thread(closed.run_until_complete, asyncio.sleep(0.01))
-            await closed_once
-            closed.close()
-            assert not waiting.done()
-        async with asyncio.timeout(5), places:
-            pass
-
-    async def wait() -> None:
-        async with places:
-            raise AssertionError
-
-    asyncio.run(first())
-
-
 @pytest.mark.slow
 def test_an_environment_of_a_file(generator, workers, tmp_path, monkeypatch):
     """It is not where the processes look for modules."""
@@ -365,18 +324,3 @@ def test_settings_that_do_not_fit():
         make_environment("math", environment=Batched(), chosen=False, workers=some)
     with pytest.raises(ValueError, match=r"rollout\.workers needs an environment"):
         make_environment("math", workers=some)
-
-
-@pytest.mark.slow
-def test_conversations_that_wait_for_a_process_stop_none_that_wait_for_a_reward(workers):
-    """More than there are processes; each keeps its own until it is judged."""
-    threads = []
-
-    def judged(environments, **columns) -> list[float]:
-        threads.append(threading.current_thread())
-        return counted(environments)
-
-    environment = make_environment(judged, environment=Counter, workers=lambda: workers)
-    found = played(environment, lambda asked: "done", {}, {})
-    assert found.rewards.tolist() == [0.0] * 4 and not found.failed
-    assert {*threads} == {threading.main_thread()}

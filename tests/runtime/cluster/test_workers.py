@@ -60,14 +60,3 @@ def test_errors_deaths_and_time_limits(group, tmp_path: Path):
     pid = group.info(0).pid
     group.shutdown()
     assert not alive(pid)
-
-
-@pytest.mark.slow
-def test_a_target_that_cannot_be_made_leaves_no_process(workers, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"engine.what must be something, but it is nothing"):
-        workers(2, "tests.runtime.cluster.targets:Unmakeable")
-    logs = list((tmp_path / "logs").glob("*.log"))
-    pids = [int(log.read_text().split(", process ")[1].split()[0]) for log in logs]
-    assert len(pids) == 2 and soon_gone(*pids)
-    with pytest.raises(ValueError, match='target must be "module:Class", but it is'):
-        workers(1, "Target")

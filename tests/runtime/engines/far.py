@@ -1,64 +1,20 @@
-"""Engines on another node than the loop: `python -m tests.runtime.engines.far FOLDER gpus` prints
-what engines got of a node that declares GPUs, and `... FOLDER stages` what an engine samples whose
-stages are on two nodes.
-"""
+"""`python -m tests.runtime.engines.far FOLDER`: what an engine samples whose stages are on two nodes."""
+
 
 import asyncio
 import json
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
-from nemorl import GenerationConfig, ParallelPlan, SamplingParams
+from nemorl import GenerationConfig, SamplingParams
 from nemorl.models.adapters import merged_tensors
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.start.devices import Devices
 from tests.rollout.updates import update
 from tests.runtime.cluster.nodes import cluster_of
 from tests.runtime.engines.in_flight import NEW, OLD, PROMPTS, Source, assert_of
-from tests.runtime.engines.toys import MODEL, ToyReplicas
 from tests.tiny_models import random_prompts, tiny_tokenizer
-
-
-def beside_gpus(folder: Path) -> None:
-    """The engines are toys, and the GPUs of the second node only numbers that Ray counts."""
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": 0}
-    )
-    second = nodes.add_node(num_cpus=2, num_gpus=2)
-    os.environ["RAY_ADDRESS"] = nodes.address
-    faults = {"step_s": (0.005,) * 2, "faults": str(folder)}
-    config = GenerationConfig(
-        backend="vllm", num_replicas=2, log_dir=str(folder / "logs"), engine=faults
-    )
-    backend = VLLMGenerationBackend(model=MODEL)
-    try:
-        with (
-            mock.patch("torch.cuda.is_available", return_value=False),
-            mock.patch("nemorl.runtime.engines.replicas.Replicas", ToyReplicas),
-        ):
-            Devices(plan=ParallelPlan(), ranked=False).check_cluster(BaseConfig(), config)
-            backend.setup(config)
-        replicas = backend._engines
-        places = [process.place for process in replicas.running()]
-        print(
-            json.dumps(
-                {
-                    "on_gpus": replicas.spec.on_gpus,
-                    "sleep_level": replicas.spec.sleep_level,
-                    "gpus": sorted(place.gpus for place in places),
-                    "second": [place.node == second.node_id for place in places],
-                }
-            )
-        )
-    finally:
-        backend.shutdown()
-        nodes.shutdown()
 
 
 def stages(folder: Path) -> None:
@@ -115,7 +71,5 @@ async def changed_in_flight(backend: VLLMGenerationBackend) -> list[int]:
     return old
 
 
-MODES = {"gpus": beside_gpus, "stages": stages}
-
 if __name__ == "__main__":
-    MODES[sys.argv[-1]](Path(sys.argv[1]))
+    stages(Path(sys.argv[1]))

@@ -3,13 +3,9 @@ what it would have been, or an error says why.
 """
 
 import asyncio
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import time
-import warnings
+import threading
 
 import psutil
 import pytest
@@ -18,11 +14,9 @@ import torch
 
 from nemorl.rollout.generation import WeightSource
 from tests.ray_session import ray_cpus
-from tests.runtime.cluster.processes import soon_gone
 from tests.runtime.engines.toys import (
     MODEL,
     Toys,
-    after,
     eventually,
     process,
     requests,
@@ -66,7 +60,6 @@ def restarts(made: Toys) -> list[int]:
             *("stop", r"\(process \d+ on .*replica-0.log\) made no progress for 10 s"),
             marks=pytest.mark.slow,
         ),
-        pytest.param("hang", r"replica-0 .* made no progress for 10 s", marks=pytest.mark.slow),
         pytest.param("CUDA error", r"CUDA error", marks=pytest.mark.slow),
     ],
 )
@@ -81,139 +74,16 @@ def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message
 
 
 @pytest.mark.slow
-def test_warnings_that_are_errors_do_not_stop_a_replica_from_coming_back(whole):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = whole.replicas.generate(requests(20))
-        for rank in (0, 1):  # what comes next is by the one that was away
-            whole.fault_at_work(rank)
-            assert whole.replicas.generate(requests(20)) == expected
-
-
-@pytest.mark.slow
-def test_one_that_dies_while_it_takes_weights(whole):
-    whole.fault("begin", 0)
-    with pytest.warns(UserWarning, match="replica 0 is started again"):
-        whole.update(3.0, version=3)
-    assert whole.happened("begin", 0)
-    whole.repair()
-    expected = whole.replicas.generate(requests(10))
-    whole.wait_until_all_are_up()
-    whole.fault_at_work(1)
-    with pytest.warns(UserWarning, match="replica 1"):
-        assert whole.replicas.generate(requests(10)) == expected
-
-
-@pytest.mark.slow
 def test_interrupted_it_drops_everything_and_can_go_on(whole):
     expected = whole.replicas.generate(requests(10))
-    endless = requests(10, max_new_tokens=10**6, seed=7)  # minutes, in a toy
-    with pytest.raises(KeyboardInterrupt), after(0.2, os.kill, os.getpid(), signal.SIGINT):
-        whole.replicas.generate(endless)
+    interrupt = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):  # it would take minutes
+        whole.replicas.generate(requests(10, max_new_tokens=10**6))
+    interrupt.join()
     actors = [one.actor for one in whole.replicas.running()]
     assert eventually(lambda: ray.get([one.call.remote("unfinished") for one in actors]) == [0, 0])
     assert whole.replicas.generate(requests(10)) == expected
-
-
-@pytest.mark.slow
-def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
-    ray_cpus()
-    with toys(tmp_path, step_s=(0.005,), max_restarts=1) as one:
-        one.fault("step", 0)
-        with (
-            pytest.warns(UserWarning, match="replica 0 is started again: .* died"),
-            pytest.raises(
-                ChildProcessError,
-                match=(
-                    r"(?s)replica 0 has ended 2 times in a row without finishing a prompt"
-                    r" \(generation.max_restarts is 1\).*last words in step"
-                ),
-            ),
-        ):
-            one.replicas.generate(requests(4))
-
-
-@pytest.mark.slow
-def test_a_stage_that_ends_ends_its_engine_which_starts_again(tmp_path):
-    ray_cpus()
-    with toys(tmp_path, step_s=(0.02,), pipeline_parallel_size=2) as made:
-        expected = made.replicas.generate(requests(4))
-        (before,) = made.replicas.running()
-        assert len(before.stages) == 1
-        assert eventually((tmp_path / "stage_is_up").exists)
-        died = r"replica-0-stage-1 \(log .*replica-0-stage-1.log\) died: one of its workers ended"
-        with pytest.warns(UserWarning, match=died):
-            (tmp_path / "stage-1").touch()
-            assert eventually(lambda: before not in made.replicas.running())
-        made.repair()
-        made.wait_until_all_are_up()
-        assert made.replicas.generate(requests(4)) == expected
-        (now,) = made.replicas.running()
-        assert not set(now.stages) & set(before.stages)
-
-
-@pytest.mark.slow
-def test_a_stage_that_does_not_start_says_why(tmp_path):
-    ray_cpus()
-    (tmp_path / "stage-1").write_text("start")
-    (tmp_path / "start-0").write_text("1000")
-    with (
-        pytest.raises(ValueError, match="the stage can't start"),
-        toys(tmp_path, step_s=(0.02,), pipeline_parallel_size=2),
-    ):
-        pass
-
-
-@pytest.mark.slow
-def test_an_engine_that_does_not_start_says_why_first(tmp_path):
-    ray_cpus()
-    (tmp_path / "start-1").write_text("not enough memory for the cache")
-    with pytest.raises(ValueError, match=r"^not enough memory for the cache"):
-        Toys(tmp_path)
-
-
-@contextlib.contextmanager
-def driver(forked, folder):
-    """A process that generates, all the processes that it has brought about, and the two of them
-    that are its replicas.
-    """
-    command = [forked / "python", "-m", "tests.runtime.engines.toys", str(folder)]
-    driving = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        line = driving.stdout.readline()
-        assert line, driving.stderr.read()
-        program, *replicas = [psutil.Process(pid) for pid in json.loads(line)]
-        family = [
-            *program.children(recursive=True),
-            *(child for one in replicas for child in one.children(recursive=True)),
-        ]
-        assert set(replicas) <= set(family)
-        time.sleep(0.5)  # until it generates
-        yield driving, family
-    finally:
-        driving.kill()
-        driving.communicate()
-
-
-@pytest.mark.slow
-def test_nothing_is_left_when_the_driver_is_killed(forked, tmp_path):
-    with driver(forked, tmp_path) as (driving, family):
-        driving.kill()
-        driving.wait()
-        assert soon_gone(*(one.pid for one in family))
-
-
-@pytest.mark.slow
-def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(forked, tmp_path):
-    with driver(forked, tmp_path) as (driving, family):
-        next(one for one in family if "gcs_server" in one.name()).kill()
-        _, errors = driving.communicate(timeout=300)
-        assert driving.returncode == 1
-        assert (
-            "ClusterLost: the Ray cluster is lost: the cluster's head"
-            in errors.strip().splitlines()[-1]
-        )
-        assert soon_gone(*(one.pid for one in family))
 
 
 def sampled(made: Toys, asked, begin=lambda: None):

@@ -127,36 +127,6 @@ def test_tokens_that_new_weights_compute_again_keep_their_experts():
 
 
 @pytest.mark.slow
-def test_requests_that_are_given_up_leave_no_record():
-    engine = SharedEngine(mixture(), records_experts=True)
-    hold([engine.actor])
-    call = engine.begin(LONG, n=3, max_new_tokens=40)
-    begin_all([engine.actor], 3)
-    assert engine.do(partial(records, step=False)) == 3
-    ray.cancel(call)
-    hold([engine.actor], math.inf)
-    engine.sample()
-    assert engine.do(partial(records, step=True)) == 0
-
-
-def records(engines: Any, *, step: bool) -> int:
-    """How many requests the recorder knows; step: after a pass over nothing."""
-    if step:
-        engines.engine._llm.engine_core.engine_core.step()
-    worker = engines.engine._llm.engine_core.engine_core.model_executor.driver_worker.worker
-    return len(worker.nemorl_recorder._records)
-
-
-@pytest.mark.slow
-def test_nothing_is_recorded_unasked_or_without_experts():
-    engine = SharedEngine(mixture())
-    assert engine.sample()[0].routed_experts is None
-    dense = mixture("qwen3")
-    assert not spec_of(dense, records_experts=True).records_experts
-    assert SharedEngine(dense, records_experts=True).sample()[0].routed_experts is None
-
-
-@pytest.mark.slow
 def test_what_an_engine_can_t_record_is_refused():
     spec = spec_of(mixture(), records_experts=True)
     drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}

@@ -12,14 +12,13 @@ import pytest
 from nemorl import OptimizerConfig
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.engines import processes
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.processes import EngineProcesses, check_places
+from nemorl.runtime.engines.processes import check_places
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.run.callbacks import Callback
-from tests.ray_session import NUM_GPUS, ray_cpus
-from tests.runtime.engines.shared import CACHE, shared_replicas, spec_of, vllm_backend
+from tests.ray_session import ray_cpus
+from tests.runtime.engines.shared import CACHE, shared_replicas, vllm_backend
 from tests.runtime.engines.toys import kill
 from tests.runtime.runs import TIMES, grpo_config, start
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -52,12 +51,6 @@ def test_both_work_and_say_how_much():
         assert tokens / speed == pytest.approx(
             measured["replica_0/tokens"] / measured["replica_0/tokens_per_second"]
         )
-    assert {name.split("/")[1] for name in measured if name.startswith("replica_")} == {
-        "tokens",
-        "restarts",
-        "busy",
-        "tokens_per_second",
-    }
     assert backend.metrics()["replica_0/tokens"] == 0
 
 
@@ -102,8 +95,8 @@ def metrics_of_run(folder, *callbacks: Callback, steps: int) -> dict[str, float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "count"), [(6, 3), (24, 20)])
-def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path, steps, count):
+def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path):
+    steps, count = 12, 9
     expected = metrics_of_run(tmp_path / "undisturbed", steps=steps)
     kills = Kills(steps, count)
     with pytest.warns(UserWarning, match="is started again"):
@@ -153,14 +146,10 @@ GPU, OTHER, FAR, NONE = (
     [
         (False, 8, [OTHER], ""),
         (False, 8, [GPU], "true where a replica is on the trainer's GPU"),
-        (False, None, [GPU], "true where a replica is on the trainer's GPU"),
         (False, 0, [GPU], ""),  # the loop's is nobody's where ranks are elsewhere
-        (True, None, [GPU], ""),
         (True, 1, [OTHER, GPU], ""),
         (True, 1, [FAR], "false where no replica is on the trainer's GPU"),
         (True, 2, [OTHER], ""),  # another of torchrun's ranks is there
-        (True, 0, [FAR], ""),
-        (True, None, [FAR], ""),
         (True, 1, [NONE], ""),
     ],
 )
@@ -172,22 +161,3 @@ def test_engines_take_turns_with_a_trainer_on_their_gpu_and_no_other(
     refused = pytest.raises(ValueError, match=rf"generation\.colocated must be {said}")
     with refused if said else nullcontext():
         check_places(config, engines)
-
-
-@pytest.mark.slow
-def test_where_ray_has_no_room_on_this_machine_engines_need_not_share_the_trainers_gpu():
-    ray_cpus()
-    spec = replace(spec_of(tiny_model()), on_gpus=True)
-    config = replace(VLLM, trainer_gpus=1, num_replicas=NUM_GPUS + 1)
-    with pytest.raises(ResourcesError, match=r"add --generation\.trainer-gpus 0: engines may"):
-        EngineProcesses(config, spec)
-
-
-def test_more_replicas_than_ranks_have_gpus_for_leave_no_connection_to_ray(monkeypatch):
-    spec, rank = replace(spec_of(tiny_model()), on_gpus=True), Place("node", "host", 1, ("0",))
-    connected = list[str]()
-    monkeypatch.setattr(processes, "connect", lambda **_: connected.append("up"))
-    monkeypatch.setattr(processes, "release", connected.clear)
-    with pytest.raises(ValueError, match="num_replicas must be at most 1 where replicas of 1 GPUs"):
-        EngineProcesses(VLLM, spec, [rank])
-    assert not connected

@@ -2,7 +2,6 @@
 twice, they begin in order of arrival, and only where there is room and the newest weights.
 """
 
-import gc
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -383,19 +382,6 @@ def test_a_request_begins_where_there_is_room_for_one_of_its_samples():
     assert actions == (Reply(0, "samples"), Give(give.process, 2))
 
 
-def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
-    state = ready(1, window=2)
-    for _ in range(4):
-        state, _ = decide(state, Arrived())
-    old, new = ProcessId(0, 0), ProcessId(0, 1)
-    state, actions = decide(state, Broke(old, OSError("gone")))
-    warning = Warn("replica 0 is started again: gone")
-    assert actions == (End(old), Cancel(0), Cancel(1), Start(new), warning)
-    state, _ = decide(state, Started(new))
-    state, actions = decide(state, Supplied(new, 0))
-    assert actions == (Give(new, 0), Give(new, 1))
-
-
 def test_nobody_waits_for_a_router_that_is_closed():
     router = Router(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
     router.loop.call_soon_threadsafe(router.loop.stop)
@@ -406,14 +392,3 @@ def test_nobody_waits_for_a_router_that_is_closed():
         router.loop.close()
         with pytest.raises(RuntimeError, match="shut down meanwhile"):
             waiting.result(timeout=30)
-
-
-def test_a_router_that_is_closed_leaves_no_coroutine_behind(recwarn):
-    gc.collect()  # of other tests
-    recwarn.clear()
-    router = Router(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
-    router.close()
-    with pytest.raises(RuntimeError, match="Event loop is closed"):
-        router.send(Arrived())
-    gc.collect()
-    assert not [one for one in recwarn if "never awaited" in str(one.message)]

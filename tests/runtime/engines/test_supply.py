@@ -1,16 +1,12 @@
 """When replicas get weights: a source that records, in the place of a sender and its engines."""
 
 import json
-import threading
-import warnings
-from types import SimpleNamespace
 
 import pytest
 
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import WeightSource
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
-from nemorl.runtime.engines.replicas import Replicas
 from nemorl.runtime.engines.routing import Asleep, ProcessId, Router, Started, routing
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.supply import Supply
@@ -56,7 +52,7 @@ def supply():
 def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_theirs(
     supply, monkeypatch
 ):
-    """Also where warnings are errors; the user is told once."""
+    """The user is told once."""
 
     def fails():
         raise ConnectionError("the line is cut")
@@ -72,58 +68,8 @@ def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_t
     supply.others()
     (message,) = told
     assert message.endswith("yet, and nemorl goes on trying: sending failed: the line is cut")
-    monkeypatch.undo()
-    supply._told.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        supply.others()
     assert router.state.lacking == (SECOND,)
     router.note(Asleep(True, emptied=True))
     router.note(Asleep(False))
     with pytest.raises(ConnectionError):  # none has any
         supply.others()
-
-
-def test_the_error_of_an_update_that_was_shut_down_meanwhile_is_not_hidden(supply):
-    def ends():
-        supply._router.close()
-        raise ConnectionError("the trainer is gone")
-
-    supply._router.send(Started(FIRST))
-    with pytest.raises(ConnectionError, match="the trainer is gone"):
-        supply.update(Source(ends))
-
-
-def test_engines_do_not_fall_asleep_between_two_calls_of_an_update(supply):
-    events, begun, ask = [], threading.Event(), threading.Event()
-
-    def slow():
-        begun.set()
-        assert ask.wait(60)
-        events.append("sent")
-
-    async def everywhere(method):
-        events.append(method)
-
-    router = supply._router
-    router.send(Started(FIRST))
-    router.send(Started(SECOND))
-    supply.update(Source(lambda: None))
-    router.note(Asleep(True, emptied=True))
-    router.note(Asleep(False))
-    supply._source = Source(slow)
-    engines = bare(Replicas, spec=SimpleNamespace(sleep_level=2), _router=router, _supply=supply)
-    engines._processes = SimpleNamespace(everywhere=everywhere)
-    sends = threading.Thread(target=supply.others)
-    sleeps = threading.Thread(target=engines.sleep)
-    sends.start()
-    assert begun.wait(60)
-    sleeps.start()
-    sleeps.join(0.3)
-    assert events == []
-    ask.set()
-    sends.join(60)
-    sleeps.join(60)
-    assert events == ["sent", "sleep"] and router.state.asleep
-    supply.now()  # they have none, and are not to be woken
-    assert events == ["sent", "sleep"]

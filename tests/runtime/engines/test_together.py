@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.engines import direct, transport
-from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.direct import EnginesFailed
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.engines.weights import WeightSender
@@ -215,20 +214,6 @@ def test_no_rank_keeps_what_it_has_shared(tmp_path: Path):
         assert found == [[[1, -1] * 3] * 2] * 2
 
 
-@pytest.mark.gpu
-def test_a_rank_on_a_gpu_without_an_engine_keeps_no_buffer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(WeightSender, "wait", lambda self, calls: calls)
-    monkeypatch.setattr(direct, "_CONNECTED", {})
-    sender = WeightSender(actors={}, places={}, expected=SHAPES, dtype=torch.float32)
-    kept = list[int]()
-    for _ in range(3):
-        weights = ((name, torch.ones(shape)) for name, shape in SHAPES.items())
-        direct.send_by_ipc(sender, weights, opened=False)
-        torch.cuda.ipc_collect()
-        kept.append(torch.cuda.memory_allocated())
-    assert kept == [kept[0]] * 3 and kept[0] < direct.ROUND_BYTES
-
-
 @pytest.mark.slow
 def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
     ranks = run_ranks(2, updates, tmp_path)
@@ -257,35 +242,6 @@ def test_each_engine_gets_the_weights_of_the_rank_on_its_gpu(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_rank_alone_is_its_answer(rank: int, monkeypatch: pytest.MonkeyPatch):
-    """It waits in no collective that the others never call: the run ends with it."""
-
-    def raising() -> None:
-        raise RuntimeError(f"CUDA error of rank {rank}")
-
-    def weights(self: Any) -> Any:
-        yield "first", torch.zeros(1)
-        raise AssertionError("others are not here to gather")
-
-    transfer = SimpleNamespace(send_weights=raising)
-    here, there = (Place("node", "host", 1, (str(gpu),)) for gpu in (rank, 1 - rank))
-    monkeypatch.setattr(Backend, "weights", weights)
-    monkeypatch.setattr(direct, "_connected", lambda *_: (transfer, "key"))
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(direct, "num_ranks", lambda: 2)
-    ranks = [here, there] if rank == 0 else [there, here]
-    monkeypatch.setattr(module, "places_of_ranks", lambda: ranks)
-    sender = WeightSender(
-        actors={0: Engine(0)}, places={0: here}, expected=SHAPES, dtype=torch.float32
-    )
-    host = Rank(Backend, rank)
-    host.do("setup", (BackendConfig(),), {})
-    answer = host.perform("send_weights", (lambda w: sender(0, w),), {"together": True})
-    assert answer.error["kind"] == "FailedAlone"
-    assert answer.error["message"] == f"RuntimeError: CUDA error of rank {rank}{REMEDY}"
-
-
 @pytest.mark.slow
 def test_a_rank_gets_its_buffer_back_after_each_update():
     """vLLM's engine holds it until the next one, which for a large embedding is gigabytes."""
@@ -299,17 +255,3 @@ def test_a_rank_gets_its_buffer_back_after_each_update():
         receiver.backend = backend
         receiver.finish_weight_update()
         assert len(shut) == closed
-
-
-@pytest.mark.slow
-def test_a_worker_names_its_gpu(monkeypatch: pytest.MonkeyPatch):
-    from nemorl.runtime.engines.receiver import WorkerExtension
-
-    def properties(device: torch.device) -> Any:
-        return SimpleNamespace(uuid=f"uuid-{device.index}")
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    worker: Any = WorkerExtension()
-    for device, uuid in (("cuda:1", "uuid-1"), ("cpu", "")):
-        worker.device = torch.device(device)
-        assert worker.nemorl_uuid() == uuid

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemorl.models.digest import checksum
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.actor import EngineActor, StageActor
+from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
 from nemorl.runtime.engines.weights import unpacked
 
@@ -46,7 +46,7 @@ class ToyEngine:
         self.fault("start")
 
     def fault(self, where: str) -> None:
-        """`WHERE-RANK` in the folder says what to do here: die, stop, hang, an error's text, or a
+        """`WHERE-RANK` in the folder says what to do here: die, stop, an error's text, or a
         number of seconds to wait; after "once", only this time.
         """
         try:
@@ -62,8 +62,6 @@ class ToyEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif what == "hang":
-            time.sleep(1000)
         elif what.replace(".", "").isdigit():
             time.sleep(float(what))
         else:
@@ -124,22 +122,3 @@ class ToyActor(EngineActor):
         super().__init__(name, log)
         global RANK
         RANK = int(name.partition("-")[2])
-
-
-class ToyStage:
-    """A stage whose worker ends when the file `stage` is in the folder of faults."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        assert spec.meeting is not None and spec.stage == 1
-        self.end = Path(spec.engine["faults"]) / "stage-1"
-        if self.end.exists() and self.end.read_text() == "start":
-            raise ValueError("the stage can't start")
-
-    def wait(self) -> None:
-        (self.end.parent / "stage_is_up").touch()
-        while not self.end.exists():
-            time.sleep(0.02)
-
-
-class ToyStageActor(StageActor):
-    make = ToyStage

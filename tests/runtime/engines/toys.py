@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from nemorl.rollout.generation import SamplingParams, Weights
 from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas, Request
 from nemorl.runtime.engines.spec import EngineSpec
-from tests.runtime.engines.toy import ToyActor, ToyStageActor
+from tests.runtime.engines.toy import ToyActor
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model()
@@ -43,7 +41,6 @@ class Toys:
             dtype="float32",
             max_num_seqs=8,
             max_model_len=None,
-            pipeline_parallel_size=config.get("pipeline_parallel_size", 1),
             engine={"step_s": tuple(step_s), "faults": str(folder)},
         )
         self.replicas = ToyReplicas(GenerationConfig(backend="vllm", **options), spec)
@@ -67,15 +64,15 @@ class Toys:
     def happened(self, where: str, rank: int) -> bool:
         return (self.folder / f"{where}-{rank}-happened").exists()
 
-    def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> bool:
-        return kill(self.replicas, rank, signal_number)
+    def kill(self, rank: int) -> bool:
+        return kill(self.replicas, rank)
 
     def wait_until_all_are_up(self) -> None:
         wait_until_all_are_up(self.replicas)
 
 
 class ToyProcesses(EngineProcesses):
-    actor, stage_actor = ToyActor, ToyStageActor
+    actor = ToyActor
 
 
 class ToyReplicas(Replicas):
@@ -88,12 +85,12 @@ def process(replicas: Replicas, rank: int) -> int:
     return pids[0] if pids else 0
 
 
-def kill(replicas: Replicas, rank: int, signal_number: int = signal.SIGKILL) -> bool:
+def kill(replicas: Replicas, rank: int) -> bool:
     """Whether there was a process to send it to."""
     pid = process(replicas, rank)
     try:
         assert pid > 0  # it is being started; 0 would be the tests' own processes
-        os.kill(pid, signal_number)
+        os.kill(pid, signal.SIGKILL)
     except (AssertionError, ProcessLookupError):
         return False
     return True
@@ -122,20 +119,9 @@ def toys(folder: Path, **options: Any) -> Iterator[Toys]:
         made.replicas.shutdown()
 
 
-@contextmanager
-def after(seconds: float, action: Any, *args: Any) -> Iterator[None]:
-    """Do something meanwhile, from another thread."""
-    timer = threading.Timer(seconds, action, args)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-
-
-def requests(count: int, *, n: int = 2, max_new_tokens: int = 20, seed: int = 0) -> list[Request]:
+def requests(count: int, *, max_new_tokens: int = 20) -> list[Request]:
     return [
-        ((2, 3 + i), SamplingParams(n=n, seed=seed + i, max_new_tokens=max_new_tokens))
+        ((2, 3 + i), SamplingParams(n=2, seed=i, max_new_tokens=max_new_tokens))
         for i in range(count)
     ]
 
@@ -147,15 +133,3 @@ def eventually(condition: Any, timeout_s: float = 120) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def main(folder: str) -> None:
-    """A driver that never ends by itself, on a cluster of its own."""
-    with toys(Path(folder)) as pair:
-        pids = [os.getpid(), *(process(pair.replicas, rank) for rank in (0, 1))]
-        print(json.dumps(pids), flush=True)
-        pair.replicas.generate(requests(100, max_new_tokens=10**6))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

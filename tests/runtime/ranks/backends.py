@@ -10,10 +10,8 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,26 +19,7 @@ import torch.distributed as dist
 from nemorl.losses.types import Sum
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.layout import Cutting
-from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
-
-
-class FailsInLayers(MegatronBackend):
-    """Fails in the backward pass of another layer on each rank, while gradients are summed."""
-
-    def setup(self, config):
-        from nemorl.parallel.megatron import core
-
-        small = partial(core.DistributedDataParallelConfig, bucket_size=1500)
-        with patch.object(core, "DistributedDataParallelConfig", small):
-            super().setup(config)
-
-        def fail(_):
-            if self._reducing:
-                raise torch.OutOfMemoryError(f"CUDA out of memory on rank {self.world.rank}.")
-
-        layer = self._stages[0].decoder.layers[self.world.rank]
-        layer.self_attention.linear_qkv.weight.register_hook(fail)
 
 
 class Summing:

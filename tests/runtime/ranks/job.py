@@ -47,12 +47,6 @@ def everything(trainer, folder: str) -> None:
     say("did everything")
 
 
-def unwritten(trainer, folder: str) -> None:
-    """A checkpoint that only rank 0 could write."""
-    trainer.save_checkpoint(Path(folder) / "unwritable", background=True)
-    trainer.wait_for_checkpoint()
-
-
 def dying(number: int) -> Callable[[int, object], float]:
     """A loss in which a rank is killed together with the process that torchrun started for it:
     else the other rank's lost connection could be what torchrun sees first.

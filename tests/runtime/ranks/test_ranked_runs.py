@@ -22,7 +22,6 @@ from tests.runtime.runs import (
     addition_rows,
     digits,
     grpo_config,
-    of_phase,
     preference_rows,
     sft_config,
 )
@@ -300,34 +299,6 @@ def test_the_ranks_that_train_generate(flags: list[str], place: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["dtensor", "megatron"])
-def test_what_a_backend_exports_both_go_on_with(first: str, place: Path, tmp_path: Path):
-    """With the same numbers, from the validation before the first step on."""
-    plans = {"dtensor": {"dp_shard": 2}, "megatron": {"pp": 2}}
-    lr = nemorl.OptimizerConfig(lr=1e-2)
-    run = {"export": True, "val_at_start": True}
-
-    def trained(backend: str, model: Path, folder: Path) -> nemorl.TrainResult:
-        config = ranked(sft_config, place, folder, run=run, optimizer=lr)
-        config = replace(
-            config,
-            model=nemorl.ModelConfig(path=str(model)),
-            max_num_steps=2,
-            trainer=replace(config.trainer, backend=backend),
-            parallel=nemorl.ParallelPlan(**plans[backend]),
-        )
-        return in_tests(config, validation=addition_rows(8))
-
-    before = trained(first, place / "model", tmp_path / "first")
-    after = [trained(each, tmp_path / "first" / "hf", tmp_path / each) for each in plans]
-    assert_close(*after)
-    untrained, trained_once = (line["loss"] for line in of_phase(before, "validation"))
-    for result in after:
-        assert result.history[0]["loss"] == pytest.approx(trained_once, rel=1e-5)
-    assert trained_once < untrained - 0.1
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run goes on with other settings")
 @pytest.mark.parametrize(
     "ways",
@@ -364,26 +335,6 @@ def experts(place: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_experts_on_ranks_of_their_own(experts: Path, tmp_path: Path):
-    """What is exported is a model that transformers loads, and that has learned."""
-    config = ranked(
-        sft_config,
-        experts,
-        tmp_path / "run",
-        run={"export": True},
-        optimizer=nemorl.OptimizerConfig(lr=1e-2),
-        parallel=nemorl.ParallelPlan(dp_shard=2, ep=2),
-    )
-    in_tests(replace(config, trainer=replace(config.trainer, backend="megatron")))
-    ids = torch.tensor([tiny_tokenizer()("1+1=2")["input_ids"]])
-    before, after = (
-        float(AutoModelForCausalLM.from_pretrained(folder)(ids, labels=ids).loss)
-        for folder in (experts / "model", tmp_path / "run" / "hf")
-    )
-    assert after < before - 0.1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("replay", [False, True])
 def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path):
     """Sampler and trainer agree on every token, on replicas that share experts."""
@@ -400,13 +351,6 @@ def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path)
     assert len(lines) == STEPS
     assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
     assert len({line["grad_norm"] for line in lines}) == STEPS
-
-
-@pytest.mark.slow
-def test_the_embedded_engine_samples_from_the_experts_of_ranks(experts: Path, tmp_path: Path):
-    """Its copy gets them under the names of files."""
-    flags = ["--trainer.backend", "megatron", "--parallel.dp-shard", "2"]
-    assert cli.main(arguments("grpo", experts, tmp_path / "run", *flags)) == 0
 
 
 @pytest.mark.parametrize(

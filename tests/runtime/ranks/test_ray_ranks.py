@@ -1,15 +1,11 @@
 """Ranks as Ray actors, with real collectives between them."""
 
-import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,12 +18,11 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import actors
 from nemorl.runtime.ranks.actors import RayRanks
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout, memory_advice
-from tests.parallel.batches import nll_loss, random_batch
+from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout
+from tests.parallel.batches import random_batch
 from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.runtime.cluster.processes import alive, soon_gone
 from tests.runtime.ranks import backends
@@ -77,17 +72,6 @@ def test_a_call_goes_to_all_and_one_answer_comes_back(trainer):
     assert trainer.step == step + 1
     assert trainer.model.config.model_type == "qwen2"
     assert {p.device.type for p in trainer.model.parameters()} == {"meta"}
-
-
-@pytest.mark.slow
-def test_every_rank_gets_the_routes_of_its_own_rows(trainer):
-    batch = backends.routed(random_batch([4, 4]))
-    found = loss(trainer.train_step(batch, backends.sum_of_experts))
-    assert found == int(batch.routed_experts.sum())
-    assert batch.routed_experts.shape == (2, 4, 3, 2), "the batch is as it was"
-    strange = replace(batch, routed_experts=batch.routed_experts + 1)
-    with pytest.raises(ValueError, match="must be numbers of the model's 8 experts"):
-        trainer.get_logprobs(strange)
 
 
 def test_what_all_raise_is_raised_here_and_they_stay_usable(trainer):
@@ -160,21 +144,6 @@ def test_checkpoints_are_found_from_anywhere(
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_another_thread_waits_for_a_checkpoint(trainer, tmp_path: Path):
-    """One rank has written it before the step, the other after."""
-    begun = tmp_path / "begun"
-    trainer.save_checkpoint(begun, background=True)
-    with ThreadPoolExecutor() as thread:
-        waiting = thread.submit(trainer.wait_for_checkpoint)
-        while not begun.exists() and not waiting.done():
-            time.sleep(0.01)
-        assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
-        assert not waiting.done()
-        trainer.save_checkpoint(tmp_path / "next")
-        waiting.result(20)
-
-
-@pytest.mark.slow
 def test_a_failed_setup_leaves_no_process(trainers, tmp_path: Path):
     with pytest.raises(ValueError, match="seed must be a lucky number, but it is 13: take another"):
         trainers(seed=13, logs=tmp_path)
@@ -235,39 +204,6 @@ def test_a_rank_that_fails_alone_ends_all(trainers, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_ranks_that_fail_in_different_layers_while_gradients_are_summed_are_ended(trainers):
-    """All have answered, and yet none is of use: each has begun another number of sums."""
-    plan = ParallelPlan(dp_shard=2, overlap_grad_reduce=True)
-    trainer = trainers(backend=backends.FailsInLayers, plan=plan)
-    before = pids(trainer)
-    message = r"^the step failed while gradients were summed .* out of memory on rank 0"
-    with pytest.raises(RuntimeError, match=message) as caught:
-        trainer.train_step(BATCH, nll_loss)
-    assert memory_advice(caught.value)
-    said = r"raised by rank 0 .* and rank 1 .* in train_step of optimizer step 1: all were ended"
-    assert re.fullmatch(said, caught.value.__notes__[-1])
-    assert soon_gone(*before)
-    with pytest.raises(RuntimeError, match="its ranks were ended: the step failed while"):
-        trainer.get_logprobs(BATCH)
-
-
-@pytest.mark.slow
-def test_a_shutdown_is_in_order(trainers, tmp_path: Path):
-    trainer = trainers(logs=tmp_path)
-    before = pids(trainer)
-    trainer.shutdown()
-    assert not alive(*before)
-    assert "shut down in order" in (tmp_path / "rank-1.log").read_text()
-
-
-@pytest.mark.slow
-def test_ranks_that_do_not_fit_are_refused(trainers):
-    message = r"^parallel asks for 2 ranks: bundles must fit(.|\n)*rank +2 x \(1000 CPU"
-    with pytest.raises(ResourcesError, match=message):
-        trainers(cpus_per_rank=1000)
-
-
-@pytest.mark.slow
 def test_ranks_and_engines_that_do_not_fit_together_are_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -288,29 +224,6 @@ def test_gpus_that_the_cluster_does_not_have(tmp_path: Path, monkeypatch: pytest
     config = BaseConfig(trainer=TrainerConfig(device="cuda"))
     with pytest.raises(ValueError, match=message):
         RayRanks(backends.Summing, 2, config, tmp_path)
-
-
-def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    """As by Ctrl-Z: the answers are there, but nobody has read them."""
-    from nemorl.runtime.ranks.rank import Answer
-    from nemorl.runtime.ranks.wire import dumps
-
-    clock = itertools.chain([0.0, 0.1, 0.2, 5000.0], itertools.count(5000.1, 0.1))
-    monkeypatch.setattr(actors.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr("ray.put", lambda value: value)
-    results = iter([{}, {}, {0: dumps(Answer(7, None, 1))}])
-
-    class Workers:
-        def call(self, rank, method, *args, background):
-            return rank
-
-        def ready(self, calls, timeout_s, *, doing):
-            return next(results)
-
-    ranks = object.__new__(RayRanks)
-    ranks.size, ranks.workers, ranks._lock = 1, Workers(), threading.Lock()
-    ranks._runtime = RuntimeConfig(timeout_s=10)
-    assert ranks.call("get_logprobs", [], "").value == 7
 
 
 @pytest.fixture

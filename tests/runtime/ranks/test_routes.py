@@ -1,20 +1,13 @@
 """Routes on their way to ranks: each gets its own, and computes what it did with all of them."""
 
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
-import nemorl
 from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
-from nemorl.runtime.ranks.actors import RayRanks
-from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.trainer import RankedTrainer
-from nemorl.runtime.ranks.wire import dumps
 from tests.parallel.balance import sampled
 from tests.parallel.batches import nll_loss, random_batch
 from tests.runtime.ranks import shared_ranks
@@ -76,46 +69,3 @@ def test_ranks_compute_the_same_of_a_part_of_the_bytes(
     assert len(parts) == 2 and sum(parts) < REAL * (routes + 2 * ids) + 2 * 1000
     for trainer in (apart, whole):
         trainer.shutdown()
-
-
-def test_the_controller_names_to_each_rank_its_own_part_alone(monkeypatch: pytest.MonkeyPatch):
-    """Not those of all ranks to each of them."""
-    monkeypatch.setattr(ray, "put", lambda value: f"stored {value}")
-    where, sent = [(0, 0), (0, 1), (1, 0), (1, 1)], list[Any]()
-
-    class Workers:
-        def run_all(self, method: str, timeout_s: float) -> Any:
-            sent.append(method)
-            return where
-
-        def call(self, rank: int, *what: Any, background: bool) -> Any:
-            sent.append((rank, what[-1]))
-
-        def ready(self, calls: Any, *_: Any, **__: Any) -> Any:
-            return {rank: dumps(Answer(rank, None, 1)) for rank in calls}
-
-    ranks = object.__new__(RayRanks)
-    ranks.size, ranks._lock, ranks._coordinates = 4, threading.Lock(), []
-    ranks._runtime, ranks.workers = nemorl.RuntimeConfig(), Workers()
-    parts = {each: [f"part {each}"] for each in where}
-    for _ in range(2):
-        assert ranks.call("train_step", ["batch"], "train_step", parts).value == 0
-    own = [(rank, f"stored ['part {each}']") for rank, each in enumerate(where)]
-    assert sent == ["coordinates", *own, *own]
-
-
-@pytest.mark.slow
-def test_routes_that_are_not_replayed_stay_at_home(monkeypatch: pytest.MonkeyPatch):
-    model = tiny_model("qwen3_moe", scale=2.0)
-    batch, calls = sampled(model, BATCH), list[Any]()
-    config = BackendConfig(trainer=TrainerConfig(device="cpu"))
-    trainer = shared_ranks.ranked(model, config, dp_shard=2)
-    plain = trainer.get_logprobs(replace(batch, routed_experts=None)).values
-    call = shared_ranks.View.call
-    monkeypatch.setattr(
-        shared_ranks.View, "call", lambda self, *args: calls.append(args) or call(self, *args)
-    )
-    assert torch.equal(trainer.get_logprobs(batch).values, plain)
-    (_, asked), (_, sent) = [(method, size(payload)) for method, payload, *_ in calls]
-    assert asked < 1000 and sent < 46 * batch.input_ids.numel() + 2000
-    trainer.shutdown()

@@ -88,18 +88,6 @@ def test_any_error_ends_the_job_and_all_processes(
     assert len(pids) == 2 and soon_gone(*pids)
 
 
-@pytest.mark.slow
-def test_a_wrong_setting_is_an_error_of_the_job(forked: Path, model_folder: Path, tmp_path: Path):
-    (rows := tmp_path / "rows.jsonl").touch()
-    command = ["-m", "nemorl", "sft", f"--model={model_folder}", "--data.train", str(rows)]
-    code, text = torchrun(
-        forked, *command, "--parallel.tp", "3", "--run.dir", str(tmp_path / "run")
-    )
-    assert code == 1, text
-    assert "nemorl sft: error: parallel must divide the 2 devices that there are" in text
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 class Handled(Exception):
     """What a handler raises."""
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from nemorl.parallel.config import BackendConfig, ModelConfig, ProfileConfig
+from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.runtime.ranks import trainer as module
 from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.start.open_run import failed_ranks
-from nemorl.runtime.store.errors import WorkerDied, in_words
+from nemorl.runtime.store.errors import WorkerDied
 from tests.parallel.batches import random_batch
 
 BATCH = random_batch([3])
@@ -20,11 +20,6 @@ DIED = r"its ranks were ended: rank 1 died"
 
 def died() -> WorkerDied:
     return WorkerDied("rank 1 died")
-
-
-def found_dead(trainer: RankedTrainer) -> None:
-    with pytest.raises(WorkerDied):
-        trainer.wait_for_checkpoint()
 
 
 @dataclass
@@ -66,20 +61,6 @@ def made(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def test_another_models_failure_leaves_the_ranks_to_the_policy(made):
-    group = Group()
-    trainer = made(group)
-    second = trainer.beside("second")
-    group.errors["setup"] = in_words(ValueError("model.path must be a folder"))
-    with pytest.raises(ValueError, match="must be a folder"):
-        second.setup(BackendConfig(model=ModelConfig(path="none")))
-    second.shutdown()
-    assert not group.ended and trainer.train_step(BATCH, len) == {}
-    with pytest.raises(ValueError, match="must be a folder"):
-        trainer.setup(BackendConfig(model=ModelConfig(path="none")))
-    assert group.ended
-
-
 @pytest.mark.parametrize("ending", [None, OSError("no such thing")])
 def test_a_death_that_another_call_found_is_why_the_next_one_fails(made, ending):
     trainer = made(Group({"wait_for_checkpoint": died()}, ending=ending))
@@ -88,30 +69,6 @@ def test_a_death_that_another_call_found_is_why_the_next_one_fails(made, ending)
     with pytest.raises(RuntimeError, match=DIED) as caught:
         trainer.train_step(BATCH, len)
     assert failed_ranks(caught.value) is first.value
-
-
-def test_a_death_that_another_thread_finds_meanwhile_is_why_a_call_fails(made):
-    """What the call itself finds is that the ranks are gone."""
-    group = Group({"wait_for_checkpoint": died()})
-    trainer = made(group)
-
-    def other() -> Exception:
-        thread = threading.Thread(target=found_dead, args=(trainer,))
-        thread.start()
-        thread.join()
-        return RuntimeError("the ranks have been shut down")
-
-    group.answers["train_step"] = other
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=DIED) as caught:
-            trainer.train_step(BATCH, len)
-        assert failed_ranks(caught.value) is not None
-    group.ended.clear()
-    trainer.setup(BackendConfig(model=ModelConfig(path="none")))
-    group.ended.append(0.0)
-    with pytest.raises(RuntimeError, match="have been shut down") as caught:
-        trainer.get_logprobs(BATCH)
-    assert failed_ranks(caught.value) is None, "that was another group's end"
 
 
 def test_a_step_that_could_not_be_sent_has_not_begun(made):
@@ -134,12 +91,3 @@ def test_a_step_that_may_have_been_sent_has_begun(made, error):
     with pytest.raises(type(error)):
         trainer.train_step(BATCH, len)
     assert trainer.step == 1
-
-
-@pytest.mark.parametrize(
-    ("profile", "seconds"), [(ProfileConfig(), 20), (ProfileConfig(steps="1:2", dir="."), 120)]
-)
-def test_ranks_have_the_time_to_write_a_profile(made, profile, seconds):
-    group = Group()
-    made(group, profile=profile).shutdown()
-    assert group.ended == [seconds]

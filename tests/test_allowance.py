@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.allowance import ALLOWANCE_S, WHOLE_PATH_S, allowance_s, cpu_ticks
 from tests.whole_paths import WHOLE_PATHS
 
@@ -39,6 +41,7 @@ def test_allowances():
         assert allowance_s(item(nodeid)) == WHOLE_PATH_S
 
 
+@pytest.mark.slow
 def test_a_costly_test_fails(tmp_path: Path):
     """In a run of pytest of its own, with an allowance of a twentieth of a second."""
     text = "from tests import allowance\nallowance.ALLOWANCE_S = 0.04\n" + (

@@ -96,6 +96,7 @@ def test_what_one_writes_is_short(path: Path):
     assert len(path.read_text().split()) <= 700
 
 
+@pytest.mark.slow
 def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
     """With --help, a run in a folder of its name, and an error for what can't be."""
     monkeypatch.chdir(tmp_path)

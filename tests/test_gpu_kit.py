@@ -120,6 +120,7 @@ def test_what_is_refused(version, cuda, error, said, monkeypatch):
     assert re.search(said, part.refusal(small=False))
 
 
+@pytest.mark.slow
 def test_what_can_not_be_measured_is_a_row():
     def without_titan():
         raise ValueError("needs torchtitan: pip install") from ImportError()

@@ -64,6 +64,7 @@ def _python(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     return result
 
 
+@pytest.mark.slow
 def test_losses_import_without_the_big_dependencies():
     names = sorted(
         f"nemorl.losses.{path.stem}"

@@ -28,6 +28,7 @@ def test_the_import_sets_it():
     assert python(SHOWN) == 'False {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}'
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("torch_first", [False, True])
 def test_what_the_user_has_set_stays(torch_first: bool):
     code = f"import torch; {SHOWN}" if torch_first else SHOWN
@@ -35,6 +36,7 @@ def test_what_the_user_has_set_stays(torch_first: bool):
     assert python(code, GOMP_SPINCOUNT="7").startswith('False {"GOMP_SPINCOUNT": "7"')
 
 
+@pytest.mark.slow
 def test_too_late_is_known_and_an_import_says_nothing():
     code = "import torch; from nemorl.losses import clipped; " + SHOWN
     assert python(code) == 'True {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}'

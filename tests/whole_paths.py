@@ -1,4 +1,66 @@
 """The tests that go a whole path: one of each kind, at most 40, of up to 30 s of CPU each."""
 
-WHOLE_PATHS: dict[str, str] = {}
+WHOLE_PATHS = {
+    # What a user does
+    "tests/test_install.py::test_one_device_needs_no_extra": "every command, without any extra",
+    "tests/test_documentation.py::test_the_guides_run[docs/data.md]": "a guide",
+    "tests/test_examples.py::test_it_runs[custom_algorithm.py]": "an algorithm of one's own",
+    "tests/test_examples.py::test_it_runs[custom_reward.py]": "a reward of one's own",
+    "tests/runtime/watch/test_notebook.py::test_a_run_in_a_notebook": "a notebook",
+    "tests/runtime/watch/report/test_page.py::test_the_command": "the report",
+    "tests/test_gpu_kit.py::test_a_part_runs_on_a_cpu[first]": "make gpu",
+    "tests/models/test_code.py::test_a_check_runs_the_code_and_is_for_it[own]": "models check",
+    # Algorithms
+    "tests/runtime/algorithms/test_sft.py::test_it_learns_its_demonstrations": "SFT",
+    "tests/runtime/algorithms/test_grpo.py::test_it_learns_and_finishes_a_run_directory": "GRPO",
+    "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[dpo]": "DPO",
+    "tests/runtime/algorithms/test_turns.py::test_segments_of_a_conversation_are_compared_together"
+    "_and_computed_apart": "conversations of several turns",
+    "tests/runtime/run/test_asynchrony.py::test_each_step_trains_on_the_prompts_of_the_synchronous"
+    "_run": "sampling ahead",
+    "tests/rollout/test_admission.py::TestLoop::runTest": "admission, as a state machine",
+    # What breaks
+    "tests/runtime/run/test_resume.py::test_killed_between_two_steps_and_in_a_checkpoint[grpo with"
+    " minibatches, a reference and dynamic sampling]": "kill and resume",
+    "tests/runtime/store/test_checkpoint.py::test_killed_at_any_point_of_writing[next]": (
+        "a checkpoint that is cut off"
+    ),
+    "tests/runtime/start/test_live.py::test_ranks_that_die_cost_no_number[make0]": "ranks that die",
+    "tests/runtime/engines/test_faults.py::test_what_a_lost_replica_had_to_do_is_done_by_the"
+    "_other": "a replica that dies",
+    # Several devices
+    "tests/losses/test_vocab_parallel.py::test_a_split_head_is_what_a_whole_one_gives": "a TP head",
+    "tests/parallel/parity/test_parity.py::test_every_plan_gives_the_same_numbers[2 ranks]": (
+        "plans of both backends"
+    ),
+    "tests/parallel/test_checkpoint_reshard.py::test_any_plan_goes_on_from_any_other[alone]": (
+        "a checkpoint on another plan"
+    ),
+    "tests/parallel/megatron/test_backend.py::test_gradients_of_several_batches_add": "megatron",
+    "tests/runtime/ranks/test_torchrun.py::test_the_others_obey_rank_zero": "torchrun",
+    "tests/runtime/start/test_devices.py::test_a_cluster_is_asked_for_its_gpus": "a Ray cluster",
+    "tests/runtime/cluster/test_environments.py::test_processes_change_nothing": (
+        "environments on Ray"
+    ),
+    "tests/test_emulated_gpu.py::test_a_run_equals_the_cpus": "a device that is no CPU",
+    # vLLM
+    "tests/rollout/test_generation_conformance.py::test_greedy_tokens_equal_transformers_generate["
+    "vllm-qwen2]": "a vLLM engine",
+    "tests/rollout/test_generation_conformance.py::test_a_seeded_request_does_not_depend_on_the"
+    "_batch[vllm]": "its seeds",
+    "tests/runtime/engines/test_weights.py::test_after_each_update_the_engine_is_the_new_model["
+    "qwen2-True-float32]": "its weights",
+    "tests/runtime/ranks/test_ranked_runs.py::test_vllm_beside_ranks[dtensor-plan0]": (
+        "ranks and engines"
+    ),
+    # The core
+    "tests/losses/test_compile.py::test_every_case_compiles_into_one_graph": "torch.compile",
+    "tests/parallel/test_proving.py::test_the_command_shows_what_holds_and_why_not": "proofs",
+    "tests/rollout/test_kv_cache.py::test_a_cache_that_grows_and_shrinks_keeps_its_contents": (
+        "the cache of the embedded engine"
+    ),
+    "tests/test_documentation.py::test_every_public_function_has_a_docstring_those_of_the_core_an"
+    "_example": "every module is imported",
+    "tests/test_floors.py::test_public_names": "every public name is imported",
+}
 """The test and what it shows, which no small test can."""

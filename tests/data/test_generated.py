@@ -50,6 +50,7 @@ def test_validation_is_of_other_seeds():
     assert len(shared) < 5
 
 
+@pytest.mark.slow_cases("arc_agi")
 @pytest.mark.parametrize("name", ["basic_arithmetic", "graph_color", "leg_counting", "arc_agi"])
 def test_a_tasks_own_score_is_the_reward(name):
     rows = load_rows(f"reasoning_gym:{name}?size=3", split="train")

@@ -146,6 +146,7 @@ def both(rows, tokenizer):
     return rows, to_examples(rows, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_bad_row_ends_the_run_with_its_name_and_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "FIRST", 4)
     rows = addition_rows(100)

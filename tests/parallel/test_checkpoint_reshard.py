@@ -176,6 +176,7 @@ def meet_damage(root: Path, file: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["weights", "optimizer"])
 def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path: Path, kind):
     tiny_model().save_pretrained(tmp_path / "model")

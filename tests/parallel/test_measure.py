@@ -107,6 +107,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name, peak, monkeypatch):
     assert measure.peak_flops(torch.device("cuda")) == peak
 
 
+@pytest.mark.slow
 def test_the_peak_is_this_process_own():
     taken = torch.ones(100_000_000)
     before = peak_memory(CPU)

@@ -76,6 +76,7 @@ def in_a_thread(function: Callable, *args: object) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["in_a_thread(close_profile)", "pass"])
 def test_any_thread_or_the_end_of_the_process_may_end_it(tmp_path, then):
     assert in_a_process(tmp_path, then) == 0

@@ -74,6 +74,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_cases("{'sequence_packing': True, 'micro_batch_tokens': 24}")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @settings(max_examples=8)
 @given(batch=BATCHES, kind=st.sampled_from(["llama", "qwen2"]))

@@ -41,6 +41,7 @@ FAST = tuple(
 )
 
 
+@pytest.mark.slow_cases("0 ranks")
 @pytest.mark.parametrize(
     "chunk", together(FAST, tuple(case for case in subset() if case not in FAST))
 )
@@ -52,6 +53,7 @@ def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "layout", "recomputed"),
     [

@@ -254,6 +254,7 @@ def test_a_setting_by_its_last_name():
     assert cli.parse("dpo", ["--model", "m", "--beta", "0.3"]).loss.beta == 0.3
 
 
+@pytest.mark.slow
 def test_a_setting_has_its_flag_in_every_command():
     given = ["--model.path", "m", "--prompt-column", "q", "--device", "cpu", "--temperature", "0.5"]
     for config in (cli.parse("eval", [*given, "--validation", "d"]), cli.parse("grpo", given)):
@@ -310,6 +311,7 @@ def test_print_config_round_trips(args: list[str], tmp_path: Path, capsys):
     assert dump_yaml(config, comments=True) == printed
 
 
+@pytest.mark.slow
 def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch, capsys):
     """It says so before it prints, and runs no code of the user's."""
     monkeypatch.chdir(tmp_path)

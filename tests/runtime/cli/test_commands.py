@@ -86,6 +86,7 @@ def test_resume_by_naming_the_directory(workplace: Path):
     assert not (workplace / "grpo").exists()
 
 
+@pytest.mark.slow
 def test_eval(workplace: Path, capsys):
     rows = ["--validation", str(workplace / "rows.jsonl")]  # whose columns the run knows
     output = ["--output", str(workplace / "answers.jsonl"), "--device", "cpu"]

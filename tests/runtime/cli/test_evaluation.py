@@ -109,6 +109,7 @@ def test_means_are_by_prompt_where_a_conversation_failed(model: str):
     assert found["accuracy"] == found["reward"] == found["summaries"][0]["accuracy"] == 0.5
 
 
+@pytest.mark.slow
 def test_responses_that_the_limit_on_tokens_cut_are_counted(tmp_path: Path):
     tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

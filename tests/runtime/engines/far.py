@@ -1,5 +1,4 @@
-"""`python -m tests.runtime.engines.far FOLDER`: what an engine samples whose stages are on two nodes."""
-
+"""`python -m tests.runtime.engines.far FOLDER`: what an engine over two nodes samples."""
 
 import asyncio
 import json

@@ -87,6 +87,7 @@ def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
     assert samples[0] == samples[1]
 
 
+@pytest.mark.slow
 def test_the_example_is_the_synchronous_one_but_for_a_few_lines(tmp_path: Path):
     def body(name: str) -> list[str]:
         text = (EXAMPLES / f"{name}.py").read_text()
@@ -106,6 +107,7 @@ def test_the_example_is_the_synchronous_one_but_for_a_few_lines(tmp_path: Path):
     prove(tmp_path / "run", 4, count=9)
 
 
+@pytest.mark.slow_cases("0", "1")
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_dynamic_sampling_draws_as_many_as_it_drops(staleness: int, tmp_path: Path):
     config = ahead(tmp_path, staleness, steps=5, dynamic_sampling=True, max_sampling_rounds=60)
@@ -207,6 +209,7 @@ def test_an_engine_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
         start(ahead(tmp_path, 2, steps=30))
 
 
+@pytest.mark.slow
 def test_tokens_carry_the_version_that_sampled_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -425,6 +425,7 @@ class Counting(TorchGenerationBackend):
         return {"tokens": tokens}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_path, monkeypatch):
     """Neither the check at the start of a process nor a validation counts as a step's."""
     monkeypatch.setattr("nemorl.runtime.start.live.get_generation_backend", lambda name: Counting)

@@ -224,6 +224,7 @@ def test_no_restart_without_a_reason(death, max_restarts, message, folder, ranks
     assert len(ranks["all"]) == 1
 
 
+@pytest.mark.slow_cases("when2")
 @pytest.mark.parametrize(
     "when", [("setup", 1), ("train_step", 2), ("save_checkpoint", 1), ("get_logprobs", 1)]
 )

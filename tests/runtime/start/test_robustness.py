@@ -198,6 +198,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.slow_cases("the samples")
 @pytest.mark.parametrize("what", WRITERS)
 def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch, what):
     """A limit on the size of files stands in for a full disk. What only shows is a warning."""

@@ -95,6 +95,7 @@ def test_a_model_that_no_gpu_holds_is_refused_with_what_helps(rank: int):
         found(large, lora=nemorl.LoRAConfig(rank=rank), trainer=trainer)
 
 
+@pytest.mark.slow
 def test_references_and_a_share_of_the_users_count():
     pair = {"gpus": 2, "plan": {"dp_shard": 2}}
     referenced = found(kl=nemorl.KLConfig(coef=0.1), **pair)

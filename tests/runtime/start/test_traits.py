@@ -193,6 +193,7 @@ def test_an_engine_that_loads_for_itself_has_no_model_loaded(folder, monkeypatch
     assert answer["response"] == str(count)
 
 
+@pytest.mark.slow
 def test_a_generation_backend_checks_for_itself(folder: Path, tmp_path: Path):
     seen = []
 

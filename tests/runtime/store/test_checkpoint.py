@@ -80,6 +80,7 @@ def test_random_generators_of_gpus_come_back(tmp_path):
     assert "cuda:0" in load_file(path / "rng.safetensors")
 
 
+@pytest.mark.slow_cases("background", "replace")
 @pytest.mark.parametrize("scenario", ["next", "background", "replace"])
 def test_killed_at_any_point_of_writing(forked, tmp_path, scenario):
     """next: step 2 follows step 1, background: in threads. replace: step 2 is written again by a

@@ -22,6 +22,7 @@ def learning_run(directory: RunDirectory, *, steps: int) -> None:
             directory.append_metrics(step, {"reward": 0.5, "accuracy": 0.5}, phase="validation")
 
 
+@pytest.mark.slow
 def test_every_metric_has_its_picture(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     learning_run(directory, steps=60)

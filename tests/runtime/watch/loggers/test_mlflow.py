@@ -32,6 +32,7 @@ def runs_of(project: str) -> list:
     return client.search_runs([client.get_experiment_by_name(project).experiment_id])
 
 
+@pytest.mark.slow
 def test_a_run_in_a_local_file(tmp_path):
     options = {"loggers": ("mlflow",), "project": "arithmetic"}
     start(grpo_config(tmp_path / "sums", steps=2, run=options))
@@ -46,6 +47,7 @@ def test_a_run_in_a_local_file(tmp_path):
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     for steps, end, status in ((range(1, 4), False, "FAILED"), (range(2, 5), True, "FINISHED")):

@@ -73,6 +73,7 @@ def history(records) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_offline(tmp_path):
     options = {"loggers": ("wandb",), "project": "arithmetic"}
     start(grpo_config(tmp_path / "sums", steps=2, run=options))
@@ -90,6 +91,7 @@ def test_a_run_offline(tmp_path):
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id_and_an_error_is_told(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     for steps, end in ((range(1, 4), False), (range(2, 5), True)):

@@ -182,6 +182,7 @@ def copy_of(run: RunDirectory, folder, **settings) -> RunDirectory:
     return RunDirectory.open(folder)
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(run, tmp_path, capsys):
     other = copy_of(run, tmp_path / "others" / "slower", lr="1.0e-6", dir="elsewhere")
     with (other.path / "metrics.jsonl").open("a") as file:

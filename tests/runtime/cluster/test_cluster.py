@@ -48,7 +48,6 @@ def test_bundles_are_reserved_by_name_and_returned():
     ("bundles", "row"),
     [
         ({"trainer": [Bundle()], "generation": [Bundle(cpus=40)] * 2}, "2 x \\(40 CPU\\)"),
-        ({"generation": [Bundle(cpus=1, gpus=20)]}, "1 x \\(1 CPU, 20 GPU\\)"),
         ({"generation": [Bundle(node="f" * 56)]}, "1 x \\(1 CPU on node ffffffff\\)"),
     ],
 )

@@ -1,5 +1,4 @@
-"""`python -m tests.runtime.engines.far FOLDER`: what an engine samples whose stages are on two nodes."""
-
+"""Samples of an engine on two nodes: `python -m tests.runtime.engines.far DIR`."""
 
 import asyncio
 import json

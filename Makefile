@@ -73,7 +73,7 @@ $(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER)) requirements/environments.txt $(G
 	@echo "Installing the tools of development into $(VENV)"
 	@$(BIN)/python $(PIP) -e '.[dev]' | $(BRIEF)
 	@command -v bwrap > /dev/null || $(BWRAP) > /dev/null 2>&1 || \
-		echo "No bubblewrap here: the tests of the sandbox run with rlimits alone"
+		echo "No bubblewrap here, without which the tests of the sandbox fail: apt install bubblewrap"
 	@$(BIN)/python $(PIP) --no-deps -r requirements/environments.txt -r $(GYM) | $(BRIEF)
 	@touch $@
 
@@ -128,11 +128,11 @@ bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an envir
 		echo "== $$script"; $(PEERS)/bin/python $$script $(BENCH) || exit 1; done
 
 gpu:  ## Prove the library on this machine's GPU and measure it (GPU='--part train --minutes 9')
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/gpu.md $(GPU)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/performance.md $(GPU)
 
 parity: $(INSTALLED)  ## Compare every plan with plain PyTorch (PARITY='--match "TP 2"')
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run \
-		$(or $(PARITY),--write docs/parity.md)
+		$(or $(PARITY),--write docs/receipts.md)
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.spellings import LIBRARIES, Absent, settings_in
+from nemorl.runtime.config.spellings import libraries, settings_in
 from nemorl.runtime.config.tree import (
     by_name,
     field_docs,
@@ -29,24 +29,21 @@ MIGRATION = Path(__file__).parent / "coming-from.md"
 INTRODUCTION = """\
 # Every setting
 
-*Written by `python docs/generate_reference.py` from the dataclasses; change it there.*
+*Written by `python docs/generate_reference.py` from the dataclasses; `--help SECTION` says more.*
 
 A setting is a key in YAML (`optimizer: {lr: 1e-6}`), a flag (`--optimizer.lr 1e-6`), a field in
 Python (`OptimizerConfig(lr=1e-6)`) and an argument of `nemorl.train` (`lr=1e-6`, or
 `optimizer__lr=1e-6` if the name alone is not unique). The last part of a name is enough for a flag,
 too, where it is unique (`--lr 1e-6`), and `--model`, `--data` and `--run` are short for
-`--model.path`, `--data.train` and `--run.dir`. A setting has these flags in every command.
+`--model.path`, `--data.train` and `--run.dir`.
 
 Later layers win: defaults, then `--preset`, then `--config` (of several the later one), then flags.
-`--print-config` shows what a run would use, with comments, as a file for `--config`. Code that a
-file names runs only if a flag names it, too, or with `--trust-code`: see
-[extending.md](extending.md#code-that-files-name). Sections that several algorithms share come
-first. A flag of true or false is `--run.export` or `--run.no-export`, or `--run.export=false`;
-`null` is a value (`--gap.warn null`). `--help` shows the usual settings, `--help optimizer` a
-section, `--help all` every setting.
-
-A choice between variants, such as `loss`, is a section with a `name`: `loss: {name: gspo}`,
-`--loss gspo`. It has only the keys of the chosen variant.
+`--print-config` writes what a run would use as a file for `--config`. Code that a file names runs
+only if a flag names it, too, or with `--trust-code`
+([extending.md](extending.md#code-that-files-name)). A flag of true or false is `--run.export` or
+`--run.no-export`; `null` is a value (`--gap.warn null`). A choice between variants, such as `loss`,
+is a section with a `name`: `loss: {name: gspo}`, `--loss gspo`. It has only the keys of the chosen
+variant. Behind each name is its default, if it has one; shared sections come first.
 """
 
 
@@ -71,9 +68,11 @@ def page() -> str:
             for field, hint in own
             if variants(hint)
         ]
-    lines = "\n".join(parts).split("\n")
+    lines = re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).split("\n")
     return "\n".join(
-        line if line.startswith("|") else textwrap.fill(line, 100, break_on_hyphens=False)
+        textwrap.fill(
+            line, 100, break_on_hyphens=False, subsequent_indent="  " if line[:2] == "- " else ""
+        )
         for line in lines
     )
 
@@ -93,44 +92,35 @@ def section(title: str, name: str, hint: Any) -> str:
 
 
 def about(cls: type) -> str:
-    """The docstring of a class, a line per paragraph."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(cls) or "")
+    """The first paragraph of a class's docstring."""
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
 
 
 def table(cls: type, fields: list[tuple[dataclasses.Field[Any], Any]], prefix: str) -> str:
     docs = field_docs(cls)
     rows = (
-        f"| `{prefix}{field.name}` | {kind(hint)} | {default(field)} |"
-        f" {cell(docs.get(field.name, ''))} |"
+        f"- `{prefix}{field.name}` {default(field)}: {brief(docs.get(field.name, ''))}"
+        f"{choices(hint)}".replace(" :", ":")
         for field, hint in fields
     )
-    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n"
+    return "\n".join(rows) + "\n"
 
 
-def cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def brief(text: str) -> str:
+    """The first clause of a field's description."""
+    plain = re.sub(r" \([^()]*\)", "", " ".join(text.split()))
+    first = re.split(r"(?<=\.)\s+(?=[A-Z0-9])|;\s", plain)[0]
+    return re.split(r", (?:such as|which|of which|so that|as|where|because|while) ", first)[
+        0
+    ].rstrip(".")
 
 
-def kind(hint: Any) -> str:
-    """A type as people say it."""
-    words: dict[Any, str] = {
-        str: "text",
-        int: "integer",
-        float: "number",
-        bool: "true or false",
-        type(None): "null",
-        typing.Any: "any",
-    }
-    if hint in words:
-        return words[hint]
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
-    if origin is tuple:
-        return f"list of {kind(arguments[0])}"
-    if origin in (dict, typing.get_origin(typing.Mapping[str, Any])):
-        return "mapping"
-    return " or ".join(kind(argument) for argument in arguments)
+def choices(hint: Any) -> str:
+    """The values of a setting that has only a few."""
+    for one in (hint, *typing.get_args(hint)):
+        if typing.get_origin(one) is Literal:
+            return ": " + ", ".join(f"`{value}`" for value in typing.get_args(one))
+    return ""
 
 
 def default(field: dataclasses.Field[Any]) -> str:
@@ -139,34 +129,37 @@ def default(field: dataclasses.Field[Any]) -> str:
         return "needed"
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
     value = to_dict(value) if dataclasses.is_dataclass(value) else value
-    if value is None or isinstance(value, bool):
-        return f"`{str(value).lower().replace('none', 'null')}`"
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else ""
 
 
 def migration(text: str) -> str:
-    """coming-from.md with its tables generated again."""
+    """coming-from.md with its tables generated again; of NeMo RL, whose files are translated whole,
+    the names that need no words.
+    """
     commands = [*ALGORITHMS.values(), *COMMANDS.values()]
     known = {key for command in commands for key in leaves(command.config)}
-    for library, names in LIBRARIES.items():
-        head = f"| {library or 'name'} | nemorl |\n|---|---|\n"
-        rows = "".join(
-            f"| `{theirs}` | {marked(ours, known)} |\n" for theirs, ours in names.items()
+    for library, names in libraries().items():
+        meanings = dict[str, list[str]]()
+        for theirs, ours in names.items():
+            if library != "NeMo RL" or ours in known:
+                meanings.setdefault(ours, []).append(f"`{theirs}`")
+        rows = (f"{' '.join(them)} | {cell_of(ours, known)}\n" for ours, them in meanings.items())
+        before, head, after = text.partition(f"{library} | nemorl\n--- | ---\n")
+        text = (
+            before + head + ("".join(rows) + re.sub(r"\A(`.* \| .*\n)*", "", after) if head else "")
         )
-        before, _, after = text.partition(head)
-        rest = re.sub(r"\A(\|.*\n)*", "", after)
-        text = before + head + rows + rest
     return text
 
 
-def marked(ours: str | Absent, known: set[str]) -> str:
-    """A cell with its settings as code; of what is not there a link to what to do."""
-    text = ours
-    if isinstance(ours, Absent):
-        text = f"none: {ours.today} ([{ours.page.partition('#')[0]}]({ours.page}))"
-    for key in sorted({*settings_in(text)} & known, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.`/]){re.escape(key)}(?![\w.`])", f"`{key}`", text)
-    return text
+def cell_of(ours: str, known: set[str]) -> str:
+    """A cell with its settings as code, and its page as a link."""
+    for key in sorted({*settings_in(ours)} & known, key=len, reverse=True):
+        ours = re.sub(rf"(?<![\w.`/]){re.escape(key)}(?![\w.`])", f"`{key}`", ours)
+    return re.sub(r"\(docs/([\w-]+\.md)\)", r"([\1](\1))", ours)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ import torch
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device has memory of its own, and the host may run ahead of it: CUDA's and
-    ROCm's GPUs, and the emulated one of the tests. Apple's (mps) has main memory.
+    """Return whether a device has memory of its own, and the host may run ahead of it.
 
     >>> [is_accelerator(torch.device(name)) for name in ("cuda", "cpu", "mps")]
     [True, False, False]
@@ -16,7 +15,5 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def module_of(device: torch.device) -> Any:
-    """Return torch's module for an accelerator's kind, such as `torch.cuda`, with `synchronize`,
-    `empty_cache` and the counters of memory.
-    """
+    """Return torch's module for an accelerator's kind, such as `torch.cuda`."""
     return torch.get_device_module(device)

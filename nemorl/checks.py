@@ -25,9 +25,7 @@ def require(condition: bool, field_name: str, requirement: str, value: object, r
 
 @contextmanager
 def checked_by(backend: str) -> Iterator[None]:
-    """Run the `check` of a backend in the block. What it raises besides ValueErrors gets a note
-    that names the backend.
-    """
+    """Run the `check` of a backend in the block; other errors than ValueErrors name it."""
     try:
         yield
     except ValueError:
@@ -63,8 +61,7 @@ def valid_seed(**values: int | None) -> None:
 
 
 def closest(word: str, words: Iterable[str]) -> str:
-    """Return a did-you-mean for a misspelled word, or nothing: parts of a name are compared one by
-    one, so that what has other words, and another meaning, is not suggested.
+    """Return a did-you-mean for a misspelled word, or nothing; parts of names are compared apart.
 
     >>> closest("dtenosr", ["dtensor", "megatron"])
     '; did you mean dtensor?'
@@ -95,9 +92,7 @@ def _one_letter(word: str, other: str) -> bool:
 
 
 def _one_word(word: str, other: str) -> bool:
-    """Return whether two words are one with a slip: swapped or doubled letters, a beginning, or a
-    few others of many.
-    """
+    """Whether two words are one with a slip: swapped or doubled letters, or a beginning."""
     if word == other or sorted(word) == sorted(other):
         return True
     if re.sub(r"\D", "", word) != re.sub(r"\D", "", other):
@@ -110,9 +105,7 @@ def _one_word(word: str, other: str) -> bool:
 
 
 def own_methods(value: Any, protocol: type) -> set[str]:
-    """Return which methods of a Protocol a class or object has, but for those that it inherits from
-    the Protocol itself, which do nothing.
-    """
+    """Return which methods of a Protocol a class or object has itself."""
     kind = value if isinstance(value, type) else type(value)
     listed = kind if protocol is object else protocol
     names = [name for name in dir(listed) if name[0] != "_" and callable(getattr(listed, name))]
@@ -171,10 +164,9 @@ def all_but(cls: Any, *used: str) -> tuple[str, ...]:
 def refuse_unused(
     section: str, config: Any, requirement: str, remedy: str, *, names: Iterable[str] | None = None
 ) -> None:
-    """Raise a ValueError for a setting that nothing would use.
+    """Raise a ValueError for a setting that nothing would use, and that is not its default.
 
-    That is a field of `config`, the dataclass of `section`, with another value than its default;
-    `names` says which fields are not used, None that none is.
+    names: the fields of `config` that are not used; None: all.
     """
     for item in fields(config):
         if names is None or item.name in names:

@@ -5,9 +5,7 @@ from threading import Lock
 
 
 class Overlapping:
-    """A block, for `with`, of which several may overlap, in any threads: the first one changes a
-    setting of the process, and the last one to end restores it.
-    """
+    """A block, for `with`: of several, the first changes a setting, the last restores it."""
 
     def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
         """change: changes the setting, and returns what restores it."""

@@ -13,10 +13,7 @@ from typing import Any
 
 
 def function_of(name: str, setting: str) -> Any:
-    """Return what `module:function` or `path/to/file.py:function` names.
-
-    Raises: ValueError, about `setting`, where there is none.
-    """
+    """Return what `module:function` or `path/to/file.py:function` names."""
     module, _, attribute = name.rpartition(":")
     found = module_of(module, setting)
     if not hasattr(found, attribute):
@@ -25,9 +22,7 @@ def function_of(name: str, setting: str) -> Any:
 
 
 def check_function(name: str, setting: str) -> None:
-    """Raise ValueError where `function_of` would find nothing. Runs no code: a file is only parsed,
-    and of an installed module not more than its package is looked for.
-    """
+    """Raise ValueError where `function_of` would find nothing. Runs no code."""
     module, _, attribute = name.rpartition(":")
     if module in sys.modules:
         return
@@ -49,7 +44,6 @@ def check_function(name: str, setting: str) -> None:
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that the statements of a module bind; * where it imports all of another."""
     for node in ast.iter_child_nodes(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -80,8 +74,7 @@ def _no_module(module: str, setting: str, folder: Path) -> ValueError:
 
 
 def place_of(name: str) -> str:
-    """Return the file that `function_of` would import for a name, "" if unknown, importing
-    nothing.
+    """Return the file that `function_of` would import for a name, "" if unknown.
 
     >>> place_of("json:loads").endswith("json/__init__.py"), place_of("no_module:fn")
     (True, '')
@@ -105,9 +98,7 @@ def _file_of(name: str) -> Path:
 
 
 def _found(module: str, others: Sequence[str] = ()) -> Path | None:
-    """Return the file of a module, or the folder of one without, that is named by its path or lies
-    in its own folder or one of `others`. Imports nothing.
-    """
+    """Imports nothing."""
     file = _file_of(module)
     if not module or module.endswith(".py"):
         return file if module else None
@@ -124,7 +115,6 @@ def _found(module: str, others: Sequence[str] = ()) -> Path | None:
 
 
 def module_of(name: str, setting: str) -> ModuleType:
-    """Import a module by its name, also from the working folder, or by its file's path."""
     file = _file_of(name)
     if str(file.parent) not in sys.path:  # an installed command does not look where it is run
         sys.path.insert(0, str(file.parent))
@@ -154,9 +144,7 @@ class ExitInUserCode(RuntimeError):
 
 @contextmanager
 def exit_is_error(name: str) -> Iterator[None]:
-    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block, which no `except
-    Exception` sees. A signal that ends the run is none.
-    """
+    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block; a signal is none."""
     try:
         yield
     except (SystemExit, GeneratorExit) as error:

@@ -1,9 +1,8 @@
 """A GPU emulated on a CPU: a second device, "fakegpu", with main memory behind it.
 
-Inside `emulated()` its tensors compute real numbers; an operator that gets tensors of both devices
-raises, as CUDA does; and waits of the host for the device are counted by their kind and place:
-reads, copies from and to pageable memory, results whose shape depends on numbers, synchronization.
-What a kernel itself waits for is known for the operators in READS alone.
+Inside `emulated()` an operator that gets tensors of both devices raises, as CUDA does, and waits of
+the host for the device are counted by their kind and place. What a kernel itself waits for is known
+for the operators in READS alone.
 """
 
 import sys
@@ -90,7 +89,6 @@ class _Module(backend_registration._DummyBackendModule):
     def __init__(self) -> None:
         self.waits = Waits()
         self.active = 0
-        self.calls: Counter[str] = Counter()
 
     def is_available(self) -> bool:
         return self.active > 0
@@ -121,8 +119,7 @@ class _Module(backend_registration._DummyBackendModule):
     def synchronize(self, device: Any = None) -> None:
         self.waits.add("synchronize")
 
-    def empty_cache(self) -> None:
-        self.calls["empty_cache"] += 1
+    def empty_cache(self) -> None: ...
 
     def max_memory_allocated(self, device: Any = None) -> int:
         return 0
@@ -234,7 +231,6 @@ def _without_lists(index: Any) -> Any:
 
 
 def is_ours(device: Any) -> bool:
-    """Return whether a device, or a name of one, is the emulated one."""
     return device is not None and torch.device(device).type == NAME
 
 
@@ -294,7 +290,6 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _count(func: Any, args: Any, kwargs: Any, *, ours: bool, others: list[Tensor]) -> None:
-    """Count what an operator makes the host wait for."""
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return
     if ours and func in READS:

@@ -17,9 +17,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @contextmanager
 def forgetting_own() -> Iterator[None]:
-    """Take back at the end what was added to the variants of sections of GRPO, so that other tests
-    see the names of nemorl alone.
-    """
+    """Take back at the end what was added to the variants of sections of GRPO."""
     known = {name: GRPOConfig.__annotations__[name] for name in ("loss", "advantage")}
     try:
         yield
@@ -56,9 +54,7 @@ def load_example(name: str) -> ModuleType:
 
 
 def run_example(script: str, *arguments: str) -> int:
-    """An example as a program in the present folder, without the seconds that a new interpreter
-    spends on imports; returns its exit code.
-    """
+    """Run an example as a program in the present folder, and return its exit code."""
     before, sys.argv = sys.argv, [str(EXAMPLES / script), *arguments]
     try:
         with visiting():

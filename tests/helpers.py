@@ -119,9 +119,7 @@ class Result:
 
 
 def evaluate(case: Case, problem: Problem, *layouts: Layout) -> Result:
-    """The sum over the layouts (the shards of a batch), and its gradient for the problem's own
-    arrays: one number a token, wherever it lay.
-    """
+    """The sum over the layouts (a batch's shards), and its gradient for the problem's arrays."""
     arrays = problem.tokens | problem.sequences | problem.shared
     leaves = {name: arrays[name].clone().requires_grad_() for name in case.differentiable}
     leafy = problem.but(**leaves)
@@ -130,7 +128,6 @@ def evaluate(case: Case, problem: Problem, *layouts: Layout) -> Result:
 
 
 def result_of(output: LossOutput, leaves: dict[str, Tensor]) -> Result:
-    """Differentiate one output; a leaf that the loss doesn't reach is an error."""
     gradients = torch.autograd.grad(output.loss, list(leaves.values())) if leaves else ()
     return Result(
         output.loss.detach(), dict(zip(leaves, gradients, strict=True)), finalize(output.metrics)
@@ -140,7 +137,6 @@ def result_of(output: LossOutput, leaves: dict[str, Tensor]) -> Result:
 def assert_same(
     one: Result, other: Result, *, rtol: float = 1e-8, atol: float = 1e-10, metric_tol: float = 1e-5
 ) -> None:
-    """Equal loss, gradients and metrics up to the order of summation."""
     for found, expected in ((other.loss, one.loss), (other.gradients, one.gradients)):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, check_dtype=False)
     assert_same_metrics(one.metrics, other.metrics, metric_tol)
@@ -158,9 +154,7 @@ def assert_same_metrics(
 
 @contextmanager
 def shapes_checked(on: bool) -> Iterator[None]:
-    """With `on=False` as users run it: without the checks of all annotations, which refuse some
-    wrong values before the code itself does.
-    """
+    """With `on=False` as users run it: without the checks of all annotations."""
     jaxtyping.config.update("jaxtyping_disable", not on)
     try:
         yield

@@ -11,7 +11,7 @@ import cloudpickle
 
 import nemorl
 from nemorl.runtime.run.loop import Step
-from tests.examples import load_example, run_example
+from tests.examples import load_example
 from tests.runtime.runs import numbers
 
 
@@ -19,10 +19,7 @@ def start(name: str, flags: list[str]) -> list[dict[str, Any]]:
     """Run an example and return the lines of its metrics."""
     module = load_example(name)
     cloudpickle.register_pickle_by_value(module)  # as what a script itself defines
-    if hasattr(module, "main"):
-        module.main(nemorl.cli(module.main.__annotations__["config"], flags))
-    else:
-        assert run_example(f"{name}.py", *flags) == 0
+    module.main(nemorl.cli(module.main.__annotations__["config"], flags))
     folder = [flag.partition("=")[2] for flag in flags if flag.startswith("--run.dir=")][-1]
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     return [numbers(json.loads(line)) for line in lines]

@@ -134,9 +134,8 @@ def run_ranks(
     """`function(*args)` on ranks 0 … size − 1, each a process with torchrun's variables and, with
     `process_group`, torch.distributed initialised with gloo; the results in the order of ranks.
 
-    The processes are kept for the next calls, unless they are to be `fresh`. `function` must be
-    importable. Raises AssertionError with the traceback of a rank that fails, or that is not done
-    within the time; all are ended then.
+    The processes are kept for the next calls, unless they are to be `fresh`. Raises AssertionError
+    with the traceback of a rank that fails, or that is not done within the time.
     """
     fresh = fresh or not process_group
     ranks = (None if fresh else _KEPT.pop(size, None)) or Ranks(size, process_group)

@@ -1,7 +1,4 @@
-"""The checks behind the import hook of conftest.py: of the annotations, in every call.
-
-It imports nothing of nemorl: the hook has to be there first.
-"""
+"""The checks behind conftest.py's import hook, before which nothing of nemorl is imported."""
 
 import dataclasses
 import random
@@ -21,10 +18,7 @@ with mock.patch("random.getrandbits", random.Random(0).getrandbits):
     from beartype import BeartypeConf, beartype
 
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))
-"""As type checkers and Python itself have it, an int will do where a float is asked for:
-
-`clip_low=0`.
-"""
+"""An int will do where a float is asked for, as type checkers have it."""
 with_shapes = jaxtyping.jaxtyped
 LIBRARY = with_shapes.__code__.co_filename
 """Where the wrappers here seem to be, as warnings skip the frames of libraries."""
@@ -33,9 +27,8 @@ LIBRARY = with_shapes.__code__.co_filename
 def jaxtyped(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Do as `jaxtyping.jaxtyped`, but quickly.
 
-    A function without shapes in its annotations has only its types checked: shapes take 20 times as
-    long. Checks are made at the first call, as most functions of a process are never called, and
-    none for functions in functions without shapes, which would get new ones in every call.
+    A function without shapes has only its types checked, as shapes take 20 times as long. Checks
+    are made at the first call, and none for functions in functions without shapes.
     """
 
     def decorate(checked: Any) -> Any:
@@ -72,7 +65,6 @@ def _at_first_call(fn: FunctionType, typechecker: Callable[[Any], Any]) -> Calla
 
 
 def _has_shape(hint: Any, fn: FunctionType) -> bool:
-    """Return whether an annotation of a function may have a shape in it."""
     if isinstance(hint, str):
         known = ChainMap(fn.__globals__, fn.__builtins__)
         names = re.findall(r"[A-Za-z_]\w*", hint)

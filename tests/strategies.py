@@ -75,7 +75,6 @@ class Problem:
 
 
 def _trained(kind: str, lengths: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Which tokens are trained on; never the first of a sequence, and one where any can be."""
     rows = []
     for length in lengths:
         cut = int(torch.randint(1, max(length, 2), (), generator=generator))

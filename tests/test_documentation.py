@@ -1,6 +1,4 @@
-"""Every code block of the README and of the guides runs, every public function shows an example,
-and the quickstart does what it says.
-"""
+"""The documents' code runs, public functions show examples, the quickstart does what it says."""
 
 import ast
 import importlib
@@ -9,6 +7,8 @@ import json
 import os
 import pkgutil
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,20 +18,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 import nemorl
 from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import EvalConfig
-from nemorl.runtime.config.tree import leaves
+from nemorl.runtime.config.flags import NO_SETTINGS, names_of
 from nemorl.runtime.start.registry import ALGORITHMS
+from tests.documents import blocks
 from tests.examples import load_example
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
-GUIDES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-SLOW = {"cluster.md", "coming-from.md", "parallelism.md"}
-"""Guides that start ranks or replicas."""
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+)
+GUIDES = [page for page in PAGES if page.startswith("docs/")]
+FAST = "docs/data.md"
+"""The guide that is run in `make test`; the others are run in `make test-all`."""
 LAST_LINE = re.compile(
     r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)"
 )
@@ -87,44 +92,66 @@ def run_document(forked: Path, document: Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @QUICKSTART
 def test_the_readme_runs(forked: Path, short_quickstart, tmp_path: Path):
-    folder = shutil.copytree(short_quickstart[0], tmp_path / "runs" / "quickstart-0")
-    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "train.jsonl").write_text("".join(rows[:300]))
-    output = run_document(forked, ROOT / "README.md", tmp_path)
-    assert "runs/grpo" in output
+    write_example_files(tmp_path)
+    shutil.copytree(tmp_path / "model", tmp_path / "runs" / "smollm2")
+    shutil.copytree(short_quickstart[0], tmp_path / "runs" / "quickstart-0", dirs_exist_ok=True)
+    assert "runs/grpo" in run_document(forked, ROOT / "README.md", tmp_path)
 
 
 @pytest.mark.parametrize(
-    "document", [g if g not in SLOW else pytest.param(g, marks=pytest.mark.slow) for g in GUIDES]
+    "document",
+    [page if page == FAST else pytest.param(page, marks=pytest.mark.slow) for page in GUIDES],
 )
 def test_the_guides_run(forked: Path, document: str, tmp_path: Path):
     write_example_files(tmp_path)
-    path = ROOT / "docs" / document
+    path = ROOT / document
     for name in re.findall(r"nemorl data example (\S+)", path.read_text()):
         (tmp_path / name).unlink(missing_ok=True)  # the guide writes it itself
     run_document(forked, path, tmp_path)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_can_be_read(page: str):
+    """Python, JSON and YAML parse, and the flags of commands are settings."""
+    for block in blocks(ROOT / page):
+        language = block.language if block.language != "text" else "bash"
+        READERS[language](block.code)
+
+
+def commands(code: str) -> None:
+    """Compare the flags of each `nemorl` in a shell's block with the settings of its command."""
+    for line in code.replace("\\\n", " ").splitlines():
+        for called in NEMORL.split(line)[1:]:
+            words = shlex.split(called, comments=True)
+            name = next((one for one in (" ".join(words[:2]), words[0]) if one in SETTINGS), None)
+            own = any("./" in word for word in words)  # a loss of one's own has settings
+            for word in words if name else ():
+                flag = word.partition("=")[0].replace("-", "_").removeprefix("__")
+                if word[:2] == "--" and flag not in NO_SETTINGS and not (own and flag[:4] in OWN):
+                    positive = re.sub(r"(^|\.)no_", r"\1", flag)
+                    assert {flag, positive} & SETTINGS[name].keys(), (name, word)
+
+
+NEMORL = re.compile(r"(?:^|\s)nemorl (?=[a-z])")
+OWN = ("loss", "adva")
+SETTINGS = {name: names_of(each.config) for name, each in {**ALGORITHMS, **COMMANDS}.items()}
+READERS: dict[str, Any] = {
+    "python": ast.parse,
+    "json": json.loads,
+    "jsonl": lambda code: [json.loads(line) for line in code.splitlines()],
+    "yaml": yaml.safe_load,
+    "bash": commands,
+}
+
+
 def test_the_reference_is_up_to_date():
-    code = (
-        "import generate_reference as g; assert g.PAGE.read_text() == g.page(); text ="
-        " g.MIGRATION.read_text(); assert text == g.migration(text)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", check=False)
-    assert done.returncode == 0, "run: python docs/generate_reference.py"
-
-
-def test_the_migration_tables_name_settings_that_there_are():
-    """The right column of every table in coming-from.md."""
-    commands = [*ALGORITHMS.values(), *COMMANDS.values()]
-    known = {key for command in commands for key in leaves(command.config)}
-    rows = re.findall(
-        r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE
-    )
-    assert len(rows) > 60
-    assert {key for row in rows for key in re.findall(r"`([^`]+)`", row)} <= known
+    made = runpy.run_path(str(ROOT / "docs" / "generate_reference.py"))
+    migration = made["MIGRATION"].read_text()
+    found = made["PAGE"].read_text(), migration
+    assert found == (made["page"](), made["migration"](migration)), "run docs/generate_reference.py"
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
@@ -169,6 +196,7 @@ def write_example_files(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
+@pytest.mark.slow
 @QUICKSTART
 def test_a_short_quickstart(forked: Path, short_quickstart, tmp_path: Path):
     folder, output, last = short_quickstart
@@ -217,15 +245,34 @@ def test_the_quickstart_learns(tmp_path: Path, options: str):
     assert after >= 0.95
 
 
-@pytest.mark.parametrize(
-    "document",
-    [path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]],
-)
+@pytest.mark.parametrize("document", PAGES)
 def test_documents_are_finished(document: str):
     """No placeholder is left, what they link to is there, and lines but those of tables fit."""
     text = (ROOT / document).read_text()
     assert "@@" not in text
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("http") or (ROOT / document).parent.joinpath(link).exists(), link
-    rows = (line for line in text.splitlines() if not line.lstrip().startswith("|"))
+    for link, anchor in re.findall(r"\]\(([^)#]*)(#[^)]+)?\)", text):
+        if not link.startswith("http"):
+            path = (ROOT / document).parent / link if link else ROOT / document
+            assert path.exists(), link
+            assert not anchor or path.suffix != ".md" or anchor[1:] in anchors(path), link + anchor
+    rows = (line for line in text.splitlines() if "|" not in line)
     assert not [line for line in rows if len(line) > 100]
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_pages_that_the_code_names_are_there():
+    texts = [path.read_text() for path in [ROOT / "Makefile", *ROOT.glob("[nbet]*/**/*.py")]]
+    named = {name for text in texts for name in re.findall(r"docs/([a-z-]+\.md)", text)}
+    assert len(named) > 5 and not {name for name in named if f"docs/{name}" not in PAGES}
+
+
+def test_documents_are_short():
+    """Pages that nobody reads help nobody."""
+    sizes = {page: len((ROOT / page).read_text().split()) for page in PAGES}
+    assert len(GUIDES) <= 18 and sum(sizes[page] for page in GUIDES) <= 30_000
+    assert sizes["README.md"] <= 900 and sizes["CHANGELOG.md"] <= 600

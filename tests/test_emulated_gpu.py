@@ -24,7 +24,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.grpo import ClippedLoss, GRPOConfig, GSPOLoss, KLConfig, OffPolicyConfig
 from nemorl.runtime.run.callbacks import Callback
-from tests.emulated_gpu import DEVICE, NAME, Emulated, Waits, counted, emulated, gpu
+from tests.emulated_gpu import NAME, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.parity.cases import QUICK, Case
 from tests.parallel.parity.compare import verdict
@@ -64,13 +64,9 @@ class TestTheDevice:
         [
             "cpu[index]",
             "ours.index_put((index,), cpu[:2])",
-            "torch.stack([ours.sum(), cpu.sum()])",
             "torch.cat([ours, cpu])",
-            "ours.index_select(0, torch.tensor(1))",
-            "torch.nn.functional.embedding(torch.tensor(1), ours[:, None])",
             "torch.where(cpu > 1, ours, 0.0)",
             "ours.copy_(ours + cpu)",
-            "torch.searchsorted(ours, cpu)",
         ],
     )
     def test_it_refuses_tensors_of_both_devices(self, what: str):
@@ -85,27 +81,16 @@ class TestTheDevice:
         ("what", "count"),
         {
             "ours.sum().item()": 1,
-            "ours.tolist()": 1,
-            "ours.nonzero()": 1,
             "ours[ours > 1]": 1,
             "ours[[0, 1]]": 1,
             "ours.cpu()": 1,
-            "torch.linalg.inv(ours[:1, None] + 1)": 1,
-            "ours.multinomial(1)": 1,
             "torch.ones(3, device=NAME).repeat_interleave(ours.long())": 1,
             "torch.ones(3, device=NAME).repeat_interleave(ours.long(), output_size=3)": 0,
-            "f'{ours}'": 1,
-            "torch.get_device_module(NAME).Event().synchronize()": 1,
             "torch.get_device_module(NAME).current_stream().synchronize()": 1,
-            "torch.get_device_module(NAME).current_stream().wait_event(None)": 0,
-            "torch.tensor(3.0).to(NAME)": 1,
             "ours * torch.tensor(2.0)": 0,
-            "torch.tensor([1.0, 2.0], device=NAME)": 1,
-            "torch.ones(3).to(NAME)": 1,
             "torch.ones(3).to(NAME, non_blocking=True)": 1,
             "torch.ones(3).pin_memory().to(NAME)": 1,
             "torch.ones(3).pin_memory().to(NAME, non_blocking=True)": 0,
-            "torch.ones(3).pin_memory().copy_(ours, non_blocking=True)": 0,
             "ours.to('cpu', non_blocking=True)": 1,
             "ours.index_select(0, ours.long())": 0,
         }.items(),
@@ -116,20 +101,12 @@ class TestTheDevice:
             eval(what, {"torch": torch, "ours": ours, "NAME": NAME})
         assert waits.total == count, waits.found
 
-    def test_it_has_autocast_memory_and_copies(self):
+    def test_it_has_autocast(self):
         with emulated():
             ours = torch.nn.Parameter(torch.ones(4, 4).to(NAME))
             with torch.autocast(NAME, dtype=torch.bfloat16):
                 assert (ours @ ours).dtype == torch.bfloat16
                 assert torch.nn.functional.linear(ours, ours).dtype == torch.bfloat16
-            storage = ours.untyped_storage()
-            assert storage.nbytes() == 64 and storage.device == DEVICE
-            storage.resize_(0)
-            assert ours.raw.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
-
-    def test_outside_the_block_it_is_not_there(self):
-        assert not torch.get_device_module(NAME).is_available()
-        assert not isinstance(torch.ones(2), Emulated)
 
 
 def on(device: str) -> Any:
@@ -152,7 +129,6 @@ OFTEN = list(LAYOUTS)[:2]
 
 
 def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of steps, with a checkpoint, offloading and exported weights between them."""
     options = {"plan": FLOAT32, "optimizer": {"eps": EPS}, **layout}
     options["trainer"] = {"device": device, **options.get("trainer", {})}
     kernel: Any = used_on_cpus() if options.pop("varlen", False) else nullcontext([None])
@@ -203,7 +179,6 @@ GRPO = {
 
 
 def batch_and_loss(algorithm: str, size: int) -> tuple[TokenBatch, LossFn]:
-    """A batch of `size` sequences, with all that the loss needs."""
     batch = random_batch([*islice(cycle([9, 14, 30, 17, 12]), size)])
     if algorithm == "sft":
         return batch, sft.loss_fn
@@ -289,7 +264,6 @@ def test_a_run_equals_the_cpus(make: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def waits_of_ranks(backend_name: str, folder: Path, plan: dict[str, Any]) -> list[int]:
-    """The waits of a step of two microbatches, and of one of six."""
     trainer, found = {"device": NAME, "train_micro_batch_size": 2}, []
     with emulated():
         make = MegatronBackend if backend_name == "megatron" else None

@@ -44,6 +44,18 @@ ONLY_IN = {
 }
 ONLY_ONE_FILE = ("torchtitan", "megatron")
 
+BOUNDS = {
+    "words": 215_000,
+    "words of runtime": 90_000,
+    "files": 290,
+    "files directly in runtime": 1,
+    "longest line": 100,
+    "words of tests": 200_000,
+    "words of docs": 30_000,
+    "pages of docs": 18,
+    "words of README": 900,
+}
+"""What the project may weigh. These numbers may only fall."""
 BACKENDS = {"dtensor", "megatron", "torch", "vllm"}
 MAX_FUNCTION_LINES = 80
 PUBLIC = """
@@ -64,10 +76,7 @@ register_reward register_training_backend run sync_weights train write_report
 
 
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file names, with its line.
-
-    At the top, inside functions, under TYPE_CHECKING, relative, and `import_module("...")`.
-    """
+    """Every module that a file names, wherever and however, with its line."""
     package = [root.name, *path.relative_to(root).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
@@ -98,7 +107,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def broken_floors(root: Path) -> list[str]:
-    """Every import below `root` that the floors and the order of the rooms forbid, in words."""
+    """Every import that the floors and the order of the rooms forbid, in words."""
     problems = []
     users: dict[str, set[str]] = {name: set() for name in ONLY_ONE_FILE}
     for name, path in modules(root).items():
@@ -161,9 +170,7 @@ def too_long(root: Path) -> list[str]:
 
 
 def compared_backends(root: Path) -> list[str]:
-    """Every comparison with a backend's name in runtime, the planner and the plan: a backend's
-    traits and its own check say what is different.
-    """
+    """Every comparison with a backend's name, in place of which there are traits and checks."""
     found = []
     for path in modules(root).values():
         where = path.relative_to(root).as_posix()
@@ -185,6 +192,36 @@ def test_no_imports_run_in_a_circle():
     assert circle(PACKAGE) == []
 
 
+def test_the_project_stays_small():
+    root = PACKAGE.parent
+    library, runtime, tests, docs = (
+        [path.read_text(encoding="utf-8") for path in sorted(files)]
+        for files in (
+            PACKAGE.rglob("*.py"),
+            (PACKAGE / "runtime").rglob("*.py"),
+            (root / "tests").rglob("*.py"),
+            (root / "docs").glob("*.md"),
+        )
+    )
+
+    def words(texts: list[str]) -> int:
+        return sum(len(text.split()) for text in texts)
+
+    found = {
+        "words": words(library),
+        "words of runtime": words(runtime),
+        "files": len(library),
+        "files directly in runtime": len([*(PACKAGE / "runtime").glob("*.py")]),
+        "longest line": max(len(line) for text in library for line in text.splitlines()),
+        "words of tests": words(tests),
+        "words of docs": words(docs),
+        "pages of docs": len(docs),
+        "words of README": words([(root / "README.md").read_text(encoding="utf-8")]),
+    }
+    over = {name: (size, BOUNDS[name]) for name, size in found.items() if size > BOUNDS[name]}
+    assert over == {}
+
+
 def test_functions_are_short():
     assert too_long(PACKAGE) == []
 
@@ -196,7 +233,7 @@ def test_no_backend_is_compared_by_its_name():
 
 
 def test_public_names():
-    """What `nemorl` offers to users: a name is added or taken away on purpose only."""
+    """A name is added or taken away on purpose only."""
     assert sorted(nemorl.__all__) == PUBLIC.split()
     assert all(getattr(nemorl, name) is not None for name in nemorl.__all__)
 
@@ -212,22 +249,16 @@ if TYPE_CHECKING:
     ("where", "text", "message"),
     [
         ("losses/a.py", "from nemorl.data.batch import TokenBatch", "higher floor"),
-        ("data/a.py", "def f():\n    import nemorl.runtime.cli.main", "higher floor"),
         ("rollout/a.py", TYPES, "higher floor"),
-        ("losses/deep/a.py", "from ...data import batch", "higher floor"),
         ("data/a.py", "from nemorl import rollout", "higher floor"),
-        ("parallel/a.py", "from nemorl import train", "higher floor"),
         ("losses/a.py", "import importlib\nimportlib.import_module('nemorl.data')", "higher floor"),
-        ("checks.py", "from nemorl.losses import types", "higher floor"),
         ("losses/a.py", "import numpy as np", "losses may not import numpy"),
-        ("parallel/a.py", "def f():\n    import ray.util", "ray belongs in runtime"),
         ("rollout/a.py", "from vllm import LLM", "vllm belongs in runtime"),
         (
             "runtime/cli/a.py",
             "from megatron.core import a",
             "megatron belongs in parallel/megatron",
         ),
-        ("parallel/a.py", "import torchtitan", "torchtitan belongs in parallel/dtensor"),
         ("attic/a.py", "", "has no floor"),
         ("runtime/a.py", "", "runtime has rooms"),
         ("runtime/attic/a.py", "import nemorl.runtime.run.a", "no room 'attic'"),
@@ -237,30 +268,6 @@ if TYPE_CHECKING:
 def test_a_forbidden_import_is_found(where: str, text: str, message: str, tmp_path: Path):
     problems = broken_floors(_tree(tmp_path, {where: text}))
     assert len(problems) == 1 and message in problems[0] and problems[0].startswith(where)
-
-
-def test_torchtitan_in_two_files_is_found(tmp_path: Path):
-    files = {
-        "parallel/dtensor/a.py": "import torchtitan",
-        "parallel/dtensor/b.py": "from torchtitan.distributed import utils",
-    }
-    assert broken_floors(_tree(tmp_path, files)) == [
-        f"torchtitan is imported in {list(files)}; one file is enough"
-    ]
-
-
-def test_what_is_allowed_passes(tmp_path: Path):
-    files = {
-        "losses/a.py": (
-            "import math\nimport torch\nfrom jaxtyping import Float\nfrom nemorl.losses import"
-            " b\nfrom . import b"
-        ),
-        "data/a.py": "import numpy\nfrom nemorl import losses\nfrom ..losses import a",
-        "parallel/dtensor/a.py": "import torchtitan",
-        "runtime/run/a.py": "import ray\nfrom vllm import LLM\nfrom nemorl.parallel import a",
-        "cli.py": "from nemorl.runtime import a",
-    }
-    assert broken_floors(_tree(tmp_path, files)) == []
 
 
 def test_a_circle_is_found(tmp_path: Path):
@@ -280,17 +287,13 @@ def test_long_functions_are_found(tmp_path: Path):
 @pytest.mark.parametrize(
     "line",
     [
-        'x = config.backend == "megatron"',
         'if config.backend in ("vllm", "mine"): pass',
-        'if "torch" != name: pass',
         'match name:\n    case "dtensor": pass',
     ],
 )
 def test_a_compared_backend_is_found(line: str, tmp_path: Path):
     files = {"runtime/start/a.py": line, "parallel/a.py": line}
     assert compared_backends(_tree(tmp_path, files))[0].startswith("runtime/start/a.py:")
-    names = _tree(tmp_path, {"runtime/start/a.py": 'x = {"vllm": 1}\ny = name == "cuda"'})
-    assert compared_backends(names) == []
 
 
 def _tree(tmp_path: Path, files: dict[str, str]) -> Path:

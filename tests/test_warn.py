@@ -1,25 +1,20 @@
 """Warnings name the user's line."""
 
 import subprocess
-import threading
-import warnings
 from pathlib import Path
 
 from nemorl import warn as module
-from nemorl.warn import warn
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PACKAGE = Path(module.__file__).parent
 
 
 def test_all_warnings_are_made_by_it():
-    """`warnings.warn` counts frames, of which there are more in one way to a place than another."""
     found = [path.name for path in PACKAGE.rglob("*.py") if "warnings.warn(" in path.read_text()]
     assert found == []
 
 
 def test_a_script_sees_its_own_line(forked: Path, tmp_path: Path):
-    """Through the generators of `run`, whose caller is contextlib."""
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "mine.py").write_text(
@@ -36,13 +31,3 @@ nemorl.train(
     assert done.returncode == 0, done.stderr
     assert "mine.py:3: UserWarning: optimizer.lr is 0.5" in done.stderr
     assert "mine.py:3: UserWarning: data.max_total_sequence_length is lowered" in done.stderr
-
-
-def test_a_thread_has_no_caller():
-    """The warning comes all the same."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        thread = threading.Thread(target=warn, args=("text",))
-        thread.start()
-        thread.join()
-    assert [str(each.message) for each in found] == ["text"]

@@ -1,4 +1,4 @@
-"""The GPU kit: what the library does on this GPU, measured in minutes. See docs/gpu.md.
+"""The GPU kit: what the library does on this GPU, measured in minutes. See docs/performance.md.
 
 `__main__` starts each part in a process of its own (`part`) and writes down the rows that it
 prints. The other modules are the parts: `measurements(small)` yields names and functions that yield

@@ -42,7 +42,7 @@ class Options:
     minutes: float = 25
     """Time for all of them; what a part leaves goes to the next. One minute gives a first page."""
     write: Path | None = None
-    """Page for the results, such as docs/gpu.md, with a JSON beside it. Default: runs/gpu.md."""
+    """Page for the results, as docs/performance.md, with a JSON beside it. Default: runs/gpu.md."""
     small: bool = False
     """Run on the CPU in seconds, which shows that the kit works and measures nothing."""
 

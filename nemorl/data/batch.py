@@ -78,7 +78,7 @@ register_pytree(TokenBatch, constant="logprob_kind")
 
 
 def each_array(batch: TokenBatch, function: Callable[[Tensor, int], Tensor]) -> TokenBatch:
-    """Return a batch with `function(values, free)` of each array, whose free places hold `free`.
+    """Return a batch with `function(values, free)` of each array.
 
     >>> one = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
     >>> each_array(one, lambda values, free: values.repeat(2, 1)).input_ids.tolist()
@@ -181,7 +181,6 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
 
 
 def _widened(values: Tensor, free: int, *, added: int) -> Tensor:
-    """Add free columns on the right, or take some away."""
     of_columns = (*(0, 0) * (values.ndim - 2), 0, added)
     return torch.nn.functional.pad(values, of_columns, value=free)
 

@@ -105,7 +105,6 @@ def _completer(
     chat: bool = False,
     **names: str,
 ) -> Callable[[Row], Row]:
-    """Return what gives a row of the sources our columns and its prompt: see `load_rows`."""
     columns = {
         name: column for name in COLUMNS if (column := names.get(f"{name}_column", name)) != name
     }
@@ -228,9 +227,9 @@ def answered(
     """Return the row's prompt with the answer in `row[column]`, which is trained on.
 
     >>> from transformers import ByT5Tokenizer
-    >>> row = {"prompt": "ab", "response": "c"}
-    >>> answered(row, "response", ByT5Tokenizer(), add_eos=True, template={}).loss_mask
-    [False, False, True, True]
+    >>> row = {"prompt": "a", "response": "b"}
+    >>> answered(row, "response", ByT5Tokenizer(), add_eos=False, template={}).loss_mask
+    [False, True]
     """
     prompt, answer, options = prompt_of(row), row.get(column), with_tools(row, template)
     if isinstance(answer, str) and isinstance(prompt, str):
@@ -258,7 +257,7 @@ def as_messages(value: Any, column: str, role: str = "assistant") -> list[Messag
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
-    """Return a column's messages, checked. Raises: ValueError where it holds something else.
+    """Return a column's messages, checked.
 
     >>> messages_of([{"role": "user", "content": "hello", "tool_calls": None}], "messages")
     [{'role': 'user', 'content': 'hello'}]

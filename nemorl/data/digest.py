@@ -21,9 +21,7 @@ class Digest(TypedDict):
 
 
 def digests_of(*rows: Sequence[Mapping[str, Any]]) -> list[Digest]:
-    """Return the digest of each data set; `rows` may have several in sequence (`Row.source`).
-
-    The order of a row's columns does not count; of values that JSON can't have, only the type.
+    """Return the digest of each data set; of values that JSON can't have, only the type counts.
 
     >>> digests_of([{"prompt": "1+1="}, {"prompt": "1+2="}])[0]["rows"]
     2
@@ -36,11 +34,8 @@ def difference(
 ) -> str | None:
     """Return how rows differ from the rows that were digested as `saved`; None if they do not.
 
-    names: what the data sets are called.
-
-    >>> saved = digests_of([{"prompt": "1+1="}, {"prompt": "1+2="}])
-    >>> difference(saved, [{"prompt": "1+1="}, {"prompt": "1+3="}], names=["sums"])
-    'sums: row 2 differs'
+    >>> difference(digests_of([{"prompt": "1+2="}]), [{"prompt": "1+3="}], names=["sums"])
+    'sums: row 1 differs'
     """
     parts = _parts(*rows)
     if len(parts) != len(saved):
@@ -54,7 +49,7 @@ def difference(
 
 def _difference(before: Digest, rows: Sequence[Mapping[str, Any]]) -> str:
     block, common = before["block"], min(before["rows"], len(rows))
-    if common < before["rows"]:  # the rest of a block has no digest to compare with
+    if common < before["rows"]:  # the rest of a block has no digest
         common -= common % block
     now = _digest(rows[:common], block)["digests"]
     pairs = zip(before["digests"], now, strict=False)
@@ -108,7 +103,6 @@ def _written(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands for a value that JSON does not have."""
     if isinstance(value, bytes):
         return hashlib.blake2b(value).hexdigest()
     return value.tolist() if hasattr(value, "tolist") else f"<{type(value).__name__}>"

@@ -15,8 +15,6 @@ APART = 10**9
 def task_of(name: str, **settings: Any) -> Any:
     """Return a task of reasoning-gym: `name`, or `name?setting=value&…`.
 
-    Raises: ValueError for an unknown task or setting; ImportError without the package.
-
     >>> task_of("basic_arithmetic?max_terms=2", size=3).config.max_terms
     2
     """
@@ -44,10 +42,7 @@ def is_generated(source: Any) -> bool:
 
 
 def generated(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a task: 1,000, or the setting `size`, if there are as many.
-
-    Those of a task have `prompt`, `answer`, `metadata`, and `task`, which judges them. Those of the
-    split "validation" are of other seeds; a task of few questions may still repeat some.
+    """Return the rows of a task, of "validation" with other seeds; `task` judges them.
 
     >>> len(generated("reasoning_gym:leg_counting?size=3", "train"))
     3

@@ -46,8 +46,6 @@ def known_set(source: Any) -> KnownSet | None:
 def as_known(row: Row, known: KnownSet, *, given: Collection[str] = ()) -> Row:
     """Return a row with our columns besides its own, but for the `given` ones.
 
-    Raises: ValueError for a row without a column that is read.
-
     >>> as_known(Row({"question": "1+1", "answer": "#### 2"}), KNOWN["openai/gsm8k"])["prompt"]
     '1+1'
     """

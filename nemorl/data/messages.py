@@ -141,7 +141,6 @@ def tokenize_prompt_response(
 def _passed_through(
     tokenizer: Any, messages: Sequence[Message], given: int, add_eos: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The contents as they are, and the token ranges of assistant messages after `given`."""
     ids: list[int] | None = None
     turns, between = [], ""
     # One message more, to close what comes before it.
@@ -195,7 +194,6 @@ def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list
 
 
 def _tokens_before(tokenizer: Any, ids: list[int], text: str, place: int) -> int:
-    """The number of tokens before `place`; ValueError unless they begin the whole text's."""
     before = _ids(tokenizer, text[:place])
     if ids[: len(before)] != before:
         raise ValueError(

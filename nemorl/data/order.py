@@ -108,7 +108,6 @@ class RowOrder:
         return tuple(quotas)
 
     def epoch(self, cursor: int) -> int:
-        """Return how many epochs were completed before a place."""
         return cursor // self.num_rows
 
     def take(self, cursor: int, count: int) -> list[int]:
@@ -177,7 +176,7 @@ def _visits(
 
 @lru_cache(maxsize=64)
 def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """An order for every epoch of every stream (0: all rows as one set; n: set n of a mixture)."""
+    """stream: 0 is all rows as one set, n the set n of a mixture."""
     return np.random.default_rng((seed, epoch, stream) if stream else (seed, epoch)).permutation(
         num_rows
     )
@@ -185,7 +184,6 @@ def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarra
 
 @lru_cache(maxsize=8)
 def _mixture(quotas: tuple[int, ...], seed: int | None, block: int) -> np.ndarray:
-    """The set at each place of a block; without a seed spread evenly."""
     sets = np.repeat(np.arange(len(quotas)), quotas)
     if seed is not None:
         return sets[_permutation(len(sets), seed, block, len(quotas) + 1)]

@@ -24,10 +24,9 @@ def pack_plan(
 ) -> Plan:
     """Return which sequences share a row of `capacity` tokens: per row their indices, ascending.
 
-    Best-fit decreasing, deterministic, n log n: 100,000 log-normal lengths take 0.1 s.
-
-    The number of rows is a multiple of `num_rows_multiple` (the number of ranks): the fullest rows
-    are split. Empty rows remain only if sequences are fewer than rows.
+    Best-fit decreasing, deterministic, n log n. The number of rows is a multiple of
+    `num_rows_multiple` (the number of ranks): the fullest are split. Empty rows remain only if
+    sequences are fewer than rows.
     `units`: sequences that share a row where they fit, such as one prompt's, unless there are
     fewer units than rows are needed.
     Raises: ValueError that names a sequence longer than the capacity.
@@ -83,9 +82,7 @@ def rows_of(plan: Plan, units: Plan) -> Plan:
 def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     """Return a batch whose rows are a plan's: all arrays move, segments count on, 1, 2, ...
 
-    An index of the plan is a row of `batch` with all its segments: those (the two answers of a
-    preference pair) stay together, in order. Free places hold 0, among
-    versions and experts -1.
+    An index of the plan is a row of `batch` with all its segments, which stay together, in order.
     Raises: ValueError where the plan lacks or repeats a row.
 
     >>> from nemorl.data.batch import collate
@@ -116,12 +113,10 @@ def segments_apart(batch: TokenBatch) -> tuple[TokenBatch, Plan]:
     """Return a batch with a row for each segment, and the plan by which `pack` undoes it.
 
     >>> from nemorl.data.batch import collate
-    >>> ids = [5, 6, 7], [8], [9, 9]
-    >>> masks = [{"loss_mask": [False] * len(x), "response_mask": [False] * len(x)} for x in ids]
-    >>> batch = collate([{"input_ids": x, **mask} for x, mask in zip(ids, masks)])
-    >>> apart, plan = segments_apart(pack(batch, ((0, 1), (2,))))
-    >>> apart.input_ids.tolist(), plan
-    ([[5, 6, 7], [8, 0, 0], [9, 9, 0]], ((0, 1), (2,)))
+    >>> masks = {"loss_mask": [False], "response_mask": [False]}
+    >>> batch = collate([{"input_ids": [n], **masks} for n in (5, 6, 7)])
+    >>> segments_apart(pack(batch, ((0, 1), (2,))))[1]
+    ((0, 1), (2,))
     """
     counts, real = num_segments(batch.segment_ids), batch.segment_ids > 0
     first = counts.cumsum(0) - counts
@@ -191,11 +186,9 @@ class _Layout(NamedTuple):
     """Per row, the tokens in it."""
 
     def targets(self, lengths: np.ndarray, width: int) -> Tensor:
-        """Return each token's place in the flattened rows of `width` columns."""
         return _within(lengths, self.rows * width + self.starts)
 
     def before(self, sizes: np.ndarray) -> np.ndarray:
-        """Return per index the total size of what precedes it in its row."""
         return _before(self.order, self.row_of, sizes)
 
 

@@ -89,7 +89,6 @@ def to_labelled(
 
 
 def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
-    """The rows' parts, each with its place."""
     placed = [
         with_standard_names(
             Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
@@ -188,7 +187,6 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
 
 
 def _shared(chosen: list[Any], rejected: list[Any]) -> int:
-    """How many messages that both begin with are the prompt."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1

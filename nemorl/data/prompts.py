@@ -13,8 +13,6 @@ from nemorl.warn import warn
 def parts_of(template: str) -> list[tuple[str, str | None]]:
     """Return a prompt template as texts, each with the column that follows it.
 
-    Raises: ValueError for a template that names no column.
-
     >>> parts_of("Q: {prompt} {{A}}")
     [('Q: ', 'prompt'), (' {', None), ('A}', None)]
     """
@@ -98,7 +96,6 @@ def _text_in(row: Row, column: str) -> str:
 
 
 def _first_role(value: Any) -> Any:
-    """The role of the first message, None where there are no messages."""
     messages = isinstance(value, Sequence) and not isinstance(value, str) and len(value)
     first = value[0] if messages else None
     return first.get("role") if isinstance(first, Mapping) else None

@@ -29,14 +29,11 @@ MARK = "7c1e4a90b2d8"
 def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     """Raise ValueError for a text, key, kind of content or tools that a template leaves out.
 
-    All are searched for in one rendering, where each part has its own mark. A part whose mark is
-    missing is left out if the conversation renders to the same text without this part.
+    A part whose mark is missing from a rendering is left out if the text is the same without it.
 
     >>> from transformers import ByT5Tokenizer
     >>> template = Template(ByT5Tokenizer(), "{{ messages[0].content }}", None, {})
-    >>> require_rendered(template, [{"role": "user", "content": "hi", "tool_calls": ["x"]}])
-    Traceback (most recent call last):
-    ValueError: the chat template leaves out tool_calls (message 0): choose ...
+    >>> require_rendered(template, [{"role": "user", "content": "hi"}])  # is there
     """
     names = list[str]()
 
@@ -65,9 +62,7 @@ def require_roles(template: Template, messages: Sequence[Message]) -> None:
 
     >>> from transformers import ByT5Tokenizer
     >>> template = Template(ByT5Tokenizer(), "{{ messages[0].content }}", None, {})
-    >>> require_roles(template, [{"role": "bot", "content": "hi"}])
-    Traceback (most recent call last):
-    ValueError: message 0: role must be one of system, ...
+    >>> require_roles(template, [{"role": "user", "content": "hi"}])  # is one
     """
     for number, message in enumerate(messages):
         role = message.get("role")
@@ -85,7 +80,6 @@ def _names(source: str, role: str) -> bool:
 
 
 def _rendered(template: Template, messages: Sequence[Message], visit: Visit) -> str | None:
-    """The text with each part as `visit` returns it; None where the template refuses that."""
     question = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
     changed = [_visited(each, n, n < question, visit) for n, each in enumerate(messages)]
     if template.tools:
@@ -97,10 +91,7 @@ def _rendered(template: Template, messages: Sequence[Message], visit: Visit) -> 
 
 
 def _visited(message: Message, number: int, past: bool, visit: Visit) -> Message:
-    """The message with each part that must be rendered as `visit` returns it.
-
-    past: a question follows, so templates may drop the reasoning.
-    """
+    """past: a question follows, so templates may drop the reasoning."""
     role, changed = message["role"], dict[str, Any]()
     said = f"what the role {role!r} says"
     if message.get("tool_calls"):

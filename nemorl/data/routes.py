@@ -9,10 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankRoutes:
-    """The experts of the tokens that one rank computes, in the layers that it has.
-
-    Tokens are in the order of the rank's microbatches, and of rows in them, without padding.
-    """
+    """The experts of a rank's tokens and layers, in the order of its microbatches, no padding."""
 
     experts: Int[Tensor, "tokens layers topk"]
     ids: Int[Tensor, "tokens"] | None

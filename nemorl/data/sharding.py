@@ -13,9 +13,7 @@ from nemorl.data.batch import TokenBatch, extents, take, trim
 from nemorl.data.packing import Plan, rows_of
 
 QUADRATIC = 1 / (12 * 2048)
-"""Cost of a pair of tokens relative to a token's matrix products: 4·L·h against 24·h² FLOPs per
-token, half of them masked, at h = 2048.
-"""
+"""Cost of a pair of tokens relative to a token's matrix products, at a width of 2048."""
 
 
 def row_costs(batch: TokenBatch) -> tuple[float, ...]:
@@ -57,8 +55,6 @@ def shard_by_rank(batch: TokenBatch, num_ranks: int, *, units: Plan | None = Non
 
 def balance(costs: Sequence[float], num_parts: int) -> Plan:
     """Return indices in `num_parts` parts of similar total cost, whose sizes differ by one at most.
-
-    Most expensive first, each to the part with the least total that is not full (Graham).
 
     >>> balance([9, 1, 8, 2], 2)
     ((0, 1), (2, 3))
@@ -123,7 +119,6 @@ def split_microbatches(
 
 
 def _halved(plan: list[tuple[int, ...]], count: int) -> Plan:
-    """Halve the part with most rows until there are `count` parts; then add empty ones."""
     while len(plan) < count:
         most = max(range(len(plan)), key=lambda number: len(plan[number]), default=None)
         if most is None or len(plan[most]) < 2:
@@ -143,7 +138,6 @@ def _by_padded_tokens(
         widest = max(lengths[row] for row in unit)
         whole = len(unit) * widest <= budget
         for row in unit:
-            # A unit begins a microbatch where it doesn't fit, and is cut where it is too large.
             more, width = (len(unit), widest) if whole and row == unit[0] else (1, lengths[row])
             if part and (len(part) + more) * max(longest, width) > budget:
                 yield tuple(sorted(part))

@@ -53,8 +53,6 @@ def has_splits(source: Any) -> bool:
 def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 0) -> list[Row]:
     """Return all rows of one source, which is number `number` among several.
 
-    Raises: ValueError that names file and line of what is not a row.
-
     >>> [row.origin for row in read_rows([{"prompt": "a"}, {"prompt": "b"}], split="train")]
     ['row 1', 'row 2']
     """
@@ -107,9 +105,6 @@ def shards_of(source: Any, split: str) -> list[Shard]:
 def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
     """Return the first `count` rows of each file that can be read row by row: .jsonl and .csv.
 
-    Without torch, so that rows can be checked before it is imported. Raises: ValueError, with file
-    and line, for what is not a row.
-
     >>> first_rows([{"prompt": "1+1="}])  # no file
     []
     """
@@ -128,8 +123,6 @@ def set_names(source: Any) -> list[str]:
 
     >>> set_names(["data/test.jsonl", "openai/gsm8k", "more/test.jsonl", [{"prompt": "1+1="}]])
     ['test', 'gsm8k', 'test_3', 'set_4']
-    >>> set_names(["test_3.jsonl", "test.jsonl", "more/test.jsonl"])
-    ['test_3', 'test', 'test_3_3']
     """
     names: list[str] = []
     for number, part in enumerate(sources_of(source), start=1):
@@ -195,7 +188,6 @@ def _numbered(rows: Any, before: str = "") -> Iterator[Placed]:
 
 
 def _named(data: Any, split: str, source: Any) -> Any:
-    """The rows of a `Dataset`, a `DatasetDict`, or a plain sequence."""
     if isinstance(data, Mapping):
         if split not in data:
             raise ValueError(
@@ -298,7 +290,6 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 
 def _excessive(place: str, error: Exception) -> ValueError:
-    """The error for JSON that Python refuses to read."""
     return ValueError(
         f"{place}: a number must have at most {sys.get_int_max_str_digits()} digits, and brackets"
         f" be less than {sys.getrecursionlimit()} deep ({short(str(error))}): give it as text"

@@ -49,7 +49,6 @@ class StreamedRows(Sequence[Any]):
         return [*range(cursor, cursor + count)]
 
     def mapped(self, build: Callable[[Any], Any]) -> Any:
-        """Return what `build` makes of each, when it is asked for."""
         return replace(self, build=lambda row: build(self.build(row)))
 
     def __len__(self) -> int:

@@ -92,7 +92,6 @@ def _with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
 
 
 def _variables(template: str) -> set[str]:
-    """The names that a template asks for."""
     from jinja2 import TemplateSyntaxError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -107,7 +106,6 @@ def _variables(template: str) -> set[str]:
 
 
 def _literal(value: Any) -> str:
-    """A plain value in Jinja."""
     if isinstance(value, Mapping):
         items = (f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
@@ -172,7 +170,6 @@ class Template:
         return text, [(begin, end) for begin, end in spans if begin < end]
 
     def _marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the character ranges between the template's {% generation %} marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self.source()
@@ -190,7 +187,6 @@ class Template:
     def _rendered(
         self, messages: Sequence[Message], given: int
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the ranges that assistant messages add to the conversation before them."""
         text = self.render(messages)
         turns = []
         for number, message in enumerate(messages):
@@ -227,7 +223,6 @@ class Template:
 
 @contextmanager
 def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
-    """Render in the block for at most `MAX_SECONDS`, with one error for what a template refuses."""
     try:
         _limit(source)
         _END.time = time.monotonic() + MAX_SECONDS
@@ -241,10 +236,7 @@ def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
 
 
 def _limit(source: str) -> None:
-    """Have a template, as transformers keeps it compiled, look at the clock in loops and macros.
-
-    The sandbox bounds a range, but neither ranges in ranges nor macros that call each other.
-    """
+    """Have a template, as transformers keeps it compiled, look at the clock in loops and macros."""
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

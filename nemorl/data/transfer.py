@@ -10,9 +10,7 @@ from nemorl.accelerator import is_accelerator
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Return a pytree with its tensors on a device.
-
-    Tensors in main memory go through pinned memory, from which a GPU reads while the host goes on.
+    """Return a pytree with its tensors on a device, through pinned memory.
 
     >>> to_device([torch.ones(1), "x"], torch.device("cpu"))
     [tensor([1.]), 'x']

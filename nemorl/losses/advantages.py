@@ -164,9 +164,8 @@ def to_turns(
 ) -> PerToken:
     """Return a turn's advantage at each of its masked tokens, 0 elsewhere.
 
-    advantages: of the first row's turns, then the second's, and so on. turns: the turn of its row,
-    from 1, that each token is of; 0 of none. counts: turns of each row, needed where the last one
-    has no token.
+    advantages: of the first row's turns, then the second's. turns: each token's turn of its row,
+    from 1; 0 of none. counts: turns of each row, needed where the last one has no token.
 
     >>> turns, mask = torch.tensor([[1, 0, 2], [1, 1, 0]]), torch.ones(2, 3, dtype=torch.bool)
     >>> to_turns(torch.tensor([0.5, -1.0, 2.0]), turns, mask).tolist()

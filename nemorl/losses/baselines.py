@@ -34,8 +34,8 @@ class Group(NamedTuple):
 def members(rewards: PerResponse, group_id: ResponseIds) -> Group:
     """Return the statistics of each reward's group.
 
-    >>> members(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 7, 0])).mean.tolist()
-    [2.0, 5.0, 2.0]
+    >>> members(torch.tensor([1.0, 5.0]), torch.tensor([0, 0])).mean.tolist()
+    [3.0, 3.0]
     """
     labels = group_labels(group_id)
     size = group_sum(torch.ones_like(rewards), labels)
@@ -81,7 +81,6 @@ def _baseline(
 
 
 def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: int) -> Tensor:
-    """What to divide by; 1 where that is not defined or exactly 0."""
     if name == "none":
         return torch.ones_like(rewards)
     if name == "leave_one_out_std":

@@ -164,10 +164,7 @@ def _gather(values: Tensor, ids: Tensor, present: Tensor) -> Tensor:
 
 
 def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
-    """log(1 − Σ exp) over the last axis; -inf where none is outside, or within rounding.
-
-    1 − p₁, with p₁ the largest, is exact however close to 1 that is; the others are taken from it.
-    """
+    """log(1 − Σ exp), -inf within rounding; 1 − p₁, of the largest, is exact."""
     largest_first = logprobs.sort(-1, descending=True).values
     off_largest = -largest_first[..., :1].expm1()
     rest = off_largest - largest_first[..., 1:].exp().sum(-1, keepdim=True)

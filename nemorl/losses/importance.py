@@ -150,7 +150,6 @@ def _moved(
     advantages: PerToken | None,
     bounds: Bounds,
 ) -> TokenMask:
-    """Return where π_prev − π_gen is beyond bounds, with advantages in their direction alone."""
     change, (low, high) = bounded_exp(prev) - bounded_exp(generation), bounds
     fell, rose = change < -low, change > high
     if advantages is None:

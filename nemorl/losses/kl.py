@@ -115,7 +115,7 @@ def divergence(
         return mix * _kl(reference_logprobs, student_logprobs) + (1 - mix) * _kl(
             student_logprobs, reference_logprobs.clamp(min=floor)
         )
-    # logaddexp of nothing and nothing has no gradient.
+    # logaddexp of nothing has no gradient
     possible = (reference_logprobs > -math.inf) | (student_logprobs > -math.inf)
     student = torch.where(possible, student_logprobs, 0.0)
     reference = torch.where(possible, reference_logprobs, 0.0)

@@ -115,7 +115,6 @@ def _column(value: float | Tensor) -> float | Tensor:
 
 
 def _column_like(value: float | Tensor, like: Tensor) -> Tensor:
-    """Return it in `like`'s type, on its device; the host does not wait, as to copy a number."""
     if isinstance(value, Tensor):
         return value[..., None].to(like.device, like.dtype)
     return like.new_full((), value)
@@ -128,7 +127,6 @@ def _outside_support(
     min_p: float | Tensor,
     keep: Tensor | None,
 ) -> Tensor:
-    """True for the tokens that the filters exclude."""
     top = scaled.amax(-1, keepdim=True)
     threshold = torch.full_like(top, -math.inf)
     if _is_on(min_p, 0.0):
@@ -141,8 +139,7 @@ def _outside_support(
             threshold = torch.where(k > 0, torch.maximum(threshold, kth), threshold)
         outside = order < threshold
         if _is_on(top_p, 1.0):
-            # The mass of what the filters before left, from the least likely token, as in vLLM. The
-            # most likely one stays.
+            # From the least likely token, as in vLLM. The most likely one stays.
             mass = torch.where(outside, -math.inf, order).softmax(-1).cumsum(-1)
             p = _column_like(top_p, scaled)
             outside = outside | pad(((mass <= 1 - p) & (p < 1))[..., :-1], (0, 1))
@@ -271,11 +268,7 @@ def entropy(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), chunk by chunk.
-
-    Backward computes each chunk's logits again. In place changes only what no second derivative and
-    no `vmap` has to remember.
-    """
+    """In place changes only what no second derivative and no `vmap` has to remember."""
 
     generate_vmap_rule = True
 
@@ -364,7 +357,6 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _slope(capped: Tensor, softcap: float) -> Tensor:
-    """The derivative of `_capped`, from its result."""
     return 1 - (capped / softcap) ** 2
 
 

@@ -11,10 +11,9 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return exp of log ratios, bounded at e²⁰ ≈ 5e8 (verl's bound), above which the gradient is 0.
+    """Return exp of log ratios, bounded at e²⁰ (verl's bound), above which the gradient is 0.
 
-    A gradient's norm overflows in float32 at e⁴⁴, whose square is the last that it holds. The bound
-    leaves a factor of 4e10 for advantages, weights and the model's own derivatives.
+    A gradient's norm overflows in float32 at e⁴⁴.
 
     >>> bounded_exp(torch.tensor([0.0, 100.0]))
     tensor([1.0000e+00, 4.8517e+08])
@@ -85,10 +84,7 @@ def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min
 
 
 def require_all(condition: Bool[Tensor, "*shape"], message: str) -> None:
-    """Raise a ValueError with `message` unless all of `condition` holds.
-
-    On a GPU, for which the host must not wait, and in compiled code it is an assertion of the
-    device; under `torch.func`, which has none, nothing.
+    """Raise a ValueError unless all of `condition` holds; on a GPU, an assertion of the device.
 
     >>> require_all(torch.tensor([True, False]), "k must be above 0")
     Traceback (most recent call last):

@@ -17,6 +17,8 @@ importance weights `importance_weight_mean`, `importance_weight_max` and `masked
 with v = 0).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -128,16 +130,9 @@ def gspo(
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     log_s = masked(mask, segment_mean(log_ratio, mask, segment_ids))
-    output = clipped(
-        log_s,
-        torch.zeros_like(log_s),
-        advantages,
-        loss_weights,
-        importance_weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    zero = torch.zeros_like(log_s)
+    output = clipped(log_s, zero, advantages, loss_weights, importance_weights, **clips)
     return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
 
 
@@ -171,16 +166,9 @@ def gspo_token(
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     log_s = masked(mask, segment_mean(log_ratio.detach(), mask, segment_ids))
     log_s_t = log_s + _zero_with_gradient(token_logprobs, mask)
-    output = clipped(
-        log_s_t,
-        torch.zeros_like(log_s_t),
-        advantages,
-        loss_weights,
-        importance_weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    zero = torch.zeros_like(log_s)
+    output = clipped(log_s_t, zero, advantages, loss_weights, importance_weights, **clips)
     return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
 
 
@@ -280,7 +268,6 @@ def _kl_metrics(log_ratio: PerToken, mask: TokenMask) -> Metrics:
 def _weighted(
     losses: PerToken, loss_weights: PerToken, importance_weights: Tensor | None, metrics: Metrics
 ) -> LossOutput:
-    """Σ w · v · ℓ, with the metrics of v."""
     mask, weights = loss_weights != 0, at_least_float32(loss_weights)
     if importance_weights is None:
         return LossOutput((weights * losses).sum(), metrics)

@@ -281,7 +281,6 @@ def _reward(policy: Tensor, reference: Tensor | None, weights: Tensor, beta: flo
 
 
 def _of_pairs(losses: Tensor, chosen: Tensor, rejected: Tensor, pair_weights: Tensor) -> LossOutput:
-    """Σ w·ℓ, with the metrics of the rewards."""
     mask = pair_weights != 0
     metrics = {
         "accuracy": share_of(chosen > rejected, mask),

@@ -58,7 +58,7 @@ def segment_sum(
 ) -> PerToken:
     """Return at every token the sum of `values` over its sequence, 0 on padding.
 
-    Without `segment_ids` every row is one sequence. Mask `values` first. Bool and Int give float32.
+    Mask `values` first.
 
     >>> segment_sum(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
     [[3.0, 3.0, 4.0, 0.0]]
@@ -87,8 +87,6 @@ def segment_mean(
 
 def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     """Return any integer labels as labels below the number of elements, to scatter by.
-
-    A group's is the count of elements with a smaller `group_id`: no shape depends on data.
 
     >>> group_labels(torch.tensor([70, -3, 70, 9])).tolist()
     [2, 0, 2, 1]

@@ -25,7 +25,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def require_peft(what: str) -> None:
-    """Raise a ValueError that says how to install PEFT where it is missing."""
     # PEFT imports it, and it warns of a faster kernel whether or not a weight is in 4 bits.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
@@ -38,11 +37,7 @@ def require_peft(what: str) -> None:
 
 
 def canonical(name: str) -> str:
-    """Return a module's or parameter's name without what activation checkpointing adds.
-
-    >>> canonical("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
-    """
+    """Return a module's or parameter's name without what activation checkpointing adds."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
@@ -57,9 +52,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, of tied ones the first. What a weight in 4
-    bits has besides is left out.
-    """
+    """Return parameters and persistent buffers by name, of tied ones the first."""
     seen: dict[int, str] = {}
     return {
         canonical(name): tensor
@@ -90,7 +83,6 @@ def merged_tensors(
     An adapted weight is a new tensor, W + alpha/rank · B A, as is one in 4 bits; all others are the
     live ones. Those of a sharded model are gathered one by one: a collective call.
 
-    dtype: cast to it, before they are gathered.
     present: returns a tensor to read, where a live one may be offloaded.
     adapters: apart or alone: A and alpha/rank · B under PEFT's names, last or nothing else.
     """
@@ -132,7 +124,7 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Merge the adapters into the weights in place: the model is a plain one with equal outputs."""
+    """Merge the adapters into the weights, in place."""
     dequantize_layers(model)
     for name, layer in adapted_layers(model).items():
         layer.merge()
@@ -144,10 +136,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 
 def base_of(folder: Path) -> str | None:
-    """Return the base model that an adapter folder names.
-
-    Raises: ValueError where its adapter_config.json can't be read.
-    """
+    """Return the base model that an adapter folder names."""
     try:
         base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
         if not isinstance(base, str | None):
@@ -163,10 +152,7 @@ def base_of(folder: Path) -> str | None:
 
 
 def merge_folder(model: nn.Module, folder: Path) -> nn.Module:
-    """Merge the adapters of a PEFT folder into their base model, in place.
-
-    Raises: ValueError where they are not adapters of this model.
-    """
+    """Merge the adapters of a PEFT folder into their base model, in place."""
     require_peft(f"the adapter folder {folder}")
     from peft import PeftModel
 

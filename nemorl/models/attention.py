@@ -43,7 +43,6 @@ class Rule:
 
     @property
     def explicit(self) -> bool:
-        """Whether it takes the scores themselves, which no kernel gives."""
         return self.softcap is not None or self.sinks is not None
 
     def hides(self, length: int) -> bool:
@@ -53,12 +52,7 @@ class Rule:
     def visible(
         self, queries: Int[Tensor, "... new 1"], keys: Int[Tensor, "... 1 seq"]
     ) -> Bool[Tensor, "... new seq"]:
-        """Return which keys each query sees, by their positions in one sequence.
-
-        >>> places = torch.arange(4)
-        >>> Rule(window=2).visible(places[:, None], places[None]).int().tolist()
-        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-        """
+        """Return which keys each query sees, by their positions in one sequence."""
         sees = keys <= queries
         if self.window is not None:
             sees &= keys > queries - self.window
@@ -81,10 +75,9 @@ def attend(
 ) -> Float[Tensor, "batch new heads value_dim"]:
     """Return the attention of each query; several query heads may share a key and value head.
 
-    Args:
-        mask: True, or the number that is added, where a query sees a key, `[batch, 1, new, seq]`.
-            It has the rule's window and chunks already.
-        causal: whether a query sees what the rule shows it of a sequence, instead of a mask.
+    mask: True, or the number that is added, where a query sees a key, `[batch, 1, new, seq]`, with
+    the rule's window and chunks.
+    causal: a query sees what the rule shows it of a sequence, instead of a mask.
     """
     if causal and (rule.explicit or rule.hides(query.shape[2])):
         places = torch.arange(query.shape[2], device=query.device)
@@ -92,8 +85,7 @@ def attend(
     if rule.explicit:
         return _explicit(query, key, value, mask, rule).transpose(1, 2).contiguous()
     if mask is not None and is_accelerator(query.device):
-        # With a mask no kernel of torch's but cuDNN's takes heads in groups: attention would be
-        # computed whole, in memory that grows with the square of the length.
+        # With a mask no kernel but cuDNN's takes heads in groups: memory would be quadratic.
         group = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     output = scaled_dot_product_attention(
@@ -116,7 +108,6 @@ def _explicit(
     mask: Tensor | None,
     rule: Rule,
 ) -> Float[Tensor, "batch heads new value_dim"]:
-    """Return attention through its scores, in memory that grows with the square of the length."""
     batch, heads, new, dim = query.shape
     kv_heads = key.shape[1]
     # Heads that share a key are further tokens of it: nothing is repeated.
@@ -169,13 +160,7 @@ def use_attention(model: Any, name: str, function: Callable[..., Tensor]) -> Non
 def rule_of(module: Any, options: Mapping[str, Any]) -> Rule:
     """Return how a layer of `transformers` attends, by the keywords that it gives.
 
-    Chunks are in the configuration alone.
-
-    Raises: ValueError for a keyword with a value that is not supported; TypeError for one that is
-    not known.
-
-    >>> rule_of(None, {"position_ids": None, "sliding_window": 8, "scaling": 0.5}).window
-    8
+    Chunks are in the configuration alone. A keyword that is not known is a TypeError.
     """
     names = {"sliding_window": "window", "s_aux": "sinks"}
     found: dict[str, Any] = {}

@@ -75,8 +75,8 @@ ASSUMED: Proofs = {name: Proof(True) for name in CAPABILITIES}
 
 
 def known(config: Any) -> Proofs | None:
-    """Return what is proved of models with a Hugging Face configuration, with the packages in use:
-    by the tested table, or kept from an earlier check; None for a model that was not checked.
+    """Return what is proved of models with this configuration and the packages in use, by the
+    tested table or an earlier check; None for a model that was not checked.
     """
     versions, table = _tested()
     # What is not installed computes nothing.
@@ -99,12 +99,10 @@ def keep(config: Any, proofs: Proofs) -> None:
 
 
 def as_json(proofs: Proofs) -> str:
-    """Return proofs as JSON text."""
     return json.dumps({name: asdict(proof) for name, proof in proofs.items()}, indent=1) + "\n"
 
 
 def from_json(text: bytes) -> Proofs:
-    """Return proofs from what `as_json` gives."""
     return {name: Proof(**values) for name, values in json.loads(text).items()}
 
 
@@ -123,9 +121,7 @@ def _tested() -> tuple[Mapping[str, str], Mapping[str, Proofs]]:
 
 
 def _kept(config: Any) -> Path | None:
-    """Return the file of a configuration's proofs, with its code and these versions of packages;
-    None where that code can't be read.
-    """
+    """None where the configuration's code can't be read."""
     code: list[str] = []
     if has_own_code(config):
         files = sorted(Path(config._name_or_path or "nowhere").glob("*.py"))

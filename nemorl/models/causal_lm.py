@@ -41,13 +41,8 @@ def load_causal_lm(
 
     path: a folder or a hub name; of an adapter folder its base model with the adapters merged.
     from_scratch: random weights from `seed`, for the configuration alone.
-    trust_remote_code: run Python code that comes with the model.
-    field: the setting that an error names.
     head: scalar is transformers' AutoModelForTokenClassification with one label. If the folder has
     no scalar head, its weights are `fresh_head`'s.
-
-    Raises: ValueError where the model can't be loaded, has another head, or is not supported
-    (`check_supported`).
     """
     folder = Path(path)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -98,7 +93,6 @@ def load_causal_lm(
 
 
 def model_class(head: Head) -> Any:
-    """Return the class of transformers that makes models with this head."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     return AutoModelForTokenClassification if head == "scalar" else AutoModelForCausalLM
@@ -116,9 +110,7 @@ def from_config(config: Any, head: Head = "lm", **trust: Any) -> Any:
 
 
 def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
-    """Return the initial parameters of a scalar head: normal with the standard deviation that the
-    configuration has for linear layers, and a bias of 0.
-    """
+    """Return the initial parameters of a scalar head: normal, and a bias of 0."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, config.hidden_size, generator=generator)
     deviation = getattr(config, "initializer_range", 0.02)
@@ -126,11 +118,7 @@ def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
 
 
 def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") -> Any:
-    """Build a model in float32 on the meta device, without memory.
-
-    source: a Hugging Face configuration, or the folder or hub name of a model.
-    head: as `load_causal_lm`.
-    """
+    """Build a model in float32 on the meta device, from its configuration, folder or hub name."""
     trust = {"trust_remote_code": trust_remote_code}
     if isinstance(source, str):
         with loading(source):
@@ -141,12 +129,8 @@ def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") 
 
 
 def unused_of(model: Any, found: Iterable[str], wanted: Iterable[str]) -> set[str]:
-    """Return the names in a model's files of what it does not use, as transformers tells them where
-    it loads the whole model.
+    """Return the names in a model's files of what it does not use, as transformers tells them.
 
-    Copies of tied tensors are none, nor what transformers knows to lie beside such a model.
-
-    model: may be on the meta device, or spread over ranks.
     wanted: the names that files have of its tensors.
     """
     unused = {*found} - {*wanted} - {canonical(name) for name in model.state_dict()}
@@ -156,18 +140,13 @@ def unused_of(model: Any, found: Iterable[str], wanted: Iterable[str]) -> set[st
 
 
 def warn_of_unused(unused: Iterable[str]) -> None:
-    """Warn of weights that a model does not use: it may be of another kind than its configuration
-    says.
-    """
     if found := sorted({*unused} - {*SCORE}):
         names = ", ".join(found[:3])
         warn(f"the model does not use {names} of its files ({len(found)} in all)")
 
 
 def refuse_scalar_head(unused: Iterable[str]) -> None:
-    """Raise ValueError where weights that a language model does not use are a scalar head's. With
-    tied embeddings nothing else of it would be missing.
-    """
+    """Raise ValueError where weights that a language model does not use are a scalar head's."""
     if found := sorted({*unused} & {*SCORE}):
         raise ValueError(
             f"it is not a language model: its weights have a scalar head ({', '.join(found)})"
@@ -176,7 +155,6 @@ def refuse_scalar_head(unused: Iterable[str]) -> None:
 
 @contextmanager
 def _quiet(silent: bool) -> Iterator[None]:
-    """Hide transformers' table of weights that are missing or not used, where a head is new."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -190,7 +168,6 @@ def _quiet(silent: bool) -> Iterator[None]:
 
 @contextmanager
 def _progress_bar(folder: Path) -> Iterator[None]:
-    """Hide transformers' progress bar for a local model that loads within seconds."""
     from transformers.utils import logging
 
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -205,10 +182,7 @@ def _progress_bar(folder: Path) -> Iterator[None]:
 
 
 def usable_device(name: str | None) -> torch.device:
-    """Return the device of this name, or the first GPU, else the CPU, for None.
-
-    Raises: ValueError where torch can't use it.
-    """
+    """Return the device of this name, or the first GPU, else the CPU, for None."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
@@ -228,10 +202,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers_of(decoder: nn.Module) -> nn.ModuleList:
-    """Return the layers of a decoder: its longest list of modules.
-
-    Raises: ValueError for a decoder without one.
-    """
+    """Return the layers of a decoder: its longest list of modules."""
     found = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
     kind, remedy = type(decoder).__name__, "take another model"
     require(bool(found), "the model's decoder", "must have a list of layers", kind, remedy)
@@ -249,24 +220,19 @@ class Logits:
 
     @classmethod
     def of(cls, config: Any) -> "Logits":
-        """Return it by a Hugging Face configuration: Cohere multiplies, Granite divides, and Gemma
-        caps.
-        """
+        """By a Hugging Face configuration: Cohere multiplies, Granite divides, and Gemma caps."""
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def scaled(self, hidden: Tensor) -> Tensor:
-        """Return scale · h."""
         return hidden if self.scale == 1 else self.scale * hidden
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of hidden states, in their type."""
         z = self.scaled(hidden) @ weight.to(hidden.dtype).t()
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 def is_scalar(model: Any) -> bool:
-    """Return whether a model has a scalar head."""
     score = getattr(model, "score", None)
     return isinstance(score, nn.Linear) and score.out_features == 1
 
@@ -286,7 +252,6 @@ def require_head(model: nn.Module, head: Head) -> None:
 
 
 def head_weight(model: nn.Module) -> torch.Tensor:
-    """Return the output layer's weight, `[vocab, hidden]`."""
     return model.get_output_embeddings().weight  # type: ignore[operator]
 
 

@@ -42,7 +42,6 @@ class CheckedWriter:
         self._file.close()
 
     def write(self, data: Any) -> None:
-        """Append bytes, or an array of them."""
         rest = memoryview(data)
         while len(rest):
             if self._size % BLOCK == 0:
@@ -96,7 +95,6 @@ def checksum(path: Path) -> Checksum:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write manifest.json, which lists a folder's files, and flush it to the disk."""
     values = {"format": FORMAT, "files": {name: asdict(file) for name, file in files.items()}}
     with CheckedWriter(folder / MANIFEST) as file:
         file.write(json.dumps(values).encode())

@@ -9,9 +9,7 @@ from torch import Tensor
 from nemorl.data.transfer import to_device
 
 SIDE = 8
-"""A receipt of weights has so many rows and columns of each matrix, as many as most models are cut
-into by tensor parallelism, and the square of it of each vector.
-"""
+"""Rows and columns of each matrix in a receipt of weights, and the square of it of each vector."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STRIDE = 2654435761
 """Odd and large: the positions of consecutive versions are spread over the tensor."""
@@ -19,8 +17,7 @@ STRIDE = 2654435761
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor's bits, an int64 on its device, which is the same on all kinds:
-    `Σᵢ (2i + 1) Σⱼ words[i, j]` modulo 2^64, over rows of the last dimension. A word has 8 bytes
-    where these divide a row, or else those of a number.
+    `Σᵢ (2i + 1) Σⱼ words[i, j]` modulo 2^64, over rows of the last dimension.
 
     >>> checksum(torch.tensor([[1, 2], [3, 4]])), checksum(torch.tensor([[3, 4], [1, 2]]))
     (tensor(24), tensor(16))
@@ -38,8 +35,6 @@ def checksum(tensor: Tensor) -> Tensor:
 def spread(size: int, count: int, shift: int = 0) -> list[int]:
     """Return up to `count` positions below `size`, evenly spaced.
 
-    shift: begins elsewhere, as from version to version.
-
     >>> spread(10, 3), spread(10, 3, shift=1), spread(2, 3)
     ([1, 5, 8], [2, 6, 9], [0, 1])
     """
@@ -51,9 +46,6 @@ def spread(size: int, count: int, shift: int = 0) -> list[int]:
 def grid(shape: Sequence[int], version: int = 0, side: int = SIDE) -> tuple[list[int], list[int]]:
     """Return rows and columns to sample a tensor at, as a matrix whose columns are the last
     dimension's; a vector is one column.
-
-    >>> grid((6, 4), side=2), grid((8,), side=2)
-    (([1, 4], [1, 3]), ([1, 3, 5, 7], [0]))
     """
     if len(shape) < 2:
         return spread(prod(shape), side * side, version), [0]
@@ -61,11 +53,7 @@ def grid(shape: Sequence[int], version: int = 0, side: int = SIDE) -> tuple[list
 
 
 def sampled(tensor: Tensor, version: int = 0, side: int = SIDE) -> Tensor:
-    """Return the numbers of a tensor at its `grid`, `[rows * columns]`, on its device.
-
-    >>> sampled(torch.arange(24.0).view(6, 4), side=2)
-    tensor([ 5.,  7., 17., 19.])
-    """
+    """Return the numbers of a tensor at its `grid`, `[rows * columns]`, on its device."""
     rows, columns = grid(tensor.shape, version, side)
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     # A copy of rows first: an index of both is far slower.
@@ -80,9 +68,6 @@ def sampled_box(
     numbers, on its device.
 
     offsets: where the box begins in the tensor, whose shape is `shape`.
-
-    >>> sampled_box(torch.arange(12.0, 24.0).view(2, 6), (2, 0), (4, 6), side=2)
-    (tensor([2, 3]), tensor([19., 22.]))
     """
     rows, columns = grid(shape, side=side)
     leading, first, width = tuple(shape), 0, 1
@@ -127,7 +112,6 @@ class WeightsDiffer(RuntimeError):
 
 
 def check_held(holder: str, sent: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise WeightsDiffer where a holder of weights has other sampled numbers than were sent."""
     if wrong := differences(sent, found):
         raise WeightsDiffer(f"{holder} must hold the weights that came, but it does not: {wrong}")
 

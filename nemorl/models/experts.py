@@ -1,6 +1,4 @@
-"""The blocks of a Hugging Face model that share out tokens among experts, and which ones tokens
-go to.
-"""
+"""The blocks of a Hugging Face model that share out tokens among experts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -53,10 +51,7 @@ class Given(TorchFunctionMode):
 
 
 def choosing(router: nn.Module, experts: Int[Tensor, "tokens topk"], total: int) -> Any:
-    """Return the router's `forward` with `Given` experts, of `total` ones.
-
-    It raises RuntimeError where the router does not choose by torch.topk.
-    """
+    """Return the router's `forward` with `Given` experts, of `total` ones."""
     return partial(_choose, router.forward, experts, total)
 
 

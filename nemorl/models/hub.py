@@ -23,9 +23,7 @@ PARTS = ("vision_config", "audio_config", "speech_config")
 
 
 def check_supported(config: Any) -> None:
-    """Raise ValueError for a Hugging Face configuration without a causal language model of text in
-    full precision.
-    """
+    """Raise ValueError unless a configuration is of a language model of text in full precision."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     kind, quantized = config.model_type, getattr(config, "quantization_config", None)
@@ -44,8 +42,7 @@ def check_supported(config: Any) -> None:
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the tokens of the longest sequence whose numbers are a model's own, by its Hugging
-    Face configuration; None where it does not say.
+    """Return the tokens of the longest sequence whose numbers are a model's own, None if unknown.
 
     With rope type longrope, frequencies of longer ones follow from the longest sequence of a batch.
     """
@@ -59,7 +56,6 @@ def max_positions(config: Any) -> int | None:
 def cannot_load(
     name: str, reason: object, *, field: str = "model.path", remedy: str = "check it"
 ) -> ValueError:
-    """Return the error that names the model, why it can't be loaded, and what to do."""
     first = next(iter(str(reason).strip().splitlines()), "")
     if isinstance(reason, Exception) and not isinstance(reason, PLAIN):  # KeyError: 'added_tokens'
         first = f"{type(reason).__name__}: {first}".removesuffix(": ")
@@ -77,7 +73,6 @@ def cannot_load(
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Read the Hugging Face configuration of a folder or hub name."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -89,9 +84,7 @@ def has_own_code(part: Any) -> bool:
 
 
 def copy_code(folder: Path | str, *parts: Any) -> None:
-    """Copy the code of configurations, models and tokenizers that have some of their own into a
-    folder that gets their config.json.
-    """
+    """Copy the code of configurations, models and tokenizers that have some of their own."""
     from transformers.dynamic_module_utils import custom_object_save
 
     for part in filter(has_own_code, parts):
@@ -99,7 +92,6 @@ def copy_code(folder: Path | str, *parts: Any) -> None:
 
 
 def is_object(file: Path) -> bool:
-    """Return whether a file holds a JSON object."""
     try:
         return isinstance(json.loads(file.read_bytes()), dict)
     except (OSError, ValueError, RecursionError):
@@ -112,7 +104,6 @@ def loading(
 ) -> Iterator[None]:
     """Load the model or tokenizer `name` in the block, with one error for all that goes wrong.
 
-    field: the setting that the error names.
     files: JSON objects, of which the hub's cache has one if it has the model.
     """
     if not name:

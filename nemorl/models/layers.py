@@ -6,9 +6,7 @@ from torch import nn
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers but the output layer, by name. Some routers of transformers derive
-    from them, and return more.
-    """
+    """Return the linear layers but the output layer and routers, by name."""
     head = model.get_output_embeddings()
     return {
         name: layer

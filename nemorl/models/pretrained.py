@@ -10,10 +10,7 @@ from nemorl.models.hub import CONFIG, INDEX, cannot_load, is_object, loading, re
 
 
 def model_folder(name: str) -> str:
-    """Return the model that `name` means: the export of a run's directory, else the name itself.
-
-    Raises: ValueError for a run that has not been exported, and what can't be there.
-    """
+    """Return the model that `name` means: the export of a run's directory, else the name itself."""
     path = Path(name)
     if not name:
         return name
@@ -38,9 +35,7 @@ def model_folder(name: str) -> str:
 
 
 def weights_folder(name: str, *, trust_remote_code: bool = False) -> Path | None:
-    """Return the folder with a model's safetensors, downloaded from the hub if necessary, with its
-    code if that is trusted; None for adapters and other formats.
-    """
+    """Return the folder with a model's safetensors; None for adapters and other formats."""
     with loading(name):
         folder = Path(name)
         if not folder.is_dir():
@@ -65,7 +60,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder or hub name; run no code in it unless that is trusted."""
     from transformers import AutoTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")

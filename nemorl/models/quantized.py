@@ -15,11 +15,7 @@ from nemorl.models.layers import linear_layers
 
 
 def quantize_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace each linear layer but the output layer by one in 4 bits, in place, one by one.
-
-    device: of the new weights.
-    dtype: type that they are multiplied in.
-    """
+    """Replace each linear layer but the output layer by one in 4 bits, in place, one by one."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
@@ -33,9 +29,7 @@ def quantize_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _multiplied(layer: Any, x: Tensor) -> Tensor:
-    """Return x Wᵀ + b with the same rounding with and without gradients: without, bitsandbytes
-    would take other kernels, and on CPUs repack the weights for them.
-    """
+    """Without gradients, bitsandbytes would take other kernels, which round otherwise."""
     from bitsandbytes import matmul_4bit
     from bitsandbytes.functional import dequantize_4bit
 
@@ -53,10 +47,7 @@ def is_quantized(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def dequantized(weight: Any, packed: Tensor) -> Tensor:
-    """Return the matrix that a quantized weight stands for, in float32.
-
-    packed: its bytes, or a copy of them.
-    """
+    """Return the matrix that a quantized weight stands for, in float32."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(packed, weight.quant_state).float()

@@ -26,14 +26,6 @@ class ModelSource:
     """A live model, or a folder or hub name, of which nothing but the configuration is read until
     `load` or `weights` is called.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-    ...                      num_attention_heads=1, vocab_size=16)
-    >>> source = ModelSource(LlamaForCausalLM(config))
-    >>> name, tensor = next(source.weights())
-    >>> source.config.vocab_size, name, tuple(tensor.shape)
-    (16, 'model.embed_tokens.weight', (16, 8))
-
     A live model on the meta device, as a trainer on ranks has it, has no weights: `load` makes an
     empty model, for an update of the weights to fill.
 
@@ -95,8 +87,6 @@ class ModelSource:
 
         A folder's weights are read one by one from its safetensors, in their stored type, without
         building the model; only adapters and other formats are loaded first.
-
-        Raises: RuntimeError for a model without weights; ValueError for files that lack some.
         """
         if self._live is None and not self._name:
             raise RuntimeError(
@@ -127,9 +117,7 @@ class ModelSource:
 
 
 def empty_model(like: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model like a Hugging Face model, without its weights, on a device. No random number
-    is drawn.
-    """
+    """Return a model without weights, like another, on a device. No random number is drawn."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

@@ -18,9 +18,7 @@ expert's tensor. A tensor that only has another name is one group of one.
 
 
 def stored_names(model: Any) -> Stored:
-    """Return the tensors of a model (which may be on the meta device) that files have otherwise, by
-    transformers' own conversions.
-    """
+    """Return the tensors of a model that files have otherwise, by transformers' own conversions."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
@@ -42,11 +40,6 @@ def stored_names(model: Any) -> Stored:
 
 
 def _grouped(names: Iterable[str]) -> Groups:
-    """Return names that differ in the expert's number together.
-
-    >>> _grouped(["e.0.up", "e.0.gate", "e.1.up", "e.1.gate"])
-    (('e.0.up', 'e.1.up'), ('e.0.gate', 'e.1.gate'))
-    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"^(.*)\.\d+\.", r"\1.*.", name), []).append(name)
@@ -54,11 +47,6 @@ def _grouped(names: Iterable[str]) -> Groups:
 
 
 def names_in_files(name: str, stored: Stored) -> list[str]:
-    """Return the names that files have of a live tensor.
-
-    >>> names_in_files("e.up", {"e.up": (("e.0.up", "e.1.up"),)}), names_in_files("norm", {})
-    (['e.0.up', 'e.1.up'], ['norm'])
-    """
     return list(chain(*stored.get(name, ((name,),))))
 
 
@@ -89,9 +77,7 @@ def as_stored(
 
 
 def of_experts(groups: Groups, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices of a fused tensor, whose experts are those from `first` on, under the
-    names that files have; views.
-    """
+    """Yield the matrices of a fused tensor with the experts from `first` on, by files' names."""
     for names, part in zip(groups, tensor.chunk(len(groups), 1), strict=True):
         yield from zip(names[first : first + len(part)], part.unbind(), strict=True)
 
@@ -99,9 +85,7 @@ def of_experts(groups: Groups, tensor: Tensor, first: int = 0) -> Iterator[tuple
 def as_live(
     groups: Groups, read: Callable[[str], Tensor], *, first: int = 0, count: int | None = None
 ) -> Tensor:
-    """Return a live tensor, or `count` of its experts from the `first` on, put together from what
-    `read` gives by name.
-    """
+    """Return a live tensor, or `count` of its experts from the `first` on."""
     end = None if count is None else first + count
     parts = (torch.stack([read(name) for name in names[first:end]]) for names in groups)
     return torch.cat([*parts], 1)

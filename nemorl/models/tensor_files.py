@@ -1,7 +1,6 @@
 """Safetensors files, written one tensor or one piece of a tensor at a time and read by slices.
 
-A file of pieces says in its header where each belongs, as torch's HuggingFaceStorageWriter does;
-but that serializes a whole file in memory, and plans by collective calls.
+A file of pieces says in its header where each belongs, as torch's HuggingFaceStorageWriter does.
 """
 
 import json
@@ -78,9 +77,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]
 
 
 def _keyed(pieces: Sequence[Piece]) -> dict[str, Piece]:
-    """Return pieces by the names of their entries, of which a file has each once: from a tensor's
-    second piece on, the name with its number.
-    """
+    """From a tensor's second piece on, an entry's name has its number."""
     found: dict[str, Piece] = {}
     counts = Counter[str]()
     for piece in pieces:
@@ -99,7 +96,6 @@ class _Stored:
     position: int
 
     def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """Return the box from `begins` to `ends` of the whole tensor."""
         piece = self.piece
         inner = _slices(begins, ends, piece.offsets)
         first, last = (inner[0].start, inner[0].stop) if inner else (0, 1)
@@ -130,7 +126,7 @@ class TensorFiles:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole tensors by name. Raises DamagedFile where a part is missing."""
+        """Shapes of the whole tensors by name."""
         return {name: self._shape(name) for name in self._pieces}
 
     def read(
@@ -170,7 +166,6 @@ class TensorFiles:
         return list(self._pieces[name].values())
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the smallest box around all pieces. Raises DamagedFile unless they fill it."""
         pieces = [stored.piece for stored in self._found(name)]
         ends = [[a + n for a, n in zip(p.offsets, p.shape, strict=True)] for p in pieces]
         shape = tuple(map(max, zip(*ends, strict=True)))
@@ -206,17 +201,12 @@ def _slices(begins: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -
 
 
 def file_name(kind: str, index: int, count: int) -> str:
-    """Return Hugging Face's name of the `index`-th of `count` files, counted from 0.
-
-    >>> file_name("model", 0, 1), file_name("model", 2, 8)
-    ('model.safetensors', 'model-00003-of-00008.safetensors')
-    """
+    """Return Hugging Face's name of the `index`-th of `count` files, counted from 0."""
     numbers = "" if count == 1 else f"-{index + 1:05}-of-{count:05}"
     return f"{kind}{numbers}.safetensors"
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
-    """Write the file by which `transformers` finds the tensors of several files."""
     places = {piece.name: file for file, pieces in files.items() for piece in pieces}
     total = sum(piece.num_bytes for pieces in files.values() for piece in pieces)
     values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -226,9 +216,7 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
 def write_model_files(
     folder: Path, weights: Iterable[tuple[str, Tensor]], *, max_bytes: float = 5e9
 ) -> None:
-    """Write weights as `transformers` loads them, in files of at most `max_bytes`, unless a tensor
-    is larger; with one file's tensors in memory at a time.
-    """
+    """Write weights as `transformers` loads them, with one file's tensors in memory at a time."""
     written: list[list[Piece]] = []
     for tensors in _batches(weights, max_bytes):
         pieces = [Piece.whole(name, tensor) for name, tensor in tensors.items()]

@@ -27,11 +27,7 @@ MOST_LAYERS = 16
 
 
 def tiny_config(config: Any, sizes: Mapping[str, int] = SIZES) -> Any:
-    """Return a Hugging Face configuration of the same class with sizes of at most these, and as
-    many layers as show every kind of layer.
-
-    Raises: ValueError for a configuration that has no such model.
-    """
+    """Return a configuration with sizes of at most these, and layers of every kind."""
     make, values = type(config).from_dict, _smaller(config.to_dict(), sizes)
     kinds = _kinds(make({**values}))
     count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
@@ -48,8 +44,8 @@ def tiny_config(config: Any, sizes: Mapping[str, int] = SIZES) -> Any:
 def tiny_model(config: Any, *, seed: int = 0) -> Any:
     """Return a model of a `tiny_config` in float32, which attends in transformers' plain way.
 
-    Its weights are random and large enough that what is wrong anywhere shows in its numbers: also
-    biases, norms, sinks and balances of experts, which transformers initializes as 0 or 1.
+    Its weights are random and large enough that what is wrong anywhere shows: also biases, norms,
+    sinks and balances of experts, which transformers initializes as 0 or 1.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -67,14 +63,12 @@ def tiny_model(config: Any, *, seed: int = 0) -> Any:
 
 
 def _kinds(config: Any) -> list[tuple[Any, ...]]:
-    """Return what tells the layers of a configuration's model apart."""
     with torch.device("meta"):
         model = from_config(config, trust_remote_code=has_own_code(config))
     return [_kind(layer) for layer in layers_of(decoder_of(model))]
 
 
 def _with_layers(values: Mapping[str, Any], chosen: list[int], depth: int) -> dict[str, Any]:
-    """Return the values of a configuration with some of its layers, by their numbers."""
     found = dict(values)
     for name, value in values.items():
         if isinstance(value, list) and len(value) == depth:
@@ -85,7 +79,6 @@ def _with_layers(values: Mapping[str, Any], chosen: list[int], depth: int) -> di
 
 
 def _smaller(values: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
-    """Return the values of a configuration with sizes of at most these."""
     heads, kv_heads = (values.get(f"num_{name}_heads") for name in ("attention", "key_value"))
     sizes = {
         name: size
@@ -111,7 +104,6 @@ def _smaller(values: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _smaller_rope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters with as many frequencies as the small heads have."""
     size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
     count = int(size * partial) // 2
@@ -127,9 +119,6 @@ def _smaller_rope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Return what tells kinds of layers apart: classes, shapes and plain attributes of all parts
-    but their number.
-    """
     plain = (bool, int, float, str, type(None))
     parts = []
     for name, part in layer.named_modules():

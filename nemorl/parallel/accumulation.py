@@ -41,7 +41,6 @@ class Accumulating(ABC):
         """Settings of the process, restored by `shutdown`, or where nobody has the backend."""
         weakref.finalize(self, self._settings.close)
         self.optimizer: Any = None
-        """None for a model that does not train."""
         self._is_whole = False
         """Whether the batch whose gradient is added is all of a step."""
         self._batches: list[TokenBatch] = []
@@ -50,7 +49,6 @@ class Accumulating(ABC):
         self._copied = 0
         """Tokens that these microbatches did not compute again."""
         self._away = Offloaded()
-        """What `offload` moved."""
         self.step = 0
 
     @property
@@ -115,13 +113,11 @@ class Accumulating(ABC):
         return Logprobs(output.token_logprobs, batch.logprob_kind)
 
     def _require_training(self) -> None:
-        """Raise ValueError for a backend that does not train."""
         requirement = "must be True for steps and checkpoints of a model"
         remedy = "omit trains=False where the backend is made"
         require(self.config.trains, "trains", requirement, False, remedy)
 
     def _require_head(self, needs: Needs) -> None:
-        """Raise ValueError unless the model's head gives what is needed."""
         wanted, head = ("scalar", "lm") if needs.values else ("lm", "scalar")
         remedy = "load the backend with that head"
         if not needs.values:
@@ -131,12 +127,9 @@ class Accumulating(ABC):
         require(fits, "the model's head", requirement, head, remedy)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.
-
-        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
-        """
+        """Take an optimizer step on a batch alone."""
         self._away.restore()
-        self._restart()  # so that the gradients are cleared
+        self._restart()
         self._is_whole = True
         try:
             metrics = self.forward_backward(batch, loss_fn)
@@ -145,11 +138,10 @@ class Accumulating(ABC):
         return {**metrics, **self.optim_step()}
 
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Add the gradient of a batch's loss for the next `optim_step`, and return the loss's
-        metrics. An error drops what was added since the last step.
+        """Add the gradient of a batch's loss; an error drops what was added since the last step.
 
-        Raises: RanksLost for an error while ranks sum gradients in the backward pass, as each may
-            have begun another number of sums.
+        Raises: RanksLost for an error while ranks sum gradients: each may have begun another number
+        of sums.
         """
         self._require_training()
         self._away.restore()
@@ -178,7 +170,6 @@ class Accumulating(ABC):
     def optim_step(self) -> Metrics:
         """Take an optimizer step along the gradients added since the last one.
 
-        Returns: loss, grad_norm (before clipping), lr, num_tokens and what `StepMeter` measures.
         Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
         self._require_training()
@@ -198,10 +189,8 @@ class Accumulating(ABC):
         return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move parameters, gradients, optimizer state and the reference model to main memory. They
-        are back with the next use of the weights by any method but `weights`.
-
-        keep_weights: the generator computes with the model's own.
+        """Move parameters, gradients, optimizer state and the reference model to main memory, until
+        any method but `weights` uses them.
         """
         self._drop_gradients()
         held, kind = self._held(keep_weights=keep_weights), self.world.device.type
@@ -229,7 +218,6 @@ class Accumulating(ABC):
         self._batches, self._loss, self._copied = [], torch.zeros((), device=self.world.device), 0
 
     def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
-        """Merge what all ranks measured, and the metrics of the first of those that share rows."""
         first = self.world.is_last_stage and self.world.cp_rank == self.world.tp_rank == 0
         own = {**metrics, **measured} if first else measured
         return own if self.world.size == 1 else self.world.merge_objects(in_main_memory(own), merge)

@@ -180,7 +180,6 @@ NEEDED = (
     "load_checkpoint",
     "shutdown",
 )
-"""The methods that every training backend has."""
 
 
 TO_GENERATE = ("open_engine", "decode", "take_weights")

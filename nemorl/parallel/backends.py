@@ -15,9 +15,7 @@ from nemorl.parallel.plan import ParallelPlan, num_experts
 from nemorl.parallel.traits import TrainingTraits
 
 FOR_EXPERTS = ("router_replay", "router_aux_loss_coef", "router_bias_update_rate")
-"""Settings of the section trainer for mixtures of experts."""
 LIMITS: dict[str, TrainingLimits] = {"dtensor": dtensor, "megatron": megatron}
-"""Light modules of the built-in backends, and what registered classes say."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,7 @@ def implements(name: str, method: str) -> bool:
 def check_training(
     config: TrainingSections, model: Any, plan: ParallelPlan, limits: TrainingLimits
 ) -> None:
-    """Raise ValueError for settings, or a model on these devices, that a backend can't train.
-
-    The arguments are the ones of `TrainingLimits.check`, which is called as well.
-    """
+    """Raise ValueError for settings, or a model on these devices, that a backend can't train."""
     missing = [name for name in limits.traits.packages if find_spec(name) is None]
     backend, packages = config.trainer.backend, " and ".join(missing)
     if missing:

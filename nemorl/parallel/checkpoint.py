@@ -46,7 +46,6 @@ BEGUN = ".begun"
 Pieces = tuple[list[Piece], Iterable[Tensor]]
 """What a rank writes of tensors, and its values in the same order."""
 File = tuple[str, Pieces]
-"""A file's name, and what is in it."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,8 @@ class Contents:
 
     weights: Pieces
     optimizer: Pieces
-    """Of the optimizer's state."""
     write_config: Callable[[Path], None]
-    """Writes the small files that go with the weights."""
     adapters: bool = False
-    """Whether the weights are PEFT's."""
 
 
 class CheckpointWriter:
@@ -146,7 +142,6 @@ class CheckpointWriter:
                 (path / BEGUN).unlink()
 
     def close(self) -> None:
-        """Let a thread finish its files."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

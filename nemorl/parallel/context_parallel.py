@@ -40,11 +40,9 @@ class RowSplit:
 
     @property
     def own(self) -> Int[Tensor, "part"]:
-        """The places of this rank's tokens."""
         return self.order.chunk(dist.get_world_size(self.group))[self.rank]
 
     def take(self, values: Shaped[Tensor, "batch seq *rest"]) -> Shaped[Tensor, "batch part *rest"]:
-        """Return this rank's tokens of whole rows."""
         return values.index_select(1, self.own)
 
 
@@ -69,7 +67,6 @@ class ContextState:
 
     split: RowSplit
     segments: Segments | None = None
-    """ulysses: the segments of the whole rows."""
     bias: Float[Tensor, "batch 1 part seq"] | None = None
     """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
     of the ranks. In the queries' dtype, or each layer would make and keep one of its own.
@@ -79,7 +76,6 @@ class ContextState:
 
     @property
     def width(self) -> int:
-        """Tokens of a whole row."""
         return len(self.split.order)
 
     @classmethod

@@ -105,8 +105,6 @@ class _Pulled(torch.autograd.Function):
 def with_routes(batch: TokenBatch, config: Any, *, layers: int, replay: bool) -> TokenBatch:
     """Return a batch with the sampler's experts if they are to be replayed, else without.
 
-    config: Hugging Face's, of a model with experts in this many layers.
-
     Raises: ValueError if they are missing, or another model's.
     """
     if not replay:

@@ -18,19 +18,14 @@ from nemorl.parallel.world import World
 
 ALONE = World(plan=ParallelPlan(), device=torch.device("cpu"))
 SIDE = 32
-"""Rows and columns of each matrix that a fingerprint reads."""
 Box = tuple[str, Tensor, tuple[int, ...]]
-"""A tensor's name, a box of it, and where that begins."""
 Samples = dict[str, tuple[tuple[int, ...], bytes]]
 """What a fingerprint reads of each tensor: its shape, and some numbers in float32."""
 
 
 def fingerprint(model: nn.Module, world: World = ALONE) -> str:
     """Return a hash of the weights without adapters: names and shapes that files have, and evenly
-    spaced samples.
-
-    world: the ranks that share the model, which has the same fingerprint; then a collective call.
-        Each reads its own parts.
+    spaced samples; with a `world` of ranks a collective call.
     """
     tensors = {
         _plain(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
@@ -68,10 +63,8 @@ def samples_of(
     boxes: Iterable[Box],
     world: World,
 ) -> Samples:
-    """Return the samples of tensors with these shapes.
-
-    boxes: what makes up the tensors, on all ranks of the world together, and no number twice; of
-        several ranks a collective call, for the samples alone.
+    """Return the samples of tensors that `boxes` make up, on all ranks of the world together; of
+    several ranks a collective call, for the samples alone.
     """
     grids = (grid(shape, side=SIDE) for shape in shapes.values())
     ends = list(accumulate((len(rows) * len(columns) for rows, columns in grids), initial=0))

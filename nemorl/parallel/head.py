@@ -37,9 +37,8 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What a model that is spread over ranks gets of a microbatch, and what becomes of its results.
-
-    `values` are keyword arguments: with cp of this rank's tokens, otherwise of whole rows.
+    """What a model that is spread over ranks gets of a microbatch, and what becomes of its
+    results.
     """
 
     values: dict[str, Any]
@@ -97,11 +96,7 @@ def planned(
     share: bool,
     kernel: Kernel = "buckets",
 ) -> Work:
-    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
-
-    share: compute common beginnings once, unless cp splits the rows.
-    kernel: computes attention, unless cp gathers keys.
-    """
+    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory."""
     plan = world.plan
     if world.cp_group is None:
         multiple = plan.row_multiple

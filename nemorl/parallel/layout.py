@@ -25,7 +25,6 @@ class Layout:
     """A batch's rows as the model sees them, and the microbatches of each rank."""
 
     rows: TokenBatch
-    """Packed, with sequence_packing."""
     microbatches: tuple[Plan, ...]
     """Per rank its microbatches, equally many, as indices of `rows`; one may be empty."""
     packing: Plan | None
@@ -52,11 +51,9 @@ class Layout:
         return tuple(_placed(routes, parts))
 
     def plans(self, rank: int) -> tuple[Plan | None, Plan]:
-        """Return what says which tokens a rank has, and in which order."""
         return self.packing, self.microbatches[rank]
 
     def experts(self, rank: int) -> Int[Tensor, "tokens layers topk"]:
-        """Return the experts of a rank's tokens, in the order of `RankRoutes`."""
         own = torch.tensor([row for part in self.microbatches[rank] for row in part]).long()
         experts, segments = self.rows.routed_experts, self.rows.segment_ids.cpu()
         assert isinstance(experts, Tensor)
@@ -78,7 +75,6 @@ class Layout:
         return placed.index_copy(0, to_device(rows, placed.device), torch.cat(own))
 
     def restore(self, placed: Shaped[Tensor, "rows width"]) -> Shaped[Tensor, "batch seq"]:
-        """Return all rows' values in the batch's own layout; 0 on padding."""
         if self.packing is not None:
             return unpack(placed, self.packing, self.lengths, length=self.width)
         return pad(placed, (0, self.width - placed.shape[1]))
@@ -93,9 +89,7 @@ class Cutting:
     trainer: TrainerConfig
     plan: ParallelPlan
     model: Any
-    """Hugging Face's configuration."""
     layers: int
-    """With experts."""
 
     def layout(self, batch: TokenBatch, *, replay: bool = True) -> Layout:
         """Return the batch's layout on the ranks; its routes are kept only to replay them.
@@ -206,9 +200,8 @@ def cut(
 
 
 def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
-    """Return the rows of each prompt and of those that go on with it, as a conversation's do, each
-    beside one with which it shares most. A prompt is what stands before the first token of
-    `response_mask`; its end may differ, where a template opens a thought that it removes later.
+    """Return the rows of each prompt and of those that go on with it, each beside one with which it
+    shares most. A prompt is what stands before the first token of `response_mask`.
 
     None where it is not worth a worse balance of rows: unless copies are a quarter of all tokens,
     and no prompt has more than twice as many rows as the mean.
@@ -234,7 +227,6 @@ def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
 def _microbatches(
     rows: TokenBatch, config: TrainerConfig, own: Sequence[int], units: Plan | None, at_least: int
 ) -> Plan:
-    """Return the microbatches of one rank's rows, as indices of all rows."""
     if not own:
         return ((),) * at_least
     mine, budget = take(rows, own), config.micro_batch_tokens

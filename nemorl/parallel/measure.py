@@ -185,7 +185,6 @@ class GpuPeaks:
         self.before: dict[torch.device, int] = {}
 
     def restart(self, device: torch.device) -> None:
-        """Restart PyTorch's counter; `take` keeps the peak before."""
         device, module = _numbered(device), module_of(device)
         peak = module.max_memory_allocated(device)
         self.before[device] = max(self.before.get(device, 0), peak)
@@ -205,7 +204,6 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 gpu_peaks = GpuPeaks()
-"""GPU memory peaks of this process."""
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,16 +13,14 @@ class Offloaded:
     """Moves the memory of tensors to main memory, pinned where they are a GPU's, and back.
 
     The tensors stay the same objects, as do views of them, but nothing may compute with them until
-    `restore`. What PyTorch caches of the device's memory is given back to it.
+    `restore`.
     """
 
     def __init__(self) -> None:
         self._away: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """By address, storages without memory and the copies of their bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are away."""
         return sum(len(copy) for _, copy in self._away.values())
 
     def __contains__(self, tensor: Tensor) -> bool:

@@ -25,7 +25,6 @@ class Stages:
     last: int | None
 
     def check(self) -> None:
-        """Raise ValueError for settings that suit no model."""
         fits, remedy = self.vpp == 1 or self.pp > 1, "remove it, or raise parallel.pp"
         require(fits, "parallel.vpp", "must be 1 without parallel.pp", self.vpp, remedy)
         for field, layers in self._given().items():
@@ -55,7 +54,6 @@ class Stages:
         return tuple(map(range, bounds, bounds[1:]))
 
     def problem(self, num_layers: int) -> str | None:
-        """Return a sentence where layers can't be shared out among the stages."""
         of_model = f"the model's num_hidden_layers {num_layers}"
         given = self._given()
         left, others = num_layers - sum(given.values()), (self.pp - len(given)) * self.vpp
@@ -68,7 +66,6 @@ class Stages:
         return f"{settings} leave {left} of {of_model} for {stages}"
 
     def remedy(self, num_layers: int) -> str:
-        """Return what to do about a problem."""
         if self._given():
             return "change these, or remove them for stages as equal as can be"
         most = num_layers // self.vpp
@@ -86,11 +83,11 @@ class Stages:
 
 
 def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
-    """Yield the layers of stages that have as equal ones as can be, where what a stage has besides
-    costs as much as some layers.
+    """Yield the layers of stages, as equal as can be, where what a stage has besides costs as much
+    as some layers.
 
-    What does not divide goes to stages at the ends, so that they have no fewer layers than others,
-    and then to the latest ones, which keep the activations of the fewest microbatches.
+    What does not divide goes to stages at the ends, and then to the latest ones, which keep the
+    activations of the fewest microbatches.
 
     >>> [[*_shared(layers, [1, 0, 0, 1])] for layers in (4, 5, 6, 7, 8)]
     [[1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]

@@ -32,7 +32,6 @@ class _Recording:
     rank: int
     first: int
     last: int
-    """The step that was recorded last, complete or not."""
 
 
 _recording: _Recording | None = None
@@ -47,9 +46,8 @@ def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) 
 
     last: whether the step ends with the block.
 
-    One recording holds all of these steps and what goes on between them, such as steps of a model
-    without `config.steps`; it is then in `config.dir` as rank0_steps10-12.json. Where the run ends
-    earlier, `close_profile` writes what there is.
+    One recording holds all of these steps and what goes on between them; it is then in `config.dir`
+    as rank0_steps10-12.json.
     """
     global _recording
     span = config.span()

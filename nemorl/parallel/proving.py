@@ -53,7 +53,6 @@ PLANS: dict[Capability, tuple[ParallelPlan, ...]] = {
     "tp": (ParallelPlan(tp=2), ParallelPlan(tp=2, sequence_parallel=False)),
     "cp": (ParallelPlan(cp=2), ParallelPlan(cp=2, cp_method="allgather")),
 }
-"""Plans for two ranks that prove a capability."""
 ROWS = TrainerConfig(train_micro_batch_size=1, share_prompts=False)
 TRAINERS: dict[Capability, TrainerConfig] = {
     "alone": ROWS,
@@ -63,7 +62,6 @@ TRAINERS: dict[Capability, TrainerConfig] = {
     "head": replace(ROWS, logprob_chunk=3),
     "recompute": ROWS,
 }
-"""How rows are computed to prove a capability, on one device."""
 TIMEOUT_S, COLLECTIVE_S = 300.0, 60.0
 """Longest time of the two ranks, and of their wait for each other, where one has failed."""
 RESULT = "result.json"
@@ -77,7 +75,6 @@ class Outputs:
     gradients: dict[str, Tensor]
 
     def worst(self, other: Outputs) -> float:
-        """Return the largest difference from other outputs; infinity where a gradient lacks."""
         pairs = zip(self.values, other.values, strict=True)
         found = max(float((a - b).abs().max()) for a, b in pairs)
         if self.gradients.keys() != other.gradients.keys():
@@ -92,11 +89,11 @@ class Outputs:
 def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
     """Prove what models with a Hugging Face configuration can do here, in seconds.
 
-    A tiny model with random weights and every kind of layer is computed by nemorl, on `device` and
-    on two ranks of this machine's CPU, and sequence by sequence by transformers' plain ("eager")
-    code, in float32. Values and gradients may differ by rounding alone.
+    A tiny model with every kind of layer is computed by nemorl, on `device` and on two ranks of
+    this machine's CPU, and sequence by sequence by transformers' plain ("eager") code, in float32.
 
     Returns: of each capability whether it holds, with the largest difference, or why not.
+
     Raises: ValueError for a configuration from which no tiny model can be made; RuntimeError where
     the ranks end without an answer.
     """
@@ -279,7 +276,6 @@ def _logprobs_differ(model: Any, rows: Any, found: Iterable[Tensor]) -> float:
 
 
 def _adapted(model: Any, rows: Any, settings: BackendConfig) -> float:
-    """Train adapters, and compare them with the merged weights in a plain model."""
     settings = replace(
         settings, lora=LoRAConfig(rank=4, alpha=8), optimizer=OptimizerConfig(lr=0.05)
     )
@@ -297,7 +293,6 @@ def _of_responses(values: Tensor, batch: TokenBatch) -> list[Tensor]:
 
 
 def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
-    """Write a checkpoint after a step, load it, and compute it in transformers' plain way."""
     batch = batch_of(rows)
     with tempfile.TemporaryDirectory() as name, trained(copy.deepcopy(model), settings) as backend:
         backend.train_step(batch, weighted)
@@ -346,7 +341,6 @@ def _start_ranks(folder: Path, *, trust: bool) -> list[subprocess.Popen[bytes]]:
 
 
 def _of_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> dict[Capability, Proof]:
-    """Return what ranks found."""
     end, why = time.monotonic() + TIMEOUT_S, f"they did not end in {TIMEOUT_S:g} s"
     with suppress(subprocess.TimeoutExpired):
         for rank in ranks:

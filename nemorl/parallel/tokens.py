@@ -52,7 +52,6 @@ class Work:
     """With shared tokens, what `once` returns; it stays in main memory."""
 
     def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
-        """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
         empty = values.new_zeros(like.numel())
         return empty.scatter(0, self.targets, values).view(like.shape)
 
@@ -91,11 +90,7 @@ def work_of(
     multiple_of: int = 1,
     kernel: Kernel = "buckets",
 ) -> Work:
-    """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch.
-
-    share: compute common beginnings once. multiple_of: of the width of the row that this makes.
-    kernel: computes attention.
-    """
+    """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch."""
     ids, positions, segment_ids = (
         values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
     )

@@ -13,7 +13,6 @@ from nemorl.models.attention import Rule
 
 Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
 KERNELS: tuple[Kernel, ...] = ("varlen_attn", "flash_attn")
-"""For sequences of any lengths; the first is preferred."""
 
 
 def choose_kernel(
@@ -26,8 +25,6 @@ def choose_kernel(
 ) -> Kernel:
     """Return the kernel for segments: PyTorch's, that of the package flash-attn, or, where neither
     can be used, dense attention over buckets of similar lengths.
-
-    capability: of an NVIDIA GPU; None: another device. dtype: of queries, keys and values.
     """
     fits = (
         capability is not None
@@ -44,10 +41,7 @@ def choose_kernel(
 def kernel_of(
     model: Any, device: torch.device, dtype: torch.dtype, *, sinks: bool = False
 ) -> Kernel:
-    """Return the kernel for the segments of a model, by its Hugging Face configuration.
-
-    dtype: of queries, keys and values. sinks: its layers have attention sinks.
-    """
+    """Return the kernel for the segments of a model, by its Hugging Face configuration."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "buckets"
     chunks = "chunked_attention" in (getattr(model, "layer_types", None) or ())
@@ -89,11 +83,7 @@ def varlen_attention(
 ) -> Float[Tensor, "tokens heads dim"]:
     """Return the attention of each token to what the rule's window shows of its sequence.
 
-    Args:
-        kernel: varlen_attn or flash_attn.
-        query, key, value: of all sequences, laid end to end; query heads may share keys and values.
-        cu_seqlens: the first token of each sequence, and the end.
-        longest: tokens of the longest sequence.
+    Sequences are laid end to end; `cu_seqlens` are the first token of each, and the end.
 
     Raises: ValueError for a rule that no kernel has.
     """

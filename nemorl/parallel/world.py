@@ -49,15 +49,11 @@ class World:
     pp_rank: int = 0
     ep_rank: int = 0
     data_group: dist.ProcessGroup | None = None
-    """The ranks with other rows."""
     cp_group: dist.ProcessGroup | None = None
     """The ranks with other tokens of the same rows."""
     tp_group: dist.ProcessGroup | None = None
-    """The ranks with other parts of each layer."""
     pp_group: dist.ProcessGroup | None = None
-    """The ranks with other layers."""
     ep_group: dist.ProcessGroup | None = None
-    """The ranks with other experts."""
     control_group: dist.ProcessGroup | None = None
     """All ranks, for Python objects and CPU tensors."""
     saving_group: dist.ProcessGroup | None = None
@@ -74,7 +70,6 @@ class World:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers, and computes losses."""
         return self.pp_rank == self.plan.pp - 1
 
     @property
@@ -91,8 +86,8 @@ class World:
         group: dist.ProcessGroup | None = None,
         everywhere: bool = True,
     ) -> T:
-        """Return the values of all ranks, merged in their order; a collective call (of `group` if
-        given). No rank receives more than log2(size) values, each of ranks merged already.
+        """Return the values of all ranks, merged in their order; a collective call. No rank
+        receives more than log2(size) values.
 
         everywhere: else only rank 0 has the result, and the others a part of it.
 
@@ -143,7 +138,6 @@ class World:
 
 
 def _merged(found: list[Any], other: list[Any], merge: Callable[[Any, Any], Any]) -> list[Any]:
-    """Merge two values; an error is passed on, as the other ranks wait for a result."""
     try:
         return [merge(found[0], other[0]), found[1] or other[1]]
     except Exception as error:
@@ -182,7 +176,6 @@ def _on_one_machine() -> bool:
 
 
 def _meet() -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield store, rank and number of ranks, as torch's rendezvous, which listens everywhere."""
     names = psutil.net_if_addrs().items()
     here = next(name for name, own in names if any(one.address == LOOPBACK for one in own))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", here)

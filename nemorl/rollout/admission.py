@@ -1,7 +1,7 @@
 """Which groups of responses begin, and which ones a step trains on: pure decisions.
 
-It knows no engine, no clock and no thread: `nemorl.runtime.run.groups` feeds it events and executes
-its actions, and benchmarks/asynchrony_simulated.py does so with published times.
+It knows no engine, clock or thread: `nemorl.runtime.run.groups` feeds it events and executes its
+actions.
 
 Groups are numbered, begin in this order, and are trained on in this order. The group at place p of
 the ones that are not trained on yet is trained on p // batch steps from now; it begins once the
@@ -57,7 +57,7 @@ class Admission:
 
     @property
     def trains_next(self) -> int:
-        """Return the step, from 0, that will train on a group that begins now."""
+        """The step, from 0, that will train on a group that begins now."""
         present = sum(group.handed for group in self.open) + self.wanted
         first = present if self.served else max(self.batch, present)
         place = len(self.open)
@@ -66,7 +66,6 @@ class Admission:
 
     @property
     def may_begin(self) -> bool:
-        """Return whether another group may begin."""
         step = self.trains_next
         ends = self.last is not None and step >= self.last
         return step - self.version <= self.staleness and not ends
@@ -201,7 +200,6 @@ def _noted(state: Admission, event: Event) -> tuple[Admission, tuple[Action, ...
 
 
 def _without_stale(state: Admission) -> tuple[Admission, tuple[Action, ...]]:
-    """Drop the groups that have become too old, as where a step took fewer groups than `batch`."""
     oldest = state.step - state.staleness
     stale = [group for group in state.open if not group.handed and group.begun < oldest]
     if not stale:

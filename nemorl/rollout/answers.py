@@ -124,11 +124,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def last_number_of(response: str) -> str | None:
-    """Return the last number of a response.
-
-    >>> last_number_of("1,000.50"), last_number_of("none")
-    ('1000.50', None)
-    """
+    """Return the last number of a response."""
     found = _numbers(response)
     return found[-1].replace(",", "") if found else None
 
@@ -162,9 +158,6 @@ def _solution(answer: Any) -> str:
 def final_of(response: str) -> str | None:
     """Return the text of the last box, without spaces; else of the last formula, or the last number
     after it.
-
-    >>> final_of(r"so \\boxed{\\frac{1}{2}}."), final_of("It is $2 x$."), final_of("It is 7.")
-    ('\\\\frac{1}{2}', '2x', '7')
     """
     response = response.replace(MONEY, "")
     boxes, formulas = BOX.findall(response), [*LATEX.finditer(response)]
@@ -203,11 +196,7 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
 
 
 def letter_of(response: str) -> str | None:
-    """Return the letter, A to J, that a response chooses last.
-
-    >>> letter_of("A is wrong. **Answer: (C)**"), letter_of("B) Paris"), letter_of("A guess")
-    ('C', 'B', None)
-    """
+    """Return the letter, A to J, that a response chooses last."""
     for pattern in (ANSWER, OPTION):
         if found := pattern.findall(response):
             return "".join(found[-1])
@@ -295,7 +284,7 @@ GIVEN = "given in Python"
 
 
 def require_again(name: str, what: str, setting: str) -> None:
-    """Raise ValueError for what was given in Python and has no name, as a resumed run finds it."""
+    """Raise ValueError for what was given in Python and has no name."""
     if name.startswith(GIVEN):
         raise ValueError(
             f"{what} must be given again, because the run's was {name}: pass it in Python, or name"

@@ -23,11 +23,9 @@ def cached_attention(
 ) -> Float[Tensor, "batch new heads value_dim"]:
     """Return the attention of new tokens to the cached ones that mask and rule show.
 
-    mask: `[batch, 1, new, seq]`, True for a token's own place and all places before it. None: the
-    new tokens are all there are.
-
-    One new token's heads that share a key head are taken as several tokens of that head: repeating
-    keys and values for each would copy the whole cache in every layer.
+    mask: `[batch, 1, new, seq]`, True for a token's own place and all before it. None: the new
+    tokens are all there are. One new token's heads that share a key head are taken as several
+    tokens of that head: repeating keys and values would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
     if mask is None:
@@ -46,9 +44,8 @@ def cached_attention(
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
-    """Give the model this attention and no dropout inside the block.
-
-    cuDNN would make a plan for each number of sequences and keys.
+    """Give the model this attention and no dropout inside the block. cuDNN would make a plan for
+    each number of sequences and keys.
     """
     before = model.config._attn_implementation  # type: ignore[union-attr]
     was_training = model.training

@@ -16,7 +16,7 @@ from nemorl.rollout.rounds import Rounds
 from nemorl.warn import warn
 
 STOP_S = 30.0
-"""Longest wait for conversations that are to end."""
+"""Longest wait for their end."""
 
 
 class _Awake:
@@ -32,10 +32,8 @@ class _Awake:
 
 
 class Background:
-    """Groups of conversations on an event loop in a thread of its own.
-
-    An engine in this process computes on that thread while it is awake. Functions of batches, such
-    as rewards, are called for a group at a time, one call after the other, in other threads.
+    """Groups of conversations on an event loop in a thread of its own, on which an engine in this
+    process computes.
     """
 
     def __init__(
@@ -60,33 +58,26 @@ class Background:
         self._thread.start()
 
     def begin(self, prompts: Sequence[Prompts]) -> None:
-        """Begin the conversations about each prompt, which has the number of its group."""
         self._do(self._begin(prompts))
 
     def resume(self) -> None:
-        """Let requests go to the generator, which is awake."""
         self._do(self._resume())
 
     def pause(self) -> None:
-        """Have new requests wait, before the generator sleeps."""
         self._do(self._pause())
 
     def stop(self, groups: Sequence[int]) -> None:
-        """End groups that are in flight, without a result."""
+        """End groups without a result."""
         self._do(self._stop(groups))
 
     def next_ended(self) -> tuple[int, list[Conversation]]:
-        """Wait for a group that has ended, and return its number and conversations.
-
-        Raises what ended it: an error of the engine.
-        """
+        """Wait for a group that has ended. Raises an error of the engine."""
         group, found = self._ended.get()
         if isinstance(found, BaseException):
             raise found
         return group, found
 
     def ended(self) -> list[tuple[int, list[Conversation]]]:
-        """Return the groups that have ended by now, as `next_ended`."""
         return [self.next_ended() for _ in range(self._ended.qsize())]
 
     def close(self) -> None:
@@ -138,7 +129,6 @@ class Background:
             )
 
     async def _stop_all(self) -> None:
-        """End what is left, such as a call of a reward that nobody waits for."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()

@@ -21,7 +21,6 @@ FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 BLOCK = re.compile(r"^([ \t]*)```(\w*)[^\n]*\n(.*?)(?:^\1```|\Z)", re.DOTALL | re.MULTILINE)
 DEFINED = re.compile(r"^(?:def|class)\s+(\w+)", re.MULTILINE)
 STORED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-"""Statements that do not run what is in them."""
 
 
 def program_of(text: str, tests: str = "") -> str:
@@ -44,7 +43,7 @@ def program_of(text: str, tests: str = "") -> str:
 
 
 def _parses(text: str) -> bool:
-    """Return whether a text is Python, in which a block would be in a docstring."""
+    """A block in Python would be in a docstring."""
     try:
         return bool(parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -76,19 +75,17 @@ def read_tests(answer: Any) -> list[Any]:
     except (TypeError, KeyError, ValueError, SyntaxError) as error:
         raise ValueError(
             "code needs tests, Python or a list of it or of {'input': text, 'output': text}, but"
-            f" the answer is {short(answer)} ({error}): see docs/code.md"
+            f" the answer is {short(answer)} ({error}): see docs/rewards.md"
         ) from error
     return tests
 
 
 def _nodes_that_run(test: str) -> list[ast.AST]:
-    """Return the parts of a test that run by themselves."""
     statements = [each for each in parse(test).body if not isinstance(each, STORED)]
     return [node for each in statements for node in ast.walk(each)]
 
 
 def _lacks_call(test: str) -> bool:
-    """Return whether a test defines `check(candidate)`, and nothing else in it calls that."""
     functions = {
         each.name: {getattr(node, "id", "") for node in ast.walk(each)}
         for each in parse(test).body
@@ -100,7 +97,6 @@ def _lacks_call(test: str) -> bool:
 
 
 def _checks(test: str) -> bool:
-    """Return whether a test could fail: a call, an assert or a raise runs."""
     kinds = ast.Call, ast.Assert, ast.Raise
     nodes = ast.walk(parse(test)) if _lacks_call(test) else _nodes_that_run(test)
     if not any(isinstance(node, kinds) for node in nodes):
@@ -202,7 +198,6 @@ def _lines(text: str) -> list[str]:
 
 
 def _judged(program: str, tests: tuple[list[str], str], limits: Limits) -> list[bool]:
-    """Return which tests the functions of a program pass."""
     (calls, asks), (answers, replies) = os.pipe(), os.pipe()
 
     def side(name: str, stdin: str, files: tuple[int, int], limits: Limits) -> ProgramResult:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 
 class Received(pickle.Unpickler):
-    """Reads plain data, and refuses what would run code."""
+    """Refuses what would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
@@ -52,9 +52,7 @@ def answer_calls(source: str, calls: BinaryIO, answers: BinaryIO) -> None:
 def passed(
     tests: list[str], head: str, function: Callable[[str], Callable[..., Any]]
 ) -> list[bool]:
-    """Return which tests pass. `head` is code that they know; `function` gives the program's
-    function of a name.
-    """
+    """`head` is code that the tests know."""
     space: dict[str, Any] = {"__name__": "tests"}
     exec(head, space)
     space["__name__"] = "__main__"  # a guard of the tests must not hide them

@@ -52,22 +52,20 @@ class Rollouts:
 
     @cached_property
     def prompts(self) -> Sequence[Sequence[int]]:
-        """Token ids of the first turns' prompts."""
         return [conversation.turns[0].prompt for conversation in self.conversations]
 
     @cached_property
     def completions(self) -> Sequence[Completion]:
-        """The last turns' completions."""
+        """The last turns'."""
         return [conversation.turns[-1].completion for conversation in self.conversations]
 
     @cached_property
     def answers(self) -> Sequence[str | None]:
-        """What was read as each response's answer."""
         return [getattr(each.outcome, "answer", None) for each in self.conversations]
 
     @cached_property
     def group_id(self) -> Int[Tensor, "batch"]:
-        """The number of each response's group in the run: equal for the responses to one prompt."""
+        """Equal for the responses to one prompt."""
         return torch.tensor([each.group for each in self.conversations], dtype=torch.long)
 
     def __len__(self) -> int:
@@ -93,7 +91,6 @@ class Rollouts:
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
-        """True where a limit on tokens or turns ended the conversation."""
         return torch.tensor([each.truncated for each in self.conversations], dtype=torch.bool)
 
     @property
@@ -103,13 +100,11 @@ class Rollouts:
 
     @property
     def longest_responses(self) -> Int[Tensor, "batch"]:
-        """Tokens of each conversation's longest response."""
         lengths = [[len(turn.completion.token_ids) for turn in c.turns] for c in self.conversations]
         return torch.tensor([max(each) for each in lengths])
 
     @property
     def num_turns(self) -> Int[Tensor, "batch"]:
-        """Turns of the model in each conversation."""
         return torch.tensor([len(each.turns) for each in self.conversations])
 
 
@@ -135,8 +130,8 @@ def collect(
 def as_rollouts(
     everything: Sequence[Conversation], environment: Environment, sampling: SamplingParams
 ) -> Rollouts:
-    """Return conversations that have ended with the rewards that the environment's global
-    post-processing leaves them. Raises as `collect`.
+    """Return conversations that have ended with the rewards that the environment's global post-
+    processing leaves them.
     """
     judges = (environment, getattr(environment, "judge", None))
     judge = next((each for each in judges if isinstance(each, EnvironmentInterface)), None)
@@ -177,7 +172,6 @@ def as_rollouts(
 def _parted(
     conversations: Sequence[Conversation], what: str
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the conversations that ended well, and those that failed."""
     found = [each for each in conversations if isinstance(each.outcome, Outcome)]
     failed = [each for each in conversations if isinstance(each.outcome, Failure)]
     if len(failed) > MOST_FAILED * len(conversations):
@@ -199,13 +193,12 @@ def _parted(
 
 
 def _lacks_components(conversation: Conversation) -> bool:
-    """Return whether a limit ended the conversation before it had any: each counts 0."""
+    """A limit ended it before it had any: each counts 0."""
     outcome = conversation.outcome
     return isinstance(outcome, Outcome) and outcome.truncated and not outcome.components
 
 
 def _outcome_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the mean of each metric of outcomes over the conversations that have it."""
     found: dict[str, list[float]] = {}
     for each in conversations:
         for name, value in getattr(each.outcome, "metrics", {}).items():
@@ -233,10 +226,8 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Return several rollouts as one; metrics of outcomes are averaged over the conversations that
-    have them, others by size over the parts that have them.
-
-    Raises: ValueError unless they have the same kind and reward components.
+    """Return several rollouts as one; metrics are averaged over the conversations or parts that
+    have them. Raises: ValueError unless they have the same kind and reward components.
     """
     whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
     first = (whole or parts)[0]

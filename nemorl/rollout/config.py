@@ -62,7 +62,6 @@ class RolloutConfig:
         require(fits, "rollout.discount", "must be from 0 to 1", self.discount, remedy)
 
     def limits(self, max_tokens: int | None = None) -> Limits:
-        """Return the limits of conversations of at most `max_tokens` tokens."""
         return Limits(
             max_turns=self.max_turns,
             max_tokens=max_tokens,
@@ -195,17 +194,15 @@ class GenerationConfig:
 
     @property
     def traits(self) -> GenerationTraits:
-        """Traits of the backend; the defaults for a name that is not registered."""
+        """The defaults for a name that is not registered."""
         return TRAITS.get(self.backend, GenerationTraits())
 
     @property
     def devices_per_replica(self) -> int:
-        """Devices of each engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def longest_response(self) -> int:
-        """Return `max_new_tokens`, or its default."""
         return self.max_new_tokens or 256
 
     def sampling_params(self, *, greedy: bool = False) -> SamplingParams:

@@ -17,7 +17,7 @@ CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>((?:(?!<\|).)*)", re.
 """A channel's name, and what is said in it."""
 Tools = Sequence[Mapping[str, Any]]
 Asked = tuple[list[Message], Tools]
-"""What a prompt was made of."""
+"""What the prompt of an answer was made of."""
 
 
 @dataclass
@@ -25,9 +25,8 @@ class Context:
     """Renders messages to token ids, and keeps what was sampled.
 
     A prompt goes on with the tokens before it wherever the chat template renders the messages
-    before as it did then. White space around what was sampled is not compared: templates trim it.
-    Otherwise, as where a template removes earlier reasoning, the prompt is the template's own
-    rendering of all messages, which begins another segment of the conversation.
+    before as it did then, but for white space around what was sampled. Otherwise it is the
+    template's own rendering, which begins another segment.
     """
 
     tokenizer: Any
@@ -39,7 +38,6 @@ class Context:
     """The prompt is text without a chat template: what follows is appended as it is."""
     tools: Tools = ()
     _asked: Asked = ([], ())
-    """What the prompt of the last answer was made of."""
     _said: list[tuple[Message, str]] = field(default_factory=list)
     """Answers as they were returned, and their text as it was sampled."""
     _last: tuple[tuple[int, ...], str, str] | None = None
@@ -48,7 +46,7 @@ class Context:
     def prompt_of(
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[tuple[int, ...], Asked]:
-        """Return the token ids that the model is given for messages, and what `add` needs."""
+        """Return the token ids of messages, and what `add` needs."""
         usable = list(tools or self.tools)
         known = self._as_sampled([dict(message) for message in messages])
         prompt = self._prompt(known, usable)
@@ -96,9 +94,7 @@ class Context:
         completion: Completion,
         stop_strings: Sequence[str] = (),
     ) -> Message:
-        """Keep an answer to a prompt, and return it as a message, with the stop string that ended
-        it, if any.
-        """
+        """Keep an answer to a prompt, and return it as a message."""
         self.tokenizer = self.tokenizer or completion.tokenizer
         if self.tokenizer is None:
             return {"role": "assistant", "content": completion.text}
@@ -115,7 +111,6 @@ class Context:
         return message
 
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
-        """Return a completion's text, special tokens in it included, and that of its end token."""
         ids = completion.token_ids
         ended = bool(ids) and not completion.truncated and self._is_special(ids[-1])
         # With the token before it, of which some tokenizers make a space.
@@ -124,12 +119,12 @@ class Context:
         return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
 
     def _is_special(self, token: int) -> bool:
-        """Return whether a token is special; Llama 3.1's <|eom_id|> is in no list of names."""
+        """Llama 3.1's <|eom_id|> is special, but in no list of names."""
         added = self.tokenizer.added_tokens_decoder.get(token)
         return token in self.tokenizer.all_special_ids or bool(added and added.special)
 
     def _in_channels(self, said: str) -> bool:
-        """Return whether a model said this in channels, not only text that looks like it."""
+        """Not only text that looks like it."""
         found = not self.plain and CHANNEL.search(said)
         return bool(found) and "<|channel|>" in self._template(()).source()
 
@@ -138,7 +133,6 @@ class Context:
         return self.tokenizer.decode(list(ids), **options)
 
     def _as_sampled(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with each answer's text as it was sampled."""
         left, found = list(self._said), []
         for message in reversed(messages):  # the first ones may be of the row, or left out
             spoken = message.get("role") == "assistant"
@@ -178,14 +172,11 @@ def channels(said: str) -> dict[str, str]:
 def following(text: str, before: str, said: str, end: str, *, plain: bool = False) -> str | None:
     """Return what a rendering adds after an answer, None where it renders what precedes otherwise.
 
-    text: all messages as the template renders them now. before: the last answer's prompt, as it
-    was rendered. said, end: the answer as it was sampled, and its end token. plain: no template
-    writes the end token.
+    `before`: the last answer's prompt as it was rendered; `said`, `end`: the answer as it was
+    sampled, and its end token, which no template writes where it is `plain`.
 
     >>> following("<u>hi<a> yes <e><u>why?<a>", "<u>hi<a>", "yes", "<e>")
     '<u>why?<a>'
-    >>> following("<u>hi<a>no<e><u>why?<a>", "<u>hi<a>", "yes", "<e>") is None
-    True
     """
     if not text.startswith(before):
         return None

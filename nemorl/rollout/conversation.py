@@ -156,13 +156,8 @@ def examples_of(turns: Sequence[Turn]) -> list[Example]:
     """Return the tokens of a conversation, sampled ones trained on, with `generation_logprobs`, and
     `policy_versions` where the completions have them.
 
-    Turns are one example as long as each prompt begins with all tokens before it, as the engine
-    made them. A prompt that rewrites them begins another. Nothing is tokenized again.
-
-    >>> said = Completion(token_ids=(2,), logprobs=(-0.5,), finish_reason="stop", text="")
-    >>> turns = [Turn(prompt=prompt, completion=said) for prompt in ([1], [1, 2, 3], [1, 3])]
-    >>> [example.input_ids for example in examples_of(turns)]
-    [[1, 2, 3, 2], [1, 3, 2]]
+    Turns are one example as long as each prompt begins with all tokens before it. A prompt that
+    rewrites them begins another. Nothing is tokenized again.
     """
     return [_example(segment) for segment in segments_of(turns)]
 
@@ -180,13 +175,7 @@ def segments_of(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def turns_of(turns: Sequence[Turn]) -> list[int]:
-    """Return the turn, from 1, that sampled each token of `examples_of`, one segment behind the
-    other; 0 of other tokens.
-
-    >>> said = Completion(token_ids=(2,), logprobs=(-0.5,), finish_reason="stop", text="")
-    >>> turns_of([Turn(prompt=prompt, completion=said) for prompt in ([1], [1, 2, 3])])
-    [0, 1, 0, 2]
-    """
+    """Return the turn, from 1, that sampled each token of `examples_of`; 0 of other tokens."""
     found, number = list[int](), 0
     for segment in segments_of(turns):
         begin = len(found)
@@ -218,7 +207,6 @@ def _example(turns: Sequence[Turn]) -> Example:
 
 
 def _experts(turns: Sequence[Turn]) -> "Tensor | None":
-    """Return the experts, `[computed, layers, topk]`, that computed each token first."""
     parts: list[Tensor] = []
     length = 0
     for turn in turns:
@@ -233,10 +221,7 @@ def _experts(turns: Sequence[Turn]) -> "Tensor | None":
 
 
 def with_last(experts: Any) -> Any:
-    """Append −1 for the last token, for which the sampler chose no experts.
-
-    experts: `[computed, layers, topk]`, or None.
-    """
+    """Append −1 for the last token, for which no experts were chosen."""
     if experts is None:
         return None
     from torch.nn.functional import pad

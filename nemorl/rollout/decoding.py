@@ -43,13 +43,12 @@ class Pass:
     sources: Int[Tensor, "samples"] | None
     """The row of each sample; None: each row has one."""
     rows: Sequence[int]
-    """The same on the host."""
     slots: SlotTensors
     cache: SlotCache
 
     def keep(self, experts: Int[Tensor, "tokens layers topk"]) -> None:
-        """Give each sample the experts of the tokens that the pass computed, in int16. Those of
-        tokens that are computed again stay as they were: the response was drawn with them.
+        """Give each sample the experts of new tokens, in int16. Those of tokens that are computed
+        again stay: the response was drawn with them.
         """
         # They stay on the device, for the host not to wait.
         rows = experts.short().unflatten(0, self.input_ids.shape)
@@ -60,9 +59,7 @@ class Pass:
 
 
 def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor, "2 samples"]:
-    """Draw each sample's next token; return the tokens and their log-probabilities, as float64, in
-    which ids are exact.
-    """
+    """Return each sample's next token and log-probability, as float64, in which ids are exact."""
     if work.sources is not None:
         logits = logits[work.sources]
     tokens, logprobs = sample_tokens(logits, work.slots)
@@ -70,10 +67,8 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor
 
 
 class Decoding:
-    """The sequences that an engine decodes at a time, and those that wait for their slots.
-
-    Decoding is continuous: waiting prompts take the slots of finished sequences. A prompt is
-    computed once for all its samples.
+    """The sequences that an engine decodes at a time, and those that wait for their slots. A prompt
+    is computed once for all its samples.
     """
 
     def __init__(
@@ -87,9 +82,8 @@ class Decoding:
         tokenizer: Any = None,
         cached: bool = True,
     ) -> None:
-        """draw: computes a pass, and returns what `draw_tokens` does of its logits.
-
-        cached: it keeps keys and values of the past; else each pass is of whole sequences.
+        """draw: computes a pass, and returns what `draw_tokens` does. cached: keys and values of
+        the past are kept; else each pass is of whole sequences.
         """
         self.cached = cached
         self.draw, self.device, self.tokenizer = draw, device, tokenizer
@@ -99,11 +93,9 @@ class Decoding:
         self.cache = SlotCache(max_batch_size, max_positions)
         self.active: list[Slot] = []
         self.waiting: deque[list[Slot]] = deque()
-        """Samples that share a prefill."""
         self._batch: SlotTensors | None = None
 
     def forget(self) -> None:
-        """Drop all sequences, and the cache."""
         self.cache.clear()
         self.active, self._batch = [], None
         self.waiting.clear()
@@ -131,8 +123,8 @@ class Decoding:
             self._retire()
 
     def advance(self, version: int) -> bool:
-        """Compute the next pass: of waiting sequences where there is room, else a token for each
-        active one. Return whether there was one.
+        """Compute a pass: of waiting sequences where there is room, else a token for each active
+        one. Return whether there was one.
         """
         if not self.cached and self.active:
             self.preempt()
@@ -153,7 +145,7 @@ class Decoding:
         return free >= (max(len(self.waiting[0]), self.max_batch_size // 8) if self.active else 1)
 
     def _admit(self, version: int) -> None:
-        """Compute waiting sequences in one pass of up to PREFILL_TOKENS, and sample."""
+        """Compute waiting sequences in one pass of up to PREFILL_TOKENS."""
         num_active = len(self.active)
         free = self.max_batch_size - num_active
         wanted = num_active + sum(map(len, self.waiting))
@@ -212,7 +204,6 @@ class Decoding:
 
     def _sample(self, work: Pass, version: int) -> None:
         drawn = self.draw(work)
-        # The one moment of a pass in which the host waits.
         tokens, logprobs = drawn.tolist()
         if not all(map(math.isfinite, logprobs)):
             raise FloatingPointError(
@@ -253,7 +244,6 @@ class Decoding:
         self._answer(list(dict.fromkeys(s.request for s in done)))
 
     def _answer(self, requests: list[Request]) -> None:
-        """Answer the requests of which all samples are finished."""
         whole = [request for request in requests if all(s.finish_reason for s in request.parts)]
         samples = [s for request in whole for s in request.parts]
         texts = [""] * len(samples)
@@ -285,18 +275,11 @@ class StopStrings:
         self._lengths: dict[int, int | None] = {}
 
     def end(self, token_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
-        """Return whether the newest token completes a stop string, special tokens left out.
-
-        >>> from transformers import ByT5Tokenizer
-        >>> stops, tokenizer = StopStrings(ByT5Tokenizer()), ByT5Tokenizer()
-        >>> [stops.end(tokenizer("a.b")["input_ids"][:n], ["."]) for n in (1, 2)]
-        [False, True]
-        """
+        """Return whether the newest token completes a stop string, special tokens left out."""
         newest = self._length(token_ids[-1])
         if newest is None or not stop_strings:
             return False
-        # It ends in the newest token's text. Most tokens have a byte or more; special ones, of
-        # which there may be any number in between, have none.
+        # Most tokens have a byte or more; special ones, any number of which may lie between, none.
         enough = max(map(len, stop_strings)) + newest + MARGIN
         count = max(len(stop.encode()) for stop in stop_strings) + newest + MARGIN
         while True:

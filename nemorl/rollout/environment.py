@@ -128,7 +128,6 @@ class FunctionalRewardWrapper:
 
     @property
     def each_alone(self) -> bool:
-        """Whether a response is judged without the others of a call."""
         return not self.signature.batch
 
     def step(
@@ -170,9 +169,7 @@ class FunctionalRewardWrapper:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row that can't be judged: by its columns, or by
-        the function's attributes `check(rows)` and `check_row(row)`, if any.
-        """
+        """Raise a ValueError that names the first row that can't be judged."""
         self._check_columns(rows)
         check_rows(self.fn, rows)
         if check_row := getattr(self.fn, "check_row", None):
@@ -253,7 +250,6 @@ class FunctionalRewardWrapper:
     async def _awaited(
         self, calls: Sequence[dict[str, Any]], texts: Sequence[tuple[str, str]]
     ) -> list[Any]:
-        """Return what an `async` function returns, called for `AT_ONCE` responses at a time."""
         free = asyncio.Semaphore(AT_ONCE)
 
         async def one(call: dict[str, Any], text: tuple[str, str]) -> Any:
@@ -274,7 +270,6 @@ class FunctionalRewardWrapper:
 
     @contextmanager
     def _named(self, shown: str) -> Iterator[None]:
-        """Add a note with the texts to what the function raises."""
         try:
             with exit_is_error(f"reward {self.name!r}"):
                 yield
@@ -339,9 +334,8 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
 
 
 def check_counts(result: Any, count: int, name: str, *more: str) -> None:
-    """Raise a ValueError unless an environment returned one of everything per conversation.
-
-    more: fields that are used beside rewards and whether conversations are over.
+    """Raise ValueError unless there is one of everything, and of the fields `more`, per
+    conversation.
     """
     lists: dict[str, Any] = {
         "rewards": result.rewards,
@@ -359,12 +353,7 @@ def check_counts(result: Any, count: int, name: str, *more: str) -> None:
 def reward_tensor(
     values: Any, count: int, name: str, field_name: str = "rewards"
 ) -> Float[Tensor, "batch"]:
-    """Return rewards of `name` as float32 [count]. Raises: ValueError unless finite.
-
-    >>> reward_tensor([1.0, float("nan")], 2, "environment 'mine'")
-    Traceback (most recent call last):
-    ValueError: environment 'mine' must return finite rewards, but it returned nan for ...
-    """
+    """Return rewards of `name` as float32 [count]. Raises: ValueError unless finite."""
     _require_count(values, count, name, field_name)
     values = listed(values)
     rewards = list(map(as_number, values))
@@ -393,11 +382,7 @@ def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
 
 
 def listed(values: Any) -> list[Any]:
-    """Return a list, tensor or array as a list.
-
-    >>> listed(torch.ones(2)), listed((1, 2))
-    ([1.0, 1.0], [1, 2])
-    """
+    """Return a list, tensor or array as a list."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
@@ -417,13 +402,7 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def text_of(log: MessageLog) -> str:
-    """Return a lone message's text, of several one `role: text` per line.
-
-    >>> text_of([{"role": "user", "content": "1+1="}])
-    '1+1='
-    >>> text_of([{"role": "user", "content": "1+1="}, {"role": "assistant", "tool_calls": []}])
-    'user: 1+1=\\nassistant: '
-    """
+    """Return a lone message's text, of several one `role: text` per line."""
     if len(log) == 1:
         return str(log[0].get("content") or "")
     return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in log)

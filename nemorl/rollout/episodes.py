@@ -45,7 +45,6 @@ MOST_FAILED = 0.5
 ATTEMPTS = 3
 """How often a failed conversation is begun at most, where its group needs it."""
 Request = tuple[tuple[int, ...], SamplingParams]
-"""A prompt, and how it is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,6 @@ class Engine:
     generator: Samples
     rounds: Rounds
     shared: dict[Request, asyncio.Task[list[Completion]]] = field(default_factory=dict)
-    """Requests of which each member of a group has a sample."""
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions. An error of the generator ends all conversations."""
@@ -81,10 +79,8 @@ class Engine:
 
 
 class Sampler:
-    """The `Policy` of one conversation.
-
-    Its first turn, if from the row's own prompt, is one of the samples of a request that its group
-    shares. Other turns have seeds of their own: nothing depends on other conversations.
+    """The `Policy` of one conversation: its first answer to the row's own prompt is one of the
+    samples of a request that its group shares; others have seeds of their own.
     """
 
     def __init__(
@@ -99,13 +95,11 @@ class Sampler:
         attempt: int = 0,
         max_tokens: int | None = None,
     ) -> None:
-        """params: of the group, with its seed."""
         self.prompt: Sequence[int] = tuple(context.prompt)
         self.messages: Sequence[Message] = [dict(message) for message in context.messages]
         self.group, self.member, self.group_size = group, member, group_size
         self._made = dict[int, Turn]()
         self.over = False
-        """Whether the conversation has ended; then nothing is sampled any more."""
         self.full: ContextFull | None = None
         """Raised where the longest sequence left no room for a response."""
         self._engine, self._context, self._params = engine, context, params
@@ -148,7 +142,6 @@ class Sampler:
 
     @property
     def turns(self) -> list[Turn]:
-        """What was sampled, in the order in which it was asked for."""
         return [turn for _, turn in sorted(self._made.items())]
 
     async def chat(
@@ -183,9 +176,8 @@ def converse(
 ) -> list[Conversation]:
     """Run `sampling.n` episodes for each prompt, and return their conversations, row by row.
 
-    Each is a task of its own. One that raises an exception ends in a `Failure`; it begins again
-    with another seed, up to ATTEMPTS times, where less than two members of its group are left
-    otherwise. What the generator raises ends all.
+    One that raises ends in a `Failure`; it begins again with another seed, up to ATTEMPTS times,
+    where less than two members of its group are left. What the generator raises ends all.
     """
     check_environment(environment)
     places = [(index, member) for index in range(len(prompts)) for member in range(sampling.n)]
@@ -209,10 +201,8 @@ async def converse_beside(
     seed: int,
     beside: Rounds,
 ) -> list[Conversation]:
-    """Run `sampling.n` episodes for one prompt, as `converse`, on the event loop that runs.
-
-    prompts: one, with its number. beside: `Rounds` of that event loop. A group all of whose
-    conversations fail ends nothing.
+    """Run `sampling.n` episodes for one prompt, as `converse`, on the event loop of `beside`. A
+    group all of whose conversations fail ends nothing.
     """
     (group,) = prompts.groups
     places = [(0, member) for member in range(sampling.n)]
@@ -236,11 +226,7 @@ def check_environment(environment: Any) -> None:
 
 
 def named(environment: Environment) -> str:
-    """Return what errors call it.
-
-    >>> named(lambda row, policy: None)
-    "episode 'lambda'"
-    """
+    """Return what errors call it."""
     if isinstance(environment, LeadsConversations):
         return f"environment {getattr(environment, 'name', name_of(environment))!r}"
     kind = "environment" if isinstance(environment, EnvironmentInterface) else "episode"
@@ -260,7 +246,7 @@ def _missing(found: Mapping[tuple[int, int], Conversation], size: int) -> list[t
 
 @dataclass(frozen=True, kw_only=True)
 class _Talk:
-    """What the conversations that run side by side have in common."""
+    """What conversations side by side have in common."""
 
     engine: Engine
     episode: Episode
@@ -294,12 +280,10 @@ class _Talk:
     def conversations(
         self, places: Sequence[tuple[int, int]]
     ) -> list[Coroutine[Any, Any, Conversation]]:
-        """Return the conversations of rows and members."""
         sizes = Counter(index for index, _ in places)
         return [self.conversation(*place, sizes[place[0]]) for place in places]
 
     async def conversation(self, index: int, member: int, size: int) -> Conversation:
-        """Lead a conversation to its end; `size`: conversations about its row."""
         prompts = self.prompts
         row, group = prompts.rows[index], prompts.groups[index] if prompts.groups else index
         policy = Sampler(
@@ -362,7 +346,7 @@ def _context(prompts: Prompts, index: int) -> Context:
 
 
 def checked(outcome: Any, name: str, policy: Sampler, limits: Limits) -> Outcome:
-    """Return an episode's outcome with its reward. Raises: ValueError for a wrong one."""
+    """Return an episode's outcome with its reward."""
     remedy = "return Outcome(reward=…)"
     require(isinstance(outcome, Outcome), name, "must return an Outcome", outcome, remedy)
     if not policy.turns:
@@ -389,10 +373,8 @@ def checked(outcome: Any, name: str, policy: Sampler, limits: Limits) -> Outcome
 
 
 def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Episode:
-    """Return an environment of batches as an episode.
-
-    One that says that it has several turns (`max_turns`, or the limit) is called with those that
-    wait for it; any other with all conversations that are left.
+    """Return an environment of batches as an episode: one of several turns is called with those
+    that wait for it, any other with all conversations that are left.
     """
     if isinstance(environment, LeadsConversations):
         return environment.episode(rounds, limits)
@@ -438,11 +420,7 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
 
 
 def whole(message: Message) -> Message:
-    """Return a message whose text has the stop string that ended it, as in NeMo RL and SkyRL.
-
-    >>> whole({"role": "assistant", "content": "<a>4", "stop_string": "</a>"})["content"]
-    '<a>4</a>'
-    """
+    """Return a message whose text has the stop string that ended it, as in NeMo RL and SkyRL."""
     stop = message.get("stop_string", "")
     return {**message, "content": message["content"] + stop} if stop else message
 
@@ -463,8 +441,8 @@ class After:
 def judged(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
 ) -> Sequence[After | Exception]:
-    """Have an environment judge conversations; the error of a call is that of all of them, but one
-    whose process ended fails alone: the others are judged again.
+    """Have an environment judge conversations. An error is that of all, but one whose process ended
+    fails alone: the others are judged again.
     """
     name = type(environment).__name__
     try:
@@ -514,5 +492,5 @@ def _of_each(result: Any, size: int) -> list[After | Exception]:
 
 
 def _observation(message: Message) -> Message:
-    """Return an observation in a role that chat templates know: NeMo RL's is "environment"."""
+    """NeMo RL's role is "environment"."""
     return message if message.get("role") in ROLES else {**message, "role": "user"}

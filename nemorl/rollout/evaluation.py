@@ -71,12 +71,8 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
 
 
 def by_prompt(records: Records) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Return the records of each prompt, wherever it stands: by its data set, category and text,
-    and the number of equal ones before it.
-
-    >>> records = [{"data": "sums", "group": n, "prompt": "1+1="} for n in (7, 9)]
-    >>> list(by_prompt(records))
-    [('sums', None, '1+1=', 0), ('sums', None, '1+1=', 1)]
+    """Return the records of each prompt: by its data set, category and text, and the number of
+    equal ones before it.
     """
     found: dict[tuple[Any, ...], dict[Any, list[Mapping[str, Any]]]] = {}
     for record in records:

@@ -98,7 +98,7 @@ class Completion:
 
     @property
     def policy_version(self) -> int:
-        """Return the oldest version that sampled a token."""
+        """The oldest that sampled a token."""
         return min(self.policy_versions, default=0)
 
     @property
@@ -107,7 +107,7 @@ class Completion:
 
 
 def check_in_flight(in_flight: str) -> None:
-    """Raise a ValueError unless it is "keep" or "wait"."""
+    """Raise ValueError for another word."""
     fits, remedy = in_flight in ("keep", "wait"), "keep changes the weights at once"
     require(fits, "in_flight", "must be 'keep' or 'wait'", in_flight, remedy)
 
@@ -119,13 +119,8 @@ def checked_requests(
     vocab_size: int,
     max_positions: int,
 ) -> list[SamplingParams]:
-    """Return the parameters of each prompt's request.
-
-    Raises: ValueError for what no engine can answer.
-
-    >>> checked_requests([[]], SamplingParams(), vocab_size=10, max_positions=64)
-    Traceback (most recent call last):
-    ValueError: prompts must have at least one token, but prompt 0 is empty: ...
+    """Return the parameters of each prompt's request. Raises: ValueError for what no engine can
+    answer.
     """
     params = (
         [sampling_params] * len(prompts)
@@ -162,10 +157,7 @@ def checked_requests(
 
 
 def seeded(params: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """Return parameters with a seed, drawn from torch's generator if they have none.
-
-    Raises: ValueError for stop strings without a tokenizer.
-    """
+    """Return parameters with a seed, drawn from torch's generator if they have none."""
     if params.stop_strings and tokenizer is None:
         raise ValueError(
             "stop_strings need a tokenizer: give the backend one, or use stop_token_ids"
@@ -178,20 +170,14 @@ def seeded(params: SamplingParams, tokenizer: Any) -> SamplingParams:
 
 
 def text_before(stop_strings: Sequence[str], text: str) -> str:
-    """Return a text up to the first of its stop strings.
-
-    >>> text_before(["b", "cd"], "abcd")
-    'a'
-    """
+    """Return a text up to the first of its stop strings."""
     stop = first_stop(stop_strings, text)
     return text.partition(stop)[0] if stop else text
 
 
 def first_stop(stop_strings: Sequence[str], text: str) -> str:
-    """Return the stop string at which `text_before` ends a text, of several there the shortest.
-
-    >>> first_stop(["b", "cd"], "abcd"), first_stop(["b"], "a")
-    ('b', '')
+    """Return the stop string at which `text_before` ends a text, of several there the shortest;
+    none: "".
     """
     found = [stop for stop in stop_strings if stop in text]
     return min(found, key=lambda stop: (text.index(stop), len(stop)), default="")
@@ -199,10 +185,10 @@ def first_stop(stop_strings: Sequence[str], text: str) -> str:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """The newest weights of a model: whoever needs weights reads them here, at any time.
+    """The newest weights of a model, read here at any time.
 
-    Nothing is kept for it: the tensors are the live ones, so a version that is gone can't be read.
-    A class that derives from this Protocol needs `newest` alone.
+    The tensors are the live ones: a version that is gone can't be read. A class that derives from
+    this Protocol needs `newest` alone.
     """
 
     def newest(self) -> "tuple[int, Iterator[tuple[str, Tensor]]]":
@@ -224,20 +210,15 @@ class WeightSource(Protocol):
         """Return `use(version, weights)`, called where the newest weights are, which do not change
         meanwhile. May be called from any thread.
 
-        use: picklable, for weights in another process. dtype: may be gathered in this type.
-        adapters: of a trainer with LoRA: merged into the weights, apart (behind them, under PEFT's
-        names), or alone. Asked for only with generation.adapter_rank.
+        use: picklable. adapters: of a trainer with LoRA: merged into the weights, apart (behind
+        them, under PEFT's names), or alone.
         """
         return use(*self.newest())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(WeightSource):
-    """A `WeightSource` of one version, as for a script that has the tensors itself.
-
-    >>> Weights(version=3, tensors={"w": 0.5}.items()).send(lambda version, found: dict(found))
-    {'w': 0.5}
-    """
+    """A `WeightSource` of one version, as for a script that has the tensors itself."""
 
     version: int
     tensors: "Iterable[tuple[str, Tensor]]"
@@ -256,7 +237,7 @@ class Samples(Protocol):
     """The part of a `GenerationBackend` that conversations need."""
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.n` completions of a prompt (token ids)."""
+        """Return `params.n` completions of token ids."""
 
 
 @runtime_checkable
@@ -293,9 +274,8 @@ class GenerationBackend(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        """Return `n` completions for each prompt, in the order given: `sample` for scripts.
-
-        Blocks, also where an event loop runs, as in a notebook.
+        """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, also
+        where an event loop runs, as in a notebook.
         """
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
@@ -305,17 +285,13 @@ class GenerationBackend(Protocol):
         Unfinished requests go on with them ("keep"), or finish with the old ones first ("wait").
         After a failed update they fail, and nothing is generated. An engine that starts again
         later asks the same source, and gets what is newest then.
-
-        An engine in the trainer's process copies on the event loop's thread; one in other processes
-        leaves the event loop free.
         """
 
     def sleep(self) -> None:
         """Free memory while the trainer works. May be repeated.
 
         A new request is an error then; unfinished ones may pause until `wake`. An engine that
-        shares no device with the trainer has nothing to free: it does nothing, and requests go on;
-        it says so by an attribute `sleeps` that is False.
+        shares no device with the trainer says so by an attribute `sleeps` that is False.
         """
 
     def wake(self) -> None:

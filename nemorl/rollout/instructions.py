@@ -57,7 +57,6 @@ def _checkers() -> Mapping[str, Any]:
 
 
 def _check_row(row: Mapping[str, Any]) -> None:
-    """Raise ValueError for instructions that can't be verified."""
     if importlib.util.find_spec("if_verifiable") is None:
         raise ValueError(
             "ifeval needs the package if-verifiable, which is not installed: pip install"

@@ -38,7 +38,6 @@ class SlotCache:
         raise AttributeError(f"the model needs a cache with {name}, not of keys and values alone")
 
     def clear(self) -> None:
-        """Free the memory, and forget the contents."""
         self.num_slots = self.length = self._width = 0
         self.keys.clear()
         self.values.clear()
@@ -47,16 +46,13 @@ class SlotCache:
         self._lines: Tensor | None = None
 
     def prefill(self, slots: Tensor, sources: Tensor, *, num_slots: int, length: int) -> None:
-        """Announce a pass of whole prompts: slot `slots[i]` keeps a copy of prompt `sources[i]`.
-
-        num_slots, length: what to make room for.
-        """
+        """Announce a pass of whole prompts: slot `slots[i]` keeps a copy of prompt `sources[i]`."""
         self._fit(num_slots, length)
         self._prefill = (slots, sources)
 
     def decode(self, positions: Tensor, longest: int) -> int:
         """Announce a pass of one token for the first `len(positions)` slots; return the length of
-        their keys: `longest` rounded up, for tokens in a row to have the same shapes.
+        their keys, `longest` rounded up.
         """
         self._fit(len(positions), longest)
         self._prefill, self._positions, self._lines = None, positions, None
@@ -64,12 +60,10 @@ class SlotCache:
         return self._width
 
     def move(self, targets: Tensor, sources: Tensor) -> None:
-        """Copy whole slots, to close gaps of finished sequences."""
         for store in (*self.keys, *self.values):
             store[targets] = store[sources]
 
     def _fit(self, num_slots: int, length: int) -> None:
-        """Make room where there is too little, and give back a third or more; keep the contents."""
         num_slots = min(stepped(num_slots), self.max_slots)
         length = min(stepped(length, LEAST_LENGTH), self.max_length)
         lacks = num_slots > self.num_slots or length > self.length
@@ -85,10 +79,7 @@ class SlotCache:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, cache_kwargs: object = None
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return the ones to attend to.
-
-        cache_kwargs: positions and rotary angles, from some models; for other kinds of caches.
-        """
+        """Store a layer's new keys and values; return the ones to attend to."""
         device = key.device.type
         if torch.is_autocast_enabled(device):  # attention would cast all of them for every token
             dtype = torch.get_autocast_dtype(device)

@@ -67,7 +67,7 @@ class Other(str):
 
 
 class _Worker:
-    """A process that calls the function, in a session of its own: signals are for the run."""
+    """A process that calls the function, in a session of its own."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.connection, theirs = Pipe()
@@ -88,7 +88,7 @@ class _Worker:
         self.deadline = time.monotonic() + seconds
 
     def receive(self) -> tuple[Any, BaseException | None] | None:
-        """Return a result and an error; None once the function is loaded."""
+        """None: the function is loaded."""
         try:
             found = self.connection.recv()
         except (EOFError, OSError):
@@ -97,7 +97,6 @@ class _Worker:
         return found
 
     def kill(self) -> None:
-        """Kill it with its session, and what has left that."""
         left: list[psutil.Process] = []
         with suppress(psutil.Error):
             left = psutil.Process(self.process.pid).children(recursive=True)
@@ -120,8 +119,8 @@ class Processes:
         weakref.finalize(self, _end, self._idle, os.getpid())
 
     def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Future[Any]]:
-        """Yield a future for the arguments of each call, in order, once it is done: with a number,
-        an `Other`, LATE, or what the function raised. Calls that go on end with the iterator.
+        """Yield a future for each call, in order, once it is done: with a number, an `Other`, LATE,
+        or what the function raised. Calls that go on end with the iterator.
         """
         futures = [Future[Any]() for _ in calls]
         waiting = deque(zip(futures, calls, strict=True))
@@ -146,7 +145,6 @@ class Processes:
         return _Worker(self.fn)
 
     def _advance(self, busy: dict[Any, tuple[_Worker, Future[Any], Mapping[str, Any]]]) -> None:
-        """Wait for an answer or a deadline."""
         nearest = min(worker.deadline for worker, *_ in busy.values())
         answered = wait([*busy], max(0.0, nearest - time.monotonic()))
         for connection, (worker, future, call) in [*busy.items()]:

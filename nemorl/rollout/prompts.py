@@ -43,20 +43,12 @@ class Prompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return a row's prompt as messages; none of a row without a prompt.
-
-    >>> messages_of({"prompt": "1+1="}), messages_of({})
-    ([{'role': 'user', 'content': '1+1='}], [])
-    """
+    """Return a row's prompt as messages; none of a row without a prompt."""
     if row.get("prompt") is None and row.get("messages") is None:
         return []
     return as_messages(prompt_of(row), "prompt", "user")
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """Return the text of a row's prompt, a message a line.
-
-    >>> prompt_text({"prompt": [{"role": "user", "content": "1+1="}, {"role": "assistant"}]})
-    '1+1=\\n'
-    """
+    """Return the text of a row's prompt, a message a line."""
     return "\n".join(str(message.get("content") or "") for message in messages_of(row))

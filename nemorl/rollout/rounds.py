@@ -17,9 +17,8 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """An event loop that runs one coroutine after the other to its end, and nothing in between.
-
-    Where the calling thread has a loop that runs, as in a notebook, it runs in another thread.
+    """An event loop that runs one coroutine after the other to its end, and nothing in between;
+    where the thread has one that runs, as in a notebook, in another thread.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class EventLoop:
         self.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns. Raises RuntimeError where one of its own calls this."""
+        """Raises RuntimeError where a coroutine of its own calls it."""
         if _has_loop() and asyncio.get_running_loop() is self._inside:
             work.close()
             raise RuntimeError(
@@ -60,7 +59,6 @@ class EventLoop:
             self._inside.close()
 
     def close(self) -> None:
-        """Cancel what the loop has left. May be repeated."""
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._runner.close).result() if _has_loop() else self._runner.close()
 
@@ -84,13 +82,11 @@ THREADS = 64
 
 
 Request = tuple[Any, asyncio.Future]
-"""An item, and what gets the answer."""
 Place = tuple[int, int]
 """Numbers of a coroutine and of its `Rounds`."""
 Asked = dict[Any, dict[Place, Request]]
 """By function and coroutine."""
 _PLACE: ContextVar[Place] = ContextVar("_PLACE", default=(0, 0))
-"""The place of the coroutine that runs."""
 
 
 class _Shared:
@@ -103,26 +99,22 @@ class _Shared:
         """By function, which is not called again: its last call may still go on."""
         self.free = asyncio.Semaphore(THREADS)
         self.together: dict[Any, list[tuple[Callable, list[Request]]]] = {}
-        """What each group asked together, by owner, while the last call goes on."""
         self.judging: dict[Any, asyncio.Task[None]] = {}
 
 
 class Rounds:
-    """Coroutines side by side, which may ask functions for answers.
+    """Coroutines side by side, which ask functions for answers.
 
-    - `together`: a function of a batch is called once all coroutines that are left wait for one,
-      with everything that it was asked; in the caller's thread, outside the event loop, so that it
-      may block or run a loop itself.
-    - `at_once`: a function of a batch is called, by a `caller`, with what it has been asked since
-      its last call.
+    - `together`: a function of a batch is called once all coroutines that are left wait for one, in
+      the caller's thread, outside the event loop, so that it may block or run a loop itself.
+    - `at_once`: a function of a batch is called with what it has been asked since its last call.
     - `in_thread`: a function is called in a thread, by a caller that holds `free`.
 
-    Several may share an event loop (`led`): each is a group of coroutines of its own, which
-    `together` waits for alone. Calls for an owner come one after the other, one for each group.
+    Several may share an event loop (`led`), each a group of coroutines which `together` waits for
+    alone. Calls for an owner come one after the other, one for each group.
     """
 
     def __init__(self, *, beside: "Rounds | None" = None, number: int = 0) -> None:
-        """beside: another on the same event loop. number: orders what both ask `at_once`."""
         self.number = number
         self._asked: Asked = {}
         self._owners: dict[Callable, Any] = {}
@@ -131,7 +123,6 @@ class Rounds:
         self._error: BaseException | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self.over = False
-        """Whether the coroutines that are left are being cancelled."""
 
     async def together(
         self,
@@ -140,10 +131,8 @@ class Rounds:
         *,
         owner: Any = None,
     ) -> T:
-        """Return what will be `function(items)` for this item, or raise it if it is an error.
-
-        owner: functions of one owner count as the same, and its calls come one after the other.
-        One with an attribute `each_alone` that is True may be asked for several groups in a call.
+        """Return what will be `function(items)` for this item, or raise it if it is an error. One
+        whose `owner` has `each_alone` may be asked for several groups in a call.
         """
         self._owners[function] = owner
         future = self._future(self._asked, function, item)
@@ -153,9 +142,7 @@ class Rounds:
 
     @asynccontextmanager
     async def room(self, room: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-        """Enter a context that other coroutines may hold; `together` does not wait for one that is
-        still outside.
-        """
+        """Enter a context; `together` does not wait for coroutines that are still outside."""
         async with AsyncExitStack() as stack:
             self._outside += 1
             self._compare()
@@ -173,10 +160,7 @@ class Rounds:
         *,
         owner: Any = None,
     ) -> T:
-        """Return what will be `function(items)` for this item, or raise it if it is an error.
-
-        owner: functions of one owner count as the same.
-        """
+        """Return what will be `function(items)` for this item, or raise it if it is an error."""
         key, shared = function if owner is None else id(owner), self._shared
         if key in shared.late:
             raise shared.late[key]
@@ -197,11 +181,9 @@ class Rounds:
         return self._shared.free
 
     def renew(self) -> None:
-        """Call functions again whose last call took too long."""
         self._shared.late.clear()
 
     async def in_thread(self, function: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Return what a blocking function returns, called in a thread."""
         loop, call = asyncio.get_running_loop(), partial(function, *args, **named)
         future: asyncio.Future[T] = loop.create_future()
 
@@ -223,12 +205,11 @@ class Rounds:
         return await future
 
     def fail(self, error: BaseException) -> None:
-        """End all with an error."""
         self._error = self._error or error
         self._idle.set()
 
     def run(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return what the coroutines return. Raises what one of them raises, or `fail` is given."""
+        """Return what the coroutines return. Raises what one raises, or `fail` is given."""
         self._open = len(work)
         with EventLoop() as loop:
             try:
@@ -241,8 +222,8 @@ class Rounds:
                 self.over = True
 
     async def led(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return what the coroutines return, as `run`, on the event loop that runs: functions that
-        are asked `together` are called in a thread. Cancelled, it cancels them.
+        """Return what the coroutines return, on the event loop that runs: functions that are asked
+        `together` are called in a thread.
         """
         self._open = len(work)
         try:
@@ -259,7 +240,6 @@ class Rounds:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _judge(self, function: Callable, requests: list[Request]) -> None:
-        """Have a function called in a thread, once its last call has ended."""
         owner, shared = self._owners[function], self._shared
         key = function if owner is None else id(owner)
         shared.together.setdefault(key, []).append((function, requests))
@@ -291,24 +271,20 @@ class Rounds:
             raise
 
     def begun(self, task: asyncio.Task[Any]) -> None:
-        """Have a task that coroutines share end with them."""
         self._tasks.append(task)
 
     def _answer(self) -> None:
-        """Call each function with what it was asked together."""
         for function, requests in self._taken():
             items = [item for item, _ in requests]
             _give(requests, _locked(self._owners[function], function, items))
 
     def _taken(self) -> list[tuple[Callable, list[Request]]]:
-        """Return what was asked together, by function."""
         asked, self._asked, self._waiting = self._asked, {}, 0
         return [(function, _in_order(each)) for function, each in asked.items()]
 
     async def _call(
         self, function: Callable, key: Any, call: Callable[..., Awaitable[Any]]
     ) -> None:
-        """Call a function with what it is asked, until nothing is left."""
         shared = self._shared
         try:
             while asked := shared.soon.pop(key, {}):
@@ -342,7 +318,6 @@ class Rounds:
             self._compare()
 
     async def _all_wait(self) -> None:
-        """Wait until all coroutines that are left wait for an answer. Raises what ends all."""
         self._idle.clear()
         self._compare()
         await self._idle.wait()
@@ -357,11 +332,10 @@ class Rounds:
 
 
 _LOCKS: dict[int, threading.RLock] = {}
-"""Held while a function of an owner is called, by the owner's id."""
+"""By the owner's id."""
 
 
 def _locked(owner: Any, function: Callable[[list[Any]], T], items: list[Any]) -> T:
-    """Call a function while no other thread calls one of the same owner."""
     with _LOCKS.setdefault(id(owner), threading.RLock()):
         return function(items)
 
@@ -388,11 +362,8 @@ def _result(answer: Any) -> Any:
 
 
 def caller(rounds: Rounds, name: str, seconds: float) -> Callable[..., Awaitable[Any]]:
-    """Return `async def call(function, *args, **named)`, which returns what a function returns: an
-    `async` one is called on the event loop, any other in a thread.
-
-    It raises what the function raises, and EnvironmentTimeout, which begins with `name`, after
-    `seconds` without the wait for a thread.
+    """Return `async def call(function, *args, **named)`: an `async` function is called on the event
+    loop, any other in a thread; EnvironmentTimeout after `seconds` without the wait for a thread.
     """
 
     async def call(function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:

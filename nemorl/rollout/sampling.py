@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def length(self) -> int:
-        """Tokens so far, prompt included."""
+        """With the prompt."""
         return len(self.request.prompt) + len(self.token_ids)
 
 
@@ -57,9 +57,9 @@ class SlotTensors:
     places: Tensor
     """Tokens that each has so far."""
     positions: Tensor
-    """Where the newest token of each stands."""
+    """Of the newest token of each."""
     tokens: Tensor
-    """The newest token of each; 0 after a prompt."""
+    """The newest of each; 0 after a prompt."""
     width: int
     """The largest position + 1."""
 
@@ -92,7 +92,6 @@ class SlotTensors:
         )
 
     def advance(self, tokens: Tensor) -> None:
-        """Add a token to each slot."""
         self.tokens, self.width = tokens, self.width + 1
         self.places, self.positions = self.places + 1, self.positions + 1
 

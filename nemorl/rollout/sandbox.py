@@ -25,7 +25,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS
 FILES, DESCRIPTORS = 1024, 64
 PLACES = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 NUMBERS = itertools.count(os.getpid())
-ELSEWHERE = "judge them by an async reward that calls a sandbox behind a URL (docs/code.md)"
+ELSEWHERE = "judge them by an async reward that calls a sandbox behind a URL (docs/rewards.md)"
 LAUNCH = """
 import ctypes, os, resource, sys
 limits, folder, tmpfs, uid = eval(sys.argv[1])
@@ -52,7 +52,7 @@ with SystemError where a garbage collection lets another thread in (gh-106905)."
 
 
 def parse(text: str, mode: str = "exec") -> Any:
-    """Return the syntax tree of a text, as `ast.parse`. Raises: SyntaxError, ValueError."""
+    """Return the syntax tree of a text, as `ast.parse`."""
     with _ONE_AT_A_TIME:
         return ast.parse(text, mode=mode)
 
@@ -183,14 +183,12 @@ def _command(folder: str, python: str, arguments: Sequence[str], limits: Limits)
 
 @functools.cache
 def _prefixes(python: str) -> list[str]:
-    """Return the folders of an interpreter, and what they link to."""
     code = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
     found = subprocess.check_output([python, "-I", "-c", code], text=True).splitlines()
     return sorted({path for each in found for path in (each, os.path.realpath(each))})
 
 
 def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> tuple[bytes, bytes, str]:
-    """Return stdout, stderr and which limit cut them, if any."""
     found = {process.stdout: bytearray(), process.stderr: bytearray()}
     cut = ""
     with selectors.DefaultSelector() as selector:

@@ -36,7 +36,6 @@ class Request:
     future: Future[list[Completion]] = field(default_factory=Future)
     """Cancelled where nobody awaits the answer any more."""
     parts: list[Any] = field(default_factory=list)
-    """The engine's own: its samples."""
 
     def answer(self, completions: list[Completion]) -> None:
         if not self.future.done() and self.future.set_running_or_notify_cancel():
@@ -66,15 +65,12 @@ class Scheduler:
         self._new: deque[Request] = deque()
         self._open: list[Request] = []
         self._loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-        """Event loops in which a turn is due."""
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is awaited."""
         return any(not request.future.done() for request in (*self._new, *self._open))
 
     def check(self) -> None:
-        """Raise RuntimeError where nothing can be generated."""
         if self.closed:
             raise RuntimeError(
                 "the generation backend must not be used after shutdown(): make a new one"
@@ -88,7 +84,6 @@ class Scheduler:
             )
 
     async def sample(self, request: Request) -> list[Completion]:
-        """Return the answer to a request, while other tasks of the event loop go on."""
         self.check()
         self._new.append(request)
         self._due(asyncio.get_running_loop())
@@ -135,20 +130,17 @@ class Scheduler:
             self.policy_version = version
 
     def shutdown(self) -> None:
-        """Fail all requests, open and future. May be repeated."""
         with self.lock:
             self.closed = True
             self.fail(RuntimeError("the generation backend was shut down before it answered"))
             self._open = []
 
     def fail(self, error: BaseException) -> None:
-        """End all requests; what the engine has of them it drops in its next step."""
         with self.lock:
             for request in (*self._open, *self._taken()):
                 request.fail(error)
 
     def _due(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have a step done in the event loop's next turn."""
         if loop not in self._loops:
             self._loops.add(loop)
             loop.call_later(PAUSE_S if self.asleep else 0, self._turn, loop)
@@ -189,17 +181,13 @@ class Scheduler:
 
 
 class ScheduledBackend:
-    """What `GenerationBackend`s that compute in the threads of their callers have in common.
-
-    One derives from it, and adds `setup`, `update_weights` and `sleep`.
-    """
+    """What `GenerationBackend`s that compute in the threads of their callers have in common."""
 
     vocab_size = max_positions = sys.maxsize
 
     def __init__(
         self, step: Callable[[list[Request], list[Request]], None], tokenizer: Any
     ) -> None:
-        """step: of the `Scheduler`."""
         self.tokenizer, self._scheduler = tokenizer, Scheduler(step)
 
     @property
@@ -207,7 +195,6 @@ class ScheduledBackend:
         return self._scheduler.policy_version
 
     def limits(self, config: Any) -> None:
-        """Take the limits of prompts from a Hugging Face configuration, as far as it has them."""
         self.vocab_size = getattr(config, "vocab_size", sys.maxsize)
         self.max_positions = max_positions(config) or sys.maxsize
 

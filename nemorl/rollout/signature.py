@@ -36,7 +36,6 @@ class Signature:
     """It is `async`."""
 
     def arguments(self, prompt: Any, response: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what to call the function with, columns as copies."""
         values = {
             name: value if name in ENVIRONMENT else own_copy(value)
             for name, value in columns.items()
@@ -120,11 +119,7 @@ def read_signature(
 
 
 def is_async(fn: Any) -> bool:
-    """Return whether a function, or the `__call__` of an object, is `async`.
-
-    >>> is_async(name_of)
-    False
-    """
+    """Return whether a function, or the `__call__` of an object, is `async`."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
@@ -134,22 +129,13 @@ def _columns_among(names: Sequence[str], there: Collection[str]) -> str:
 
 
 def name_of(fn: Any) -> str:
-    """Return a reward's name for metrics and errors.
-
-    >>> name_of(lambda prompt, response: 0.0), name_of(len)
-    ('lambda', 'len')
-    """
+    """Return a reward's name for metrics and errors."""
     inner = getattr(fn, "func", fn)  # of a functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, list[Any]]:
-    """Return the rows' columns as lists for a function of a batch; None where a row lacks one.
-
-    >>> signature = read_signature(lambda responses, **columns: [0.0, 0.0])
-    >>> columns_of([{"answer": 1}, {"level": 2}], signature)
-    {'answer': [1, None], 'level': [None, 2]}
-    """
+    """Return the rows' columns as lists for a function of a batch; None where a row lacks one."""
     there = dict.fromkeys(name for row in rows for name in row)
     return {
         name: [row.get(name) for row in rows]

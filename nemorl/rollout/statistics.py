@@ -124,7 +124,6 @@ def paired(
 
 
 def _rows_of(group_id: Iterable[int], k: int = 1) -> list[list[int]]:
-    """Return the rows of each prompt."""
     at_least(1, k=k)
     members: dict[int, list[int]] = {}
     for row, group in enumerate(group_id):

@@ -38,18 +38,9 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 def read_message(said: str, text: str, tools: Tools, template: str) -> Message:
     """Return what a model said as a message, with `tool_calls` if it calls tools.
 
-    Args:
-        said: with the special tokens in it, which may mark calls.
-        text: without them.
-        tools: JSON schemas of what can be called; none: nothing is.
-        template: source of the chat template, which shows how calls are written: as Hermes and Qwen
-            do, <tool_call>{"name": …, "arguments": …}</tool_call>, or with tags in it (`TAGGED`);
-            as Mistral, [TOOL_CALLS][…]; or as Llama, {"name": …, "parameters": …} alone.
-
-    >>> said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    >>> message = read_message(said, said, [{"name": "add"}], "<tool_call>")
-    >>> message["tool_calls"][0]["function"]
-    {'name': 'add', 'arguments': {'a': 1}}
+    `said` has the special tokens, which may mark calls; `text` has none. `template` shows how calls
+    are written: <tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen do, or with
+    tags in it (`TAGGED`); [TOOL_CALLS][…], as Mistral; {"name": …, "parameters": …}, as Llama.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     reader = _reader(template, tools)
@@ -59,16 +50,11 @@ def read_message(said: str, text: str, tools: Tools, template: str) -> Message:
 
 
 def require_readable(template: str) -> None:
-    """Raise ValueError for a chat template whose calls of tools can't be read.
-
-    >>> require_readable("<|channel|>commentary to=functions.")
-    Traceback (most recent call last):
-    ValueError: the chat template must write calls of tools as Qwen, Hermes, GLM, Mistral or ...
-    """
+    """Raise ValueError for a chat template whose calls of tools can't be read."""
     if _reader(template, ()) is None:
         raise ValueError(
             "the chat template must write calls of tools as Qwen, Hermes, GLM, Mistral or Llama do"
-            " (docs/tools.md), but it has none of their marks: choose another one"
+            " (docs/environments.md), but it has none of their marks: choose another one"
             " (--model.chat-template), or lead the conversation with step(response)"
         )
 
@@ -99,7 +85,6 @@ def _tagged(mark: str, tools: Tools, text: str) -> Call:
 
 
 def _types(tools: Tools, name: str) -> dict[str, Any]:
-    """Return the JSON types of a tool's parameters."""
     schemas = [tool.get("function", tool) for tool in tools]
     schema: Mapping[str, Any] = next((each for each in schemas if each.get("name") == name), {})
     properties = (schema.get("parameters") or {}).get("properties") or {}
@@ -107,7 +92,6 @@ def _types(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Return an argument as the type that its tool has for it; as text if it is none."""
     if kind == "string":
         return text
     try:

@@ -75,11 +75,8 @@ class TorchGenerationBackend(ScheduledBackend):
         )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """Copy the weights that are not the same memory already, and compare sampled numbers of
-        each copy with what came.
-
-        Raises: RuntimeError for "wait" where requests are in flight and it is the same memory: the
-        old weights are gone.
+        """Raises: RuntimeError for "wait" where requests are in flight and it is the same memory:
+        the old weights are gone.
         """
         check_in_flight(in_flight)
         version, weights = source.newest()
@@ -122,7 +119,6 @@ class TorchGenerationBackend(ScheduledBackend):
         return self._decoding
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
-        """Decode for STEP_S, or until nothing is left."""
         end, version = time.monotonic() + STEP_S, self.policy_version
         assert version is not None
         autocast = torch.autocast(
@@ -174,7 +170,7 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], versio
     """Copy into a model what is not the same memory already.
 
     Raises: ValueError for weights of another model, or not all of them; WeightsDiffer for a tensor
-    that does not hold what came once all are copied, as where a later one is the same memory.
+    that does not hold what came once all are copied.
     """
     live, adapted = model.state_dict(keep_vars=True), has_adapters(model)
     stored: Stored = {} if adapted else stored_names(model)

@@ -80,12 +80,10 @@ class WrappedBackend(ScheduledBackend):
 
     Requests that wait and are alike are one call, `generate(prompts, sampling_params)`: a prompt
     (token ids; texts where the parameter is annotated as `list[str]`) for each completion, and one
-    `SamplingParams` with n = 1 and no seed. torch's generator is seeded from the requests and put
-    back after. Calls are not interrupted, neither by a cancelled request nor by new weights.
+    `SamplingParams` with n = 1 and no seed. torch's generator is seeded from the requests.
 
     It returns for each prompt a `Completion`, a dict (token_ids or text; logprobs, finish_reason)
-    or a text, which is tokenized again, without an end token. Missing logprobs are computed by
-    `model`, which follows the updates.
+    or a text, which is tokenized again. Missing logprobs are computed by `model`.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class WrappedBackend(ScheduledBackend):
         self.model: Any = source.load() if shared else None
         self.max_batch_size = 256
         self._waiting: list[tuple[Request, int]] = []
-        """Samples that are to be made."""
         parameters = list(inspect.signature(inner.generate).parameters.values())
         self._texts = "str" in str(parameters[0].annotation) if parameters else False
 
@@ -144,7 +141,6 @@ class WrappedBackend(ScheduledBackend):
             self._waiting, self.model = [], None
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
-        """Call `generate` for a batch of samples with the same parameters."""
         self._waiting += [(request, j) for request in new for j in range(request.params.n)]
         gone = set(dropped)
         self._waiting = [one for one in self._waiting if one[0] not in gone]
@@ -195,7 +191,7 @@ class WrappedBackend(ScheduledBackend):
         return made
 
     def _completion(self, found: Any, params: SamplingParams) -> Completion:
-        """A response as a `Completion`; its logprobs are NaN where it has none."""
+        """Its logprobs are NaN where it has none."""
         version = self.policy_version or 0
         name = type(self.inner).__name__
         if isinstance(found, Completion):
@@ -262,7 +258,7 @@ class WrappedBackend(ScheduledBackend):
         bare: Sequence[int],
         params: SamplingParams,
     ) -> Iterator[tuple[float, ...]]:
-        """Yield the model's logprobs of responses that have none, under the sampling filters."""
+        """Yield the model's logprobs of the `bare` responses."""
         if bare and not isinstance(self.model, nn.Module):
             raise ValueError(
                 f"{type(self.inner).__name__}.generate must return logprobs, because there is no"
@@ -287,7 +283,7 @@ def _batch_params(request: Request) -> SamplingParams:
 
 @contextmanager
 def evaluating(model: nn.Module, precision: str) -> Iterator[None]:
-    """Compute without gradients and dropout, in a precision, inside the block."""
+    """Compute without gradients and dropout, in a precision."""
     training, device = model.training, next(model.parameters()).device.type
     model.eval()
     try:
@@ -298,14 +294,13 @@ def evaluating(model: nn.Module, precision: str) -> Iterator[None]:
 
 
 def _has(target: Any, name: str) -> bool:
-    """Whether it has a method of its own, not the one of the Protocol that it derives from."""
+    """Not those of the Protocol that it derives from."""
     cls = target if isinstance(target, type) else type(target)
     method = getattr(target, name, None)
     return callable(method) and getattr(cls, name, None) is not getattr(GenerationBackend, name)
 
 
 def _accepted(function: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that it has parameters for."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a class of C code
@@ -319,8 +314,6 @@ def _nothing(*_: Any) -> None: ...
 
 
 def _generate(self: Any, prompts: Any, sampling_params: Any) -> list[Completion]:
-    """Return `n` completions for each prompt, in the order given."""
-
     async def all_of_them() -> list[list[Completion]]:
         work = [self.sample(*request) for request in zip(prompts, params, strict=True)]
         return await asyncio.gather(*work)

@@ -38,8 +38,6 @@ def gpqa(n: int) -> dict[str, Any]:
         "Question": f"Which energy has level {n}?\n",
         "Correct Answer": f"{n} eV ",
         **wrong,
-        "Explanation": "…",
-        "Subdomain": "Quantum Mechanics",
         "High-level domain": ("Physics", "Chemistry")[n % 2],
     }
 
@@ -49,13 +47,6 @@ def openr1(n: int) -> dict[str, Any]:
         **maths(n),
         "answer": str(sums(n)["sum"]),
         "problem_type": "Algebra",
-        "question_type": "math-word-problem",
-        "source": "olympiads",
-        "uuid": f"u{n}",
-        "is_reasoning_complete": [True],
-        "generations": ["<think>…</think> 2"],
-        "correctness_math_verify": [True],
-        "correctness_count": 1,
         "messages": MESSAGES,
     }
 
@@ -63,12 +54,9 @@ def openr1(n: int) -> dict[str, Any]:
 def ultrafeedback(n: int) -> dict[str, Any]:
     return {
         "prompt": "1+1?",
-        "prompt_id": f"p{n}",
         "chosen": MESSAGES,
         "rejected": [MESSAGES[0], {"content": "3", "role": "assistant"}],
         "messages": MESSAGES,
-        "score_chosen": 8.0,
-        "score_rejected": 5.0,
     }
 
 
@@ -79,21 +67,17 @@ def dapo(n: int) -> dict[str, Any]:
         "prompt": [{"content": content, "role": "user"}],
         "ability": "MATH",
         "reward_model": {"ground_truth": str(sums(n)["sum"]), "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": f"i{n}"},
     }
 
 
 def mmlu_pro(n: int) -> dict[str, Any]:
     options = [str(n + i) for i in range(10)]
     return {
-        "question_id": n,
         "question": f"What is {n}+{n % 10}?",
         "options": options,
         "answer": "ABCDEFGHIJ"[n % 10],
         "answer_index": n % 10,
-        "cot_content": "",
         "category": ("math", "law")[n % 2],
-        "src": "ori_mmlu-x",
     }
 
 
@@ -114,7 +98,6 @@ def mbpp(n: int) -> dict[str, Any]:
         "code": f"def add_{n}(x):\r\n    return x + {n}",
         "test_list": [f"assert add_{n}(1) == {n + 1}", f"assert add_{n}(0) == {n}"],
         "test_setup_code": "",
-        "challenge_test_list": [],
     }
 
 
@@ -123,7 +106,6 @@ def sanitized_mbpp(n: int) -> dict[str, Any]:
     kept = {name: row[name] for name in ("task_id", "code", "test_list")}
     kept["test_list"] += [f"assert add_{n}(math.floor(1.5)) == {n + 1}"]
     return {
-        "source_file": "x.ipynb",
         "prompt": row["text"],
         "test_imports": ["import math"],
         **kept,
@@ -133,7 +115,6 @@ def sanitized_mbpp(n: int) -> dict[str, Any]:
 def arc(n: int) -> dict[str, Any]:
     labels = list(LETTERS) if n % 2 else ["1", "2", "3", "4"]
     return {
-        "id": f"Mercury_{n}",
         "question": f"What is {n}+1?",
         "choices": {"text": [str(n), str(n + 1), "x", "y"], "label": labels},
         "answerKey": labels[1],
@@ -156,7 +137,6 @@ def ifeval(n: int) -> dict[str, Any]:
     ]
     kept = named[: 1 + n % 2]
     return {
-        "key": 1000 + n,
         "prompt": f"Write about {n} eggs.",
         "instruction_id_list": [name for name, _ in kept],
         "kwargs": [given for _, given in kept],
@@ -171,7 +151,7 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
     ("openai/gsm8k", "main"): (gsm8k, ("train", "test")),
     ("openai/gsm8k", "socratic"): (gsm8k, ("train", "test")),
     ("HuggingFaceH4/MATH-500", None): (
-        lambda n: {**answered(n), "subject": "Algebra", "level": 1, "unique_id": f"test/{n}"},
+        lambda n: {**answered(n), "subject": "Algebra", "level": 1},
         ("test",),
     ),
     ("EleutherAI/hendrycks_math", "algebra"): (
@@ -179,15 +159,15 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
         ("train", "test"),
     ),
     ("HuggingFaceH4/aime_2024", None): (
-        lambda n: {"id": n, **answered(n), "url": "…", "year": "2024"},
+        answered,
         ("train",),
     ),
     ("AI-MO/aimo-validation-aime", None): (
-        lambda n: {"id": n, **answered(n), "url": "…"},
+        answered,
         ("train",),
     ),
     ("math-ai/aime25", None): (
-        lambda n: {"problem": maths(n)["problem"], "answer": str(sums(n)["sum"]), "id": str(n)},
+        lambda n: {"problem": maths(n)["problem"], "answer": str(sums(n)["sum"])},
         ("test",),
     ),
     ("Idavidrein/gpqa", "gpqa_diamond"): (gpqa, ("train",)),
@@ -213,9 +193,8 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
         lambda n: {
             "question": maths(n)["problem"],
             "final_answer": str(sums(n)["sum"]),
-            "difficulty": 5.0,
-            "topic": "Mathematics -> Algebra",
-            **{f"r1_solution_{i}": maths(n)["solution"] for i in (1, 2, 3)},
+            "topic": "Algebra",
+            "r1_solution_1": maths(n)["solution"],
         },
         ("train",),
     ),
@@ -228,7 +207,6 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
             "instruction": "Add.",
             "input": f"{n} and 1" if n % 2 else "",
             "output": str(n + 1),
-            "text": "…",
         },
         ("train",),
     ),

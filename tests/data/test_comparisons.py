@@ -55,9 +55,7 @@ def test_another_prompts_response(prompts, seed):
 
 
 def test_all_responses_take_part():
-    """Chosen and rejected ones alternate in the data; the baseline is not measured on one kind
-    alone.
-    """
+    """Chosen and rejected ones, which alternate in the data."""
     examples = [example([prompt], [10 + kind]) for prompt in range(1, 51) for kind in (0, 1)]
     kinds = [other.input_ids[1] - 10 for other in mismatched(examples, max_length=9)]
     assert 30 <= sum(kinds) <= 70
@@ -74,7 +72,3 @@ def test_worked_and_cut(max_length, expected):
     assert first.input_ids == expected
     assert first.loss_mask == first.response_mask == [False] * 3 + [True] * (len(expected) - 3)
     assert second.input_ids == [6, 4]
-
-
-def test_none():
-    assert mismatched([], max_length=3) == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemorl.data.datasets import load_rows, messages_of, prompt_of, to_examples, to_prompts
+from nemorl.data.datasets import load_rows, messages_of, to_examples, to_prompts
 from nemorl.data.rows import Row
 from tests.data.tokenizers_small import MARKED, character_tokenizer, trained_text
 
@@ -56,15 +56,12 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():
     ("row", "message"),
     [
         ({"prompt": "a"}, "row 2: response must be text or messages, got None"),
-        ({"text": "a"}, "row 2: a row needs a prompt"),
         ({"messages": "hello"}, "row 2: messages must be a list of messages"),
-        ({"messages": []}, "row 2: messages must be a list of messages"),
         ({"messages": [{"content": "a"}]}, "row 2: messages must be a list of messages"),
         (
             {"messages": [{"role": "user", "content": "a"}]},
             "row 2: messages must hold an assistant message",
         ),
-        ({"prompt": 5, "response": "a"}, "row 2: prompt must be a list of messages"),
     ],
 )
 def test_rows_that_make_no_example_are_named(row, message):
@@ -76,11 +73,9 @@ def test_rows_that_make_no_example_are_named(row, message):
     ("row", "names"),
     [
         ({"input": "a", "output": "b"}, {"prompt": "a", "response": "b"}),
-        ({"prompt": "a", "completion": "b"}, {"response": "b"}),
         ({"prompt": "a", "output": "b", "completion": "c"}, {"response": "b"}),
         ({"prompt": "a", "response": "b", "input": "c", "output": "d"}, {}),
         ({"instruction": "do", "input": "a", "output": "b"}, {}),
-        ({"messages": [], "input": "a", "output": "b"}, {}),
         ({"context": "a", "input": "b"}, {}),
     ],
 )
@@ -93,13 +88,7 @@ def test_every_column_can_be_renamed():
     row = {f"my_{name}": name.upper() for name in names}
     mapped = load_rows([row], **{f"{name}_column": f"my_{name}" for name in names})
     assert mapped == [row | {name: name.upper() for name in names}]
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"label_column \(data\.label_column\) is 'my_labl', but row 1 has the columns .*; did"
-            r" you mean my_label\?"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"data\.label_column.*; did you mean my_label\?"):
         load_rows([row], label_column="my_labl")
 
 
@@ -110,8 +99,6 @@ def test_of_several_sets_one_may_have_the_standard_name():
     ]
     with pytest.raises(ValueError, match="row 1 of data set 2 has the columns text"):
         load_rows([[{"question": "a"}], [{"text": "b"}]], prompt_column="question")
-    with pytest.raises(ValueError, match="row 2 has the columns prompt"):
-        load_rows([{"question": "a"}, {"prompt": "b"}], prompt_column="question")
 
 
 def test_rows_keep_their_place_through_the_mapping():
@@ -158,12 +145,10 @@ def test_a_response_may_be_messages():
 
 
 def test_a_rows_tools_reach_the_template():
-    template = (
+    tokenizer = character_tokenizer(
         "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.role }}{{"
-        " m.content }}{% endfor %}"
+        " m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
     )
-    template += "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-    tokenizer = character_tokenizer(template)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tools = [{"name": "add", "parameters": {"type": "object", "properties": {}}}]
     for given in (tools, '[{"name": "add"}]'):
@@ -175,18 +160,7 @@ def test_a_rows_tools_reach_the_template():
             )
             == "add useraassistantb"
         )
-    marked = character_tokenizer(
-        template.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
-    )
-    example = to_examples([{"messages": messages[1:], "tools": tools}], marked)[0]
-    assert marked.decode(example.input_ids) == "add assistantb" and trained_text(
-        marked, example
-    ) == ["b"]
-    for wrong, message in (
-        ("[", "JSON text"),
-        (5, "a list of tools"),
-        (["add"], "a list of tools"),
-    ):
+    for wrong, message in (("[", "JSON text"), (["add"], "a list of tools")):
         with pytest.raises(ValueError, match=f"row 1: tools must be .*{message}"):
             to_prompts([{"prompt": messages[:1], "tools": wrong}], tokenizer)
 
@@ -201,35 +175,6 @@ def test_errors_name_file_and_line(tmp_path):
         ),
     ):
         to_examples(load_rows(path), TOKENIZER)
-    path.write_text('{"text": "a"}\n')
-    with pytest.raises(
-        ValueError,
-        match=r"rows\.jsonl, line 1: a row needs a prompt .*got columns text.*prompt_column",
-    ):
-        to_prompts(load_rows(path), TOKENIZER)
-
-
-def test_a_content_that_the_template_cannot_join_names_its_row():
-    with pytest.raises(
-        ValueError, match="row 1: the chat template refuses messages with the roles user"
-    ):
-        to_prompts([{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}], TOKENIZER)
-
-
-def test_what_is_no_list_of_messages_or_tools_is_refused():
-    user, tool = {"role": "user", "content": "a"}, {"name": "add"}
-    for wrong in (5, "a", [], ["a"], [user, {"content": "b"}], [user, "b"]):
-        with pytest.raises(ValueError, match=r"^messages must be a list of messages like"):
-            prompt_of({"messages": wrong})
-    with pytest.raises(ValueError, match="row 1: tools must be a list of tools"):
-        to_prompts([{"prompt": [user], "tools": [tool, "add"]}], TOKENIZER)
-    with pytest.raises(ValueError, match="row 1: prompt must have at least one token, got ''"):
-        to_prompts([{"prompt": ""}], TOKENIZER)
-    with pytest.raises(
-        ValueError,
-        match=r"row 1: response must be text or messages, got 5 \(columns: prompt, response\)",
-    ):
-        to_examples([{"prompt": "a", "response": 5}], TOKENIZER)
 
 
 def test_a_message_may_have_no_content_but_keeps_the_key():
@@ -245,24 +190,3 @@ def test_without_an_end_token_where_nobody_wants_one():
         for add_eos, said in ((True, "b<|im_end|>"), (False, "b")):
             example = to_examples([row], TOKENIZER, add_eos=add_eos, chat_template="passthrough")[0]
             assert trained_text(TOKENIZER, example) == [said]
-
-
-def test_as_many_splits_as_sources():
-    with pytest.raises(
-        ValueError, match=r"^split must be one for all sources or one for each of them, 1, got "
-    ):
-        load_rows([{"prompt": "a"}], split=["train", "test"])
-
-
-def test_a_missing_column_is_told_with_those_that_there_are():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"prompt_column \(data\.prompt_column\) is 'question', but row 1 has the columns a, b$"
-        ),
-    ):
-        load_rows([{"a": 1, "b": 2}], prompt_column="question")
-
-
-def test_prompt_of_prefers_the_prompt():
-    assert prompt_of({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}) == "a"

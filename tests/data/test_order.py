@@ -44,9 +44,6 @@ def test_split_rows_shares_no_row(num_rows, data, seed):
 
 @st.composite
 def orders(draw, *, weighted: bool | None = None) -> dict[str, Any]:
-    """What a `RowOrder` is made of. (Made in the test, not here: the shape checks draw random
-    numbers.)
-    """
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     weights = (
         [draw(st.sampled_from([0.1, 0.5, 1.0, 3.0, 7.0])) for _ in sizes]
@@ -126,42 +123,20 @@ def test_the_order_of_a_mixture_stays_what_it_was():
     assert order.take(995, 10) == [2, 8, 7, 1, 5, 4, 6, 2, 7, 0]
 
 
-def test_what_is_left_of_a_block_goes_to_the_largest_remainders():
-    assert RowOrder(sizes=(5, 5), weights=(1, 2)).quotas == (333, 667)
-    assert RowOrder(sizes=(5, 5, 5), weights=(1, 1, 1)).quotas == (334, 333, 333), (
-        "the first of equal ones"
-    )
-
-
 def test_an_even_mixture_without_shuffling_spreads_the_sets():
     order = RowOrder(sizes=(4, 4), weights=(3, 1), shuffle=False)
     assert order.take(0, 8) == [0, 1, 4, 2, 3, 0, 5, 1]
     assert RowOrder(sizes=(1, 1), weights=(1, 1), shuffle=False).take(0, 1000) == [0, 1] * 500
 
 
-def test_sets_of_a_mixture_have_orders_of_their_own():
-    order = RowOrder(sizes=(30, 30), weights=(1, 1), seed=1)
-    visited = order.take(0, 3000)
-    first, second = (
-        [row for row in visited if row < 30][:30],
-        [row - 30 for row in visited if row >= 30][:30],
-    )
-    assert first != second
-    assert [row < 30 for row in visited[:BLOCK]] != [row < 30 for row in visited[BLOCK : 2 * BLOCK]]
-
-
 def test_the_sets_of_rows_are_counted_by_their_source():
     rows = [Row({"n": n}, source=source) for n, source in enumerate((0, 0, 2))]
     assert RowOrder.of(rows) == RowOrder(sizes=(2, 0, 1))
-    assert RowOrder.of(rows[:2], weights=(1.0,), seed=3, shuffle=False) == RowOrder(
-        sizes=(2,), weights=(1.0,), seed=3, shuffle=False
-    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RowOrder(sizes=()), "sizes must hold at least one row"),
         (lambda: RowOrder(sizes=(0,)), "sizes must hold at least one row"),
         (
             lambda: RowOrder(sizes=(1, 2), weights=(1.0,)),
@@ -171,25 +146,18 @@ def test_the_sets_of_rows_are_counted_by_their_source():
             lambda: RowOrder(sizes=(1, 2), weights=(1.0, 0.0)),
             r"must be positive.*leave set 2 out of data\.train",
         ),
-        (lambda: RowOrder(sizes=(1, 2), weights=(1.0, float("nan"))), "must be positive"),
-        (lambda: RowOrder(sizes=(1, 2), weights=(1.0, float("inf"))), "must be positive"),
         (
             lambda: RowOrder(sizes=(5, 0), weights=(1.0, 1.0)),
             r"set 2 has no rows left.*data\.too_long",
         ),
-        (lambda: RowOrder.of([Row(source=0)], weights=(1.0, 1.0)), "set 2 has no rows left"),
         (
             lambda: RowOrder(sizes=(5, 5), weights=(10_000.0, 1.0)),
             "must be at least 10.*raise the least",
         ),
-        (lambda: RowOrder.of([Row(source=1), Row(source=0)]), "set after set"),
-        (lambda: RowOrder.of([]), "at least one row"),
-        (lambda: split_rows([{}, {}], validation=2), "at least one of the 2 rows on each side"),
         (
             lambda: split_rows([{}, {}], validation=0.1),
             r"data\.held_out\) must leave at least one of the 2 rows on each side",
         ),
-        (lambda: split_rows([{}, {}, {}, {}], validation=1.5), "at least one of the 4 rows"),
     ],
 )
 def test_impossible_orders_are_refused(make, message):
@@ -201,6 +169,5 @@ def test_split_rows_takes_a_share_or_a_number():
     rows = [{"n": n} for n in range(10)]
     assert [len(part) for part in split_rows(rows, validation=0.3)] == [7, 3]
     assert [len(part) for part in split_rows(rows, validation=3)] == [7, 3]
-    assert [len(part) for part in split_rows(rows, validation=3.0)] == [7, 3]
     assert [len(part) for part in split_rows(rows, validation=1.0)] == [9, 1], "a share is below 1"
     assert split_rows(rows, validation=3, seed=1) != split_rows(rows, validation=3, seed=2)

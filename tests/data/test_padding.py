@@ -24,14 +24,6 @@ def test_unpad_undoes_pad(sequences, spare, multiple_of):
     assert [row.tolist() for row in unpad(padded, lengths)] == sequences
 
 
-def test_worked_example():
-    padded, lengths = pad(tensors([[1, 2, 3], [], [4]]), value=7, multiple_of=2)
-    assert padded.tolist() == [[1, 2, 3, 7], [7, 7, 7, 7], [4, 7, 7, 7]]
-    again, same = pad(unpad(padded, lengths), value=7, multiple_of=2)
-    assert torch.equal(again, padded) and torch.equal(same, lengths)
-    assert pad([torch.tensor([True])], value=False, length=2)[0].tolist() == [[True, False]]
-
-
 def test_tensors_keep_dtype_trailing_dims_and_gradient():
     one = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     padded, _ = pad([one, torch.ones(1, 3, dtype=torch.float64)], value=0.0, length=4)
@@ -45,5 +37,3 @@ def test_tensors_keep_dtype_trailing_dims_and_gradient():
 def test_errors_name_the_sequence():
     with pytest.raises(ValueError, match="sequence 1 has 3 tokens, length is 2"):
         pad(tensors([[1], [1, 2, 3]]), value=0, length=2)
-    with pytest.raises(ValueError, match="multiple_of must be at least 1"):
-        pad(tensors([[1]]), value=0, multiple_of=0)

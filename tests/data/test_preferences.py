@@ -33,13 +33,6 @@ FORMS = {
         "rejected": [user("a"), assistant("cd")],
     },
     "conversation as prompt": {"messages": [user("a")], "chosen": "b", "rejected": "cd"},
-    "ranked": {
-        "context": [user("a")],
-        "completions": [
-            {"rank": 0, "completion": [assistant("b")]},
-            {"rank": 1, "completion": [assistant("cd")]},
-        ],
-    },
     "ranked, worst first": {
         "context": user("a"),
         "completions": [
@@ -73,22 +66,15 @@ SYSTEM = {"role": "system", "content": "Be terse."}
     [
         ([SYSTEM, user("a")], [user("a")], [SYSTEM, user("a")]),
         (
-            [SYSTEM, user("x"), assistant("y"), user("a")],
-            [user("a")],
-            [SYSTEM, user("x"), assistant("y"), user("a")],
-        ),
-        (
             [SYSTEM, user("x")],
             [user("x"), assistant("y"), user("a")],
             [SYSTEM, user("x"), assistant("y"), user("a")],
         ),
-        ("a", [SYSTEM, user("a")], [SYSTEM, user("a")]),
         (
             " x\n",
             [SYSTEM, user("x"), assistant("y"), user("a")],
             [SYSTEM, user("x"), assistant("y"), user("a")],
         ),
-        (None, [user("a")], [user("a")]),
         ("", [user("a")], [user("a")]),
     ],
 )
@@ -117,10 +103,6 @@ def test_plain_text_goes_past_the_template():
     )
     assert TOKENIZER.decode(pair.chosen.input_ids) == "ab<|im_end|>"
     assert trained_text(TOKENIZER, pair.rejected) == ["cd<|im_end|>"]
-    (pair,) = to_pairs(
-        [{"input": "a", "chosen": "b", "rejected": "cd", "prompt": "a"}], TOKENIZER, add_eos=False
-    )
-    assert trained_text(TOKENIZER, pair.chosen) == ["b"]
 
 
 def test_a_conversation_before_the_answers_is_not_trained_on():
@@ -142,10 +124,6 @@ def test_conversations_part_where_the_assistant_last_said_the_same():
     (row,) = pair_rows([{"chosen": chosen, "rejected": rejected}])
     assert row["prompt"] == [user("a")]
     assert (row["chosen"], row["rejected"]) == (chosen[1:], rejected[1:])
-    same = [user("a"), assistant("b")]
-    assert pair_rows([{"chosen": same, "rejected": same}])[0]["prompt"] == [user("a")], (
-        "no preference, but no error either"
-    )
 
 
 def test_an_answer_that_goes_on_where_the_other_ends():
@@ -162,12 +140,6 @@ def test_two_messages_of_the_assistant_in_a_row():
         [assistant("c")],
         [assistant("d")],
     )
-
-
-def test_rows_of_one_set_belong_to_it():
-    assert [row.source for row in pair_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])] == [
-        0
-    ]
 
 
 def test_a_verdict_on_a_conversation():
@@ -230,22 +202,11 @@ def test_answers_with_a_verdict(tmp_path):
 def test_a_pair_is_a_desirable_and_an_undesirable_answer(form):
     (pair,) = to_pairs([FORMS[form]], TOKENIZER)
     assert to_labelled([FORMS[form]], TOKENIZER) == [(pair.chosen, True), (pair.rejected, False)]
-    rows = labelled_rows([FORMS[form]])
-    assert to_labelled(rows, TOKENIZER) == [
-        (pair.chosen, True),
-        (pair.rejected, False),
-    ], "its own rows again"
 
 
 def test_arguments_reach_the_template():
     row = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "tools": [{"name": "add"}]}
-    template = (
-        "{{ extra }}{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if"
-        " add_generation_prompt }}"
-    )
-    with pytest.raises(ValueError, match="row 1: message 1: the chat template renders"):
-        to_pairs([row], TOKENIZER, chat_template=template)
-    template = template.replace("{{ '>' if add_generation_prompt }}", "")
+    template = "{{ extra }}{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
     (pair,) = to_pairs([row], TOKENIZER, chat_template=template, template_kwargs={"extra": "x"})
     assert TOKENIZER.decode(pair.chosen.input_ids) == "xaddab"
 
@@ -255,27 +216,13 @@ def test_arguments_reach_the_template():
     [
         (
             {"prompt": "a", "chosen": "b"},
-            (
-                r"a preference must have chosen and rejected, .* got columns prompt, chosen;"
-                r" .*data\.chosen_column"
-            ),
+            r"a preference must have chosen and rejected, .* prompt, chosen; .*data\.chosen_column",
         ),
         ({"chosen": "b", "rejected": "c"}, "a row needs a prompt"),
-        *(
-            (
-                {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")], name: 5},
-                f"{name} must be a list of messages",
-            )
-            for name in ("chosen", "rejected")
-        ),
-        ({"chosen": [user("a")], "rejected": [user("a")]}, "must begin with the same prompt"),
+        ({"prompt": "a", "chosen": 5, "rejected": "c"}, "chosen must be"),
         (
             {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]},
             "must begin with the same prompt .*got roles",
-        ),
-        (
-            {"chosen": [user("a"), assistant("b")], "rejected": [assistant("b")], "prompt": "a"},
-            "must begin with the same prompt",
         ),
         (
             {
@@ -285,21 +232,11 @@ def test_arguments_reach_the_template():
             },
             "prompt must be what chosen and rejected",
         ),
-        (ranked("b", context="a"), r"two of unlike rank, got ranks \[0\]"),
         (
             ranked(*[{"rank": 0, "completion": "b"}] * 2, context="a"),
             r"two of unlike rank, got ranks \[0, 0\]",
         ),
-        (ranked("b", "c", {"completion": "d"}, context="a"), "completions must be a list of"),
-        ({"context": "a", "completions": "b"}, "completions must be a list of"),
-        (
-            ranked("b", "c", {"rank": "last", "completion": "d"}, context="a"),
-            r"rank must be a number, .* got ranks \[0, 1, 'last'\]",
-        ),
         (ranked({"rank": True, "completion": "b"}, context="a"), "rank must be a number"),
-        (ranked(1, "b", context="a"), "chosen must be text or messages"),
-        (ranked("b", "c"), "a row needs a prompt"),
-        (ranked("b", "c", context=5), "prompt must be a list of messages"),
         (
             {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},
             "non-empty assistant message",
@@ -323,10 +260,7 @@ def test_rows_that_hold_no_pair_are_named(row, message):
             {"prompt": "a", "response": "b", "label": "good"},
             r"label must be true or false, got 'good' \(data\.label_column",
         ),
-        ({"prompt": "a", "response": "b", "label": 2}, "label must be true or false, got 2"),
         ({"prompt": "a", "label": True}, "response must be text or messages, got None"),
-        ({"prompt": "a", "response": "b"}, "a preference must have"),
-        ({"response": "b", "label": True}, "a row needs a prompt"),
     ],
 )
 def test_rows_without_a_verdict_are_named(row, message):

@@ -65,9 +65,7 @@ def packed(problem: Problem) -> Layout:
     mask = torch.zeros_like(plain.slots, dtype=torch.bool)
     there = plain.segment_ids > 0
     batch = TokenBatch(
-        input_ids=plain.slots.clamp(
-            min=0
-        ),  # the token's own number, so that the packed batch says where each token went
+        input_ids=plain.slots.clamp(min=0),  # its own number, which says where each token went
         segment_ids=plain.segment_ids,
         position_ids=torch.where(there, torch.arange(plain.slots.shape[1]), 0),
         loss_mask=mask,
@@ -132,11 +130,7 @@ def permutation(case: Case, problem: Problem) -> None:
 
 
 def masked_slots(case: Case, problem: Problem) -> None:
-    """Law 5:
-
-    NaN, Inf and huge numbers where nothing is trained on change no bit of value, gradient or
-    metric.
-    """
+    """Law 5: NaN, Inf and huge numbers off the mask change no bit of value, gradient or metric."""
     layout = lay_out(problem, width=max(problem.lengths) + 1)
     arrays = arrays_in(case, problem, layout)
     generator = problem.generator(5)
@@ -285,11 +279,7 @@ def linearity(case: Case, problem: Problem) -> None:
 
 
 def transforms(case: Case, problem: Problem) -> None:
-    """Law 16:
-
-    `torch.func.grad` and `torch.func.vmap` give the eager result. (`torch.compile` is in
-    test_compile.py.)
-    """
+    """Law 16: `torch.func.grad` and `torch.func.vmap` give the eager result."""
     arrays = arrays_in(case, problem, lay_out(problem))
     inputs = {name: arrays[name] for name in case.inputs}
     eager = on_arrays(case, inputs, problem.seed)

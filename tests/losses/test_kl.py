@@ -136,20 +136,6 @@ def test_score_and_importance_weights_have_the_right_value():
     assert weighted.item() == pytest.approx(3 * plain.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"estimator": "k4"}, "^estimator must be"),
-        ({"gradient": "none"}, "^gradient must be"),
-        ({"gradient": "importance"}, "^generation_logprobs must be given with gradient"),
-        ({"generation_logprobs": torch.zeros(1, 1)}, "^generation_logprobs must be given with"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        kl(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **options)
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
     values = [
@@ -195,28 +181,15 @@ def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted(
     torch.testing.assert_close(result, torch.where(result != 0, (p.exp() * (p - q)).sum(0), 0.0))
 
 
-def test_mix_concerns_mixed_and_jensen_shannon_only():
-    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
-    reverse, forward = (divergence(p, q, direction=name).item() for name in ("reverse", "forward"))
-    assert reverse != forward and divergence(p, q).item() == reverse
-    for mix in (0.0, 1.0):
-        assert divergence(p, q, direction="reverse", mix=mix).item() == reverse
-        assert divergence(p, q, direction="forward", mix=mix).item() == forward
-
-
 def test_the_ratio_of_the_importance_form_is_clamped_as_well():
     mask, reference = torch.tensor([[True]]), torch.tensor([[-2.0]])
     logprobs, generation = torch.tensor([[-1.0]]), torch.tensor([[-31.0]])
     options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
     assert kl(logprobs, reference, mask, **options).item() == 10, "and so is the product"
     options["output_clamp"] = None
-    value = kl(logprobs, reference, mask, **options)
-    assert value.item() == pytest.approx(math.exp(20), rel=1e-5), (
-        "the ratio is clamped at 20 as well"
-    )
-    assert kl(logprobs, reference, mask, **options, input_clamp=None).item() == pytest.approx(
-        math.exp(30), rel=1e-5
-    )
+    for clamp, size in ((20.0, 20), (None, 30)):
+        value = kl(logprobs, reference, mask, **options, input_clamp=clamp)
+        assert value.item() == pytest.approx(math.exp(size), rel=1e-5)
 
 
 def test_the_ends_of_mixed_do_not_look_at_the_other_side():

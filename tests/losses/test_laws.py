@@ -146,23 +146,19 @@ def test_the_profile_is_derandomised(name: str, examples: int):
 WITHOUT_CASE = {
     "needs": "declares what a loss reads; tests/parallel/test_needs.py",
     "needs_of": "returns what a loss declares; tests/parallel/test_needs.py",
-    "scale_rewards": "elementwise, by hand in test_rewards.py",
-    "overlong_penalty": "elementwise, by hand in test_rewards.py",
-    "length_adaptive_lambda": "elementwise, by hand in test_advantages.py",
+    "scale_rewards": "by hand in test_rewards.py",
+    "overlong_penalty": "by hand in test_rewards.py",
+    "length_adaptive_lambda": "by hand in test_advantages.py",
     "grpo": "names a choice of `advantages`",
     "rloo": "names a choice of `advantages`",
     "dr_grpo": "names a choice of `advantages`",
     "nemo_grpo": "names a choice of `advantages`",
     "divergence": "what `full_kl` is of every token",
     "filter_logits": "what `token_logprobs` applies to its logits",
-    "flat_linear_logprobs": (
-        "what `linear_token_logprobs` is of tokens that are shifted and flat already"
-    ),
-    "vocab_parallel_linear_logprobs": (
-        "of one rank the above; of two compared with it in test_vocab_parallel.py"
-    ),
+    "flat_linear_logprobs": "what `linear_token_logprobs` calls",
+    "vocab_parallel_linear_logprobs": "compared with it in test_vocab_parallel.py",
     "require_same_support": "a check of two kinds",
-    "explained_variance": "a number from finalized metrics, by hand in test_value.py",
+    "explained_variance": "by hand in test_value.py",
     "finalize": "of metrics, law 17 for all of them",
     "merge": "of metrics, law 17 for all of them",
 }

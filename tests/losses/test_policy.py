@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nemorl.losses import policy, terms
-from nemorl.losses.masks import sequence_mean_weights
+from nemorl.losses.advantages import gae
+from nemorl.losses.importance import importance_weights
 from nemorl.losses.types import LossOutput, finalize
+from nemorl.losses.value import value_loss
 
 NAN, INF = float("nan"), float("inf")
 RATIO_LOSSES = [policy.clipped, policy.gspo, policy.gspo_token, policy.cispo, policy.reinforce]
@@ -37,21 +39,16 @@ def gradient(output: LossOutput, logprobs: Tensor) -> list[float]:
     ("ratio", "advantage", "options", "loss", "slope"),
     [
         (1.1, 2.0, {}, -2.2, -2.2),  # inside: -A r, and its derivative by log π is -A r too
-        (0.9, -2.0, {}, 1.8, 1.8),
         (1.5, 2.0, {}, -2.4, 0.0),  # above with A > 0: -2 · 1.2, no gradient
         (0.5, 2.0, {}, -1.0, -1.0),  # below with A > 0: the pessimistic one is -A r
         (0.5, -2.0, {}, 1.6, 0.0),  # below with A < 0: 2 · 0.8
         (1.5, -2.0, {}, 3.0, 3.0),  # above with A < 0: -A r, unbounded
         (1.5, 2.0, {"clip_high": 0.28}, -2.56, 0.0),  # clip-higher
-        (1.25, 2.0, {"clip_high": 0.28}, -2.5, -2.5),
         (0.5, -2.0, {"clip_low": 0.4}, 1.2, 0.0),
         (1.5, 2.0, {"clip_low": 0.0, "clip_high": 0.0}, -2.0, 0.0),  # 0 holds the ratio at 1
-        (0.5, -2.0, {"clip_low": 0.0, "clip_high": 0.0}, 2.0, 0.0),
-        (5.0, -2.0, {}, 10.0, 10.0),
         (5.0, -2.0, {"dual_clip": 3.0}, 6.0, 0.0),  # 2 · 3
         (2.0, -2.0, {"dual_clip": 3.0}, 4.0, 4.0),
         (5.0, 2.0, {"dual_clip": 3.0}, -2.4, 0.0),  # A > 0: dual clip has no say
-        (5.0, 0.0, {"dual_clip": 3.0}, 0.0, 0.0),
     ],
 )
 def test_clipped_by_hand(ratio, advantage, options, loss, slope):
@@ -185,25 +182,6 @@ def test_gspo_by_hand():
     assert metrics["approx_kl_k1"] == pytest.approx(-(math.log(1.21) + math.log(8)) / 5, abs=1e-5)
 
 
-def test_gspo_ignores_untrained_tokens_of_the_sequence():
-    now, prev = ratios(1.21, 50.0, 1.0)
-    output = policy.gspo(
-        now, prev, row(1.0, 1.0, 1.0), row(0.5, 0.0, 0.5), clip_low=0.2, clip_high=0.2
-    )
-    assert output.loss.item() == pytest.approx(-1.1, abs=1e-5)
-
-
-def test_gspo_defaults_are_the_papers():
-    now, prev = ratios(1.001)
-    assert policy.gspo(now, prev, row(1.0), row(1.0)).loss.item() == pytest.approx(
-        -1.0004, abs=1e-6
-    )
-    now, prev = ratios(0.999)
-    assert policy.gspo(now, prev, row(-1.0), row(1.0)).loss.item() == pytest.approx(
-        0.9997, abs=1e-6
-    )
-
-
 def test_gspo_token_gives_each_token_its_own_advantage():
     now, prev = ratios(1.21, 1.0)
     output = policy.gspo_token(now, prev, row(1.0, 3.0), row(0.5, 0.5), clip_low=0.2, clip_high=0.2)
@@ -216,10 +194,8 @@ def test_gspo_token_gives_each_token_its_own_advantage():
     [
         (1.5, 2.0, {}, 1.5),
         (8.0, 2.0, {}, 5.0),  # 1 + 4, the default
-        (8.0, -2.0, {}, 5.0),
         (0.1, -2.0, {}, 0.1),  # no lower bound
         (0.1, -2.0, {"clip_low": 0.2}, 0.8),
-        (1.5, 2.0, {"clip_high": 0.2}, 1.2),
     ],
 )
 def test_cispo_by_hand(ratio, advantage, options, factor):
@@ -249,25 +225,8 @@ def test_reinforce_by_hand():
     assert gradient(output, now) == pytest.approx([-1.0, 2.0])  # the gradient has not
 
 
-@pytest.mark.parametrize(
-    ("loss", "options", "message"),
-    [
-        (policy.clipped, {"clip_low": -0.1}, "^clip_low must be at least 0, but it is -0.1"),
-        (policy.gspo, {"clip_high": -1.0}, "^clip_high must be at least 0, but it is -1.0"),
-        (policy.gspo_token, {"dual_clip": 1.0}, "dual_clip must be above 1, but it is 1.0"),
-        (policy.cispo, {"clip_low": -0.1}, "^clip_low must be at least 0"),
-    ],
-)
-def test_bad_options_are_named(loss, options, message):
-    now, prev = ratios(1.0)
-    with pytest.raises(ValueError, match=message):
-        loss(now, prev, row(1.0), row(1.0), **options)
-
-
 def batches(spread: float):
-    """Logprobs near each other (ratios up to e^±spread), advantages, and weights of which some are
-    0.
-    """
+    """Ratios up to e^±spread, and weights of which some are 0."""
 
     @st.composite
     def draw_batch(draw):
@@ -309,14 +268,6 @@ def test_at_ratio_one_every_gradient_is_reinforces(batch, loss, clip):
     assert torch.equal(expected, -advantages * weights)
 
 
-@given(batches(2.0))
-def test_on_policy_is_ratio_one(batch):
-    now, _, advantages, weights = batch
-    output = policy.clipped(now, policy.on_policy(now), advantages, weights)
-    assert torch.equal(torch.autograd.grad(output.loss, now)[0], -advantages * weights)
-    assert finalize(output.metrics)["approx_kl_k3"] == 0
-
-
 @given(batches(0.18), st.sampled_from([None, 3.0]))
 def test_clip_is_inactive_inside_the_trust_region(batch, dual_clip):
     """Law 11: ratios within e^±0.18 = [0.835, 1.197] are untouched by 0.2."""
@@ -343,24 +294,6 @@ def test_dual_clip_is_inactive_without_negative_advantages(batch, dual_clip):
     )
 
 
-@given(batches(0.3), st.booleans())
-def test_gspo_token_has_gspos_value_and_with_one_advantage_its_gradient(batch, whole_rows):
-    now, prev, advantages, weights = batch
-    segments = None if whole_rows else (torch.arange(now.shape[1]) // 3 + 1).expand(now.shape)
-    labels = torch.ones_like(weights, dtype=torch.int64) if segments is None else segments
-    advantages = advantages[:, :1] * labels  # one per sequence
-    weights = sequence_mean_weights(weights != 0, segments).double()
-    clips = {"clip_low": 0.1, "clip_high": 0.1}
-    one, token = (
-        loss(now, prev, advantages, weights, segments, **clips)
-        for loss in (policy.gspo, policy.gspo_token)
-    )
-    torch.testing.assert_close(one.loss, token.loss)
-    torch.testing.assert_close(
-        torch.autograd.grad(one.loss, now)[0], torch.autograd.grad(token.loss, now)[0]
-    )
-
-
 def test_kl_loss_by_hand():
     now, reference = row(0.5, 0.5).log().requires_grad_(), row(0.25, NAN).log()
     output = terms.kl_loss(now, reference, row(1.0, 0.0), coef=0.1)
@@ -375,12 +308,6 @@ def test_kl_loss_by_hand():
         now, reference, row(1.0, 0.0), generation, coef=0.1, gradient="importance"
     )
     assert weighted.loss.item() == pytest.approx(2 * 0.1 * (math.log(2) - 0.5))  # π/π_gen = 2
-    assert (
-        terms.kl_loss(
-            now, row(-50.0, 0.0), row(1.0, 0.0), coef=1.0, estimator="k1", output_clamp=3.0
-        ).loss.item()
-        == 3.0
-    )
 
 
 def test_entropy_bonus_by_hand():
@@ -414,18 +341,9 @@ def test_a_ratio_on_the_border_is_not_counted_as_clipped():
     prev = row(0.0)
     now = prev + row(2.0).log()
     assert now.exp().item() == 2.0
-    assert (
-        finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=2.0).metrics)[
-            "clip_fraction_dual"
-        ]
-        == 0
-    )
-    assert (
-        finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=1.5).metrics)[
-            "clip_fraction_dual"
-        ]
-        == 1
-    )
+    for dual_clip, share in ((2.0, 0), (1.5, 1)):
+        output = policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=dual_clip)
+        assert finalize(output.metrics)["clip_fraction_dual"] == share
 
 
 def test_a_dropped_tokens_loss_may_be_infinite():
@@ -460,6 +378,9 @@ def test_kl_loss_passes_its_clamps_on():
         (policy.gspo, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
         (policy.gspo_token, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
         (terms.positive_nll, {"coef": 0.1}),
+        (importance_weights, {"level": "token", "mode": "truncate", "min": 0.0, "max": 2.0}),
+        (gae, {"gamma": 1.0, "lam": 0.95}),
+        (value_loss, {"clip": 0.2}),
     ],
 )
 def test_defaults_are_those_of_the_papers(loss, defaults):

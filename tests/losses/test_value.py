@@ -18,27 +18,11 @@ def row(*values: float) -> torch.Tensor:
     [
         (1.0, 1.0, 3.0, 0.5, 2.0, -2.0),  # not moved: ½ · 2²
         (1.25, 1.0, 3.0, 0.5, 0.5 * 1.75**2, -1.75),  # moved a little
-        (
-            2.0,
-            1.0,
-            3.0,
-            0.5,
-            0.5 * 1.5**2,
-            0.0,
-        ),  # moved too far towards the target: held at 1.5, no gradient
-        (
-            0.0,
-            1.0,
-            3.0,
-            0.5,
-            0.5 * 3.0**2,
-            -3.0,
-        ),  # moved too far away: the larger one is the unclipped
+        (2.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),  # too far towards the target: held at 1.5
+        (0.0, 1.0, 3.0, 0.5, 0.5 * 3.0**2, -3.0),  # too far away: the larger is the unclipped
         (2.0, 1.0, 3.0, None, 0.5, -1.0),
-        (3.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),
         (0.0, 1.0, -1.0, 0.5, 0.5 * 1.5**2, 0.0),  # the same downwards
         (1.25, 1.0, 0.0, 0.5, 0.5 * 1.25**2, 1.25),
-        (-1.25, -1.0, 0.0, 0.5, 0.5 * 1.25**2, -1.25),
     ],
 )
 def test_by_hand(value, old, target, clip, loss, slope):
@@ -46,12 +30,6 @@ def test_by_hand(value, old, target, clip, loss, slope):
     output = value_loss(values, row(old), row(target), row(1.0), clip=clip)
     assert output.loss.item() == pytest.approx(loss)
     assert torch.autograd.grad(output.loss, values)[0].item() == pytest.approx(slope)
-
-
-def test_default_clip_is_a_fifth():
-    assert value_loss(row(1.0), row(0.0), row(1.0), row(1.0)).loss.item() == pytest.approx(
-        0.5 * 0.8**2
-    )
 
 
 def test_metrics_by_hand():
@@ -69,18 +47,6 @@ def test_metrics_by_hand():
         "value_error_square_mean": 1.0,
     }
     assert explained_variance(metrics) == 1.0  # off by a constant: all of the variance is explained
-
-
-def test_explained_variance_is_the_whole_batchs():
-    values, returns = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
-    weights = torch.ones_like(values)
-    shards = [
-        value_loss(v, v, g, w)
-        for v, g, w in zip(values.split(1), returns.split(1), weights.split(1), strict=True)
-    ]
-    merged = finalize((shards[0] + shards[1] + shards[2] + shards[3]).metrics)
-    expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-    assert explained_variance(merged) == pytest.approx(expected.item())
 
 
 def test_explained_variance_of_equal_returns_is_zero():
@@ -114,23 +80,3 @@ def test_rounding_is_neither_clipping_nor_variance():
     assert finalize(output.metrics)["value_clip_fraction"] == 0
     same = torch.full_like(old, 1000.1)
     assert explained_variance(finalize(value_loss(values, old, same, same).metrics)) == 0.0
-
-
-def test_bad_clip_is_named():
-    with pytest.raises(ValueError, match="clip must be above 0, but it is 0"):
-        value_loss(row(1.0), row(1.0), row(1.0), row(1.0), clip=0.0)
-
-
-def test_the_clip_fraction_counts_where_the_clipped_square_is_the_larger():
-    values, old, returns, weights = (
-        row(2.0, 1.0, 1.0, 0.0),
-        row(1.0, 1.0, 1.0, 1.0),
-        row(3.0, 3.0, 3.0, 3.0),
-        torch.full((1, 4), 0.25),
-    )
-    assert (
-        finalize(value_loss(values, old, returns, weights, clip=0.5).metrics)["value_clip_fraction"]
-        == 0.25
-    )  # the first
-    output = value_loss(values, old, returns, weights, clip=None)
-    assert finalize(output.metrics)["value_clip_fraction"] == 0

@@ -1,6 +1,4 @@
-"""A vocabulary that is split between ranks gives what a whole one gives, values and
-gradients, without a rank that sees all of it.
-"""
+"""A vocabulary that is split between ranks gives what a whole one gives."""
 
 import torch
 import torch.distributed as dist
@@ -14,10 +12,8 @@ from tests.ranks import run_ranks
 EXACT = {"atol": 1e-12, "rtol": 0}
 KINDS = {
     "plain": (LogprobKind(), None),
-    "temperature": (LogprobKind(temperature=0.7), None),
     "top_k": (LogprobKind(temperature=1.3, top_k=5), None),
     "top_p and min_p": (LogprobKind(top_p=0.8, min_p=0.01), None),
-    "capped": (LogprobKind(temperature=0.7), 2.0),
     "capped top_k": (LogprobKind(top_k=5), 2.0),
 }
 """Distributions, and caps of the logits."""

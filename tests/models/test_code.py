@@ -148,38 +148,24 @@ def test_engines_and_exports_get_the_code_that_was_allowed(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 @pytest.mark.parametrize("allowed", [False, True])
-def test_training_runs_code_where_it_is_allowed(folder, marker, tmp_path, monkeypatch, allowed):
-    monkeypatch.setattr("builtins.input", lambda *_: "yes")
-    rows = [{"prompt": "1+1=", "response": "2"}]
-    config = nemorl.SFTConfig(
-        model=nemorl.ModelConfig(path=str(folder), trust_remote_code=allowed),
-        trainer=nemorl.TrainerConfig(device="cpu"),
-        run=nemorl.RunConfig(dir=str(tmp_path / "run"), display="none"),
-        max_num_steps=1,
-    )
-    if allowed:
-        assert type(nemorl.run(config, train=rows).model).__name__ == "OwnModel"
-        assert (tmp_path / "run" / "hf" / "own_code.py").exists()
-    else:
-        with pytest.raises(ValueError, match=r"add --model\.trust-remote-code"):
-            nemorl.run(config, train=rows)
-    assert marker.exists() == allowed
-
-
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-@pytest.mark.parametrize("allowed", [False, True])
-def test_the_tokenizer_of_a_loaded_model_runs_code_where_it_is_allowed(
-    folder, marker, tmp_path, monkeypatch, allowed
+@pytest.mark.parametrize("loaded", [False, True])
+def test_training_runs_code_where_it_is_allowed(
+    folder, marker, tmp_path, monkeypatch, allowed, loaded
 ):
+    """The model's, or of one that is loaded already the tokenizer's."""
     monkeypatch.setattr("builtins.input", lambda *_: "yes")
-    model = tiny_model("llama")
-    model.config.name_or_path = str(folder)
+    model: Any = str(folder)
+    if loaded:
+        model = tiny_model("llama")
+        model.config.name_or_path = str(folder)
     options: dict[str, Any] = {"trust_remote_code": allowed, "device": "cpu", "max_num_steps": 1}
-    options |= {"run": {"dir": str(tmp_path / "run"), "display": "none", "export": False}}
+    options |= {"run": {"dir": str(tmp_path / "run"), "display": "none", "export": not loaded}}
     refused = pytest.raises(ValueError, match=r"add --model\.trust-remote-code")
     with nullcontext() if allowed else refused:
         nemorl.train(model, [{"prompt": "1+1=", "response": "2"}], algorithm="sft", **options)
     assert marker.exists() == allowed
+    if allowed and not loaded:
+        assert (tmp_path / "run" / "hf" / "own_code.py").exists()
 
 
 @pytest.mark.parametrize("folder", ["own"], indirect=True)

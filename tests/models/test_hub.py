@@ -16,7 +16,6 @@ from huggingface_hub import constants
 from nemorl.models.hub import require_hub
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.parallel.planner.model_shape import read_shape
-from nemorl.runtime.cli.main import main
 
 COMMIT = "0" * 40
 CONFIG = json.dumps(
@@ -101,12 +100,6 @@ def test_without_a_network_a_name_is_refused_at_once(
     assert not caplog.records, "huggingface_hub logs that it tries again"
 
 
-def test_the_command_says_so(cache: Path, capfd: pytest.CaptureFixture[str]):
-    assert main(["plan", "--model", "owner/name", "--gpus", "8"]) == 2
-    said = capfd.readouterr().err
-    assert "can't be reached" in said and "Retrying" not in said
-
-
 def test_what_is_in_the_cache_needs_no_network(cache: Path):
     model = cache / "models--owner--name"
     (model / "snapshots" / COMMIT).mkdir(parents=True)
@@ -128,13 +121,3 @@ def test_a_hub_that_fails_now_and_then_is_asked_again(hub: ThreadingHTTPServer):
     hub.statuses[:] = [503, 503, 503]  # type: ignore[attr-defined]
     assert read_shape("owner/name").hidden_size == 64
     assert hub.asked == ["HEAD 503", "HEAD 503", "HEAD 503", "HEAD 200", "GET 200"]  # type: ignore[attr-defined]
-
-
-def test_a_hub_that_hangs_up_is_left_to_those_who_have_patience(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """As a proxy may that is overrun."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
-        use_hub(monkeypatch, server.getsockname()[1])
-        require_hub("owner/name", "config.json")

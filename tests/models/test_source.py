@@ -13,7 +13,7 @@ from nemorl.models.adapters import live_tensors, merged_tensors
 from nemorl.models.causal_lm import end_tokens, load_causal_lm
 from nemorl.models.source import ModelSource
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig
-from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
+from tests.tiny_models import KINDS, tiny_model
 
 
 @pytest.fixture
@@ -114,16 +114,3 @@ def test_an_empty_model_may_have_another_type():
     assert {each.dtype for each in empty.parameters()} == {torch.bfloat16}
     for (name, found), expected in zip(empty.named_buffers(), model.buffers(), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected), name
-
-
-def test_the_embedded_engine_takes_a_folder(tmp_path: Path):
-    model = tiny_model(scale=2.0)
-    model.save_pretrained(tmp_path)
-    params = nemorl.SamplingParams(max_new_tokens=4, seed=1)
-    answers = []
-    for given in (model, tmp_path, str(tmp_path), ModelSource(tmp_path, device="cpu")):
-        engine = nemorl.get_generation_backend("torch")(model=given, tokenizer=tiny_tokenizer())
-        engine.setup(nemorl.GenerationConfig())
-        answers.append(engine.generate([[5, 6]], params)[0].token_ids)
-        engine.shutdown()
-    assert answers == [answers[0]] * 4

@@ -40,7 +40,6 @@ def steps(
     layouts: list[dict[str, Any]],
     way: str = "ep 2",
 ) -> list[Found]:
-    """Metrics and gradients of a first step, in every layout."""
     found = []
     for layout in layouts:
         trainer = TrainerConfig(device="cpu", router_aux_loss_coef=COEF, **layout)
@@ -56,7 +55,6 @@ def steps(
 
 
 def expected(model: Any, batch: TokenBatch) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss, its balancing part and gradient, as Hugging Face computes them."""
     model.train().zero_grad()
     output = model(
         batch.input_ids,
@@ -92,7 +90,6 @@ def assert_same(
 
 
 def sampled(model: Any, batch: TokenBatch, weigh: Any = forced) -> TokenBatch:
-    """A batch with drawn experts, which the model takes from now on."""
     generator, width = torch.Generator().manual_seed(0), batch.input_ids.shape[1]
     rows = [draw_experts(width, model.config, generator) for _ in range(len(batch))]
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]

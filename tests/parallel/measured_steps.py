@@ -54,8 +54,7 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
     batch = _batch(2 * work.micro_batch_rows * plan.data_ranks, work)
     loss_fn = _loss_with_entropy if work.entropy else nll_loss
     with Allocations() as recorded:
-        # Adapters are for a trained model: here one that is handed over, as no weights lie in the
-        # folder.
+        # Adapters are for a trained model, and no weights lie in the folder.
         backend = BACKENDS[work.trainer.backend](
             load_causal_lm(str(folder), from_scratch=True) if work.lora.rank else None
         )
@@ -72,7 +71,6 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
 
 
 def _batch(rows: int, work: PlanConfig) -> TokenBatch:
-    """Rows of the workload's width; for packing four times as many of a quarter's length."""
     length, count = (
         (work.seq_len // 4, 4 * rows) if work.trainer.sequence_packing else (work.seq_len, rows)
     )
@@ -90,8 +88,6 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 
 class Allocations:
-    """What the allocator gives out and takes back."""
-
     def __enter__(self) -> "Allocations":
         config = ProfilerConfig(
             ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), ""
@@ -118,7 +114,7 @@ class Allocations:
 
 
 def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
-    """Time, pointer and size, which is negative where it is given back."""
+    """Time, pointer and size, negative where it is given back."""
     for event in events:
         if type(event.extra_fields).__name__.endswith("Allocation"):
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
@@ -126,9 +122,7 @@ def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends by collectives in rings: all but a part of the whole array, twice
-    that to sum it up.
-    """
+    """Counts what this rank sends by collectives in rings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,12 +140,8 @@ class SentBytes(TorchDispatchMode):
     def _sent(self, name: str, args: Any, result: Any) -> int:
         if name.startswith(("wait_tensor", "barrier", "_wrap")):
             return 0
-        boxed = [
-            value for value in args if isinstance(value, torch.ScriptObject)
-        ]  # the group comes before the operation
-        named = [
-            value for value in args if isinstance(value, str) and value not in ("sum", "max", "avg")
-        ]
+        boxed = [value for value in args if isinstance(value, torch.ScriptObject)]
+        named = [x for x in args if isinstance(x, str) and x not in ("sum", "max", "avg")]
         group = ProcessGroup.unbox(boxed[0]) if boxed else _resolve_process_group(named[0])
         size = group.size()
         if name.startswith("alltoall_base") and (splits := args[4]):  # the parts are unequal
@@ -162,6 +152,5 @@ class SentBytes(TorchDispatchMode):
 
 
 def _nbytes(value: Any) -> int:
-    """Of a tensor, or of a list of the parts of one."""
     leaves = torch.utils._pytree.tree_leaves(value)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

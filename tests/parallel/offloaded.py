@@ -48,7 +48,6 @@ def generations(
 
 
 def held(backend: DTensorBackend) -> dict[str, int]:
-    """Bytes on the device, by what they are."""
 
     def size(tensors: Any) -> int:
         parts = (local_part(x) for x in tensors if isinstance(x, Tensor))
@@ -70,7 +69,6 @@ def held(backend: DTensorBackend) -> dict[str, int]:
 
 
 def held_by_megatron(backend: Any) -> dict[str, int]:
-    """Bytes on the device, by what they are; storages that several tensors share once."""
 
     def size(tensors: Any) -> int:
         storages = [tensor.untyped_storage() for tensor in tensors]

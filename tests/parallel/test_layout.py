@@ -1,4 +1,4 @@
-"""However a batch is cut, every token is somewhere once, and comes back to its place."""
+"""However a batch is cut, every token is somewhere once; and which layers stages have."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -105,7 +105,6 @@ def cutting(plan: ParallelPlan, **trainer: object) -> Cutting:
 
 
 def with_experts(batch: TokenBatch, *, few: bool = False) -> TokenBatch:
-    """`few`: so that the tokens of a prompt have some of them in common."""
     generator = torch.Generator().manual_seed(1)
     shape = *batch.input_ids.shape, LAYERS, TOPK
     experts = torch.randint(-1, 1 if few else 128, shape, generator=generator)
@@ -145,3 +144,26 @@ def test_routes_of_another_layout_are_refused():
     arrived = replace(batch, routed_experts=routes)
     with pytest.raises(RuntimeError, match="ranks must cut a batch as its sender does"):
         cuts.own_layout(arrived, (0, 0), replay=True).parts(0)
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_stages_of_all_sizes_have_each_layer_once(pp: int, vpp: int):
+    plan = ParallelPlan(pp=pp, vpp=vpp)
+    for layers in range(plan.num_stages, 130):
+        stages = plan.stage_layers(layers)
+        counts = [len(stage) for stage in stages]
+        assert [layer for stage in stages for layer in stage] == list(range(layers))
+        assert len(stages) == plan.num_stages and min(counts) > 0
+        assert layers % plan.num_stages or len(set(counts)) == 1
+        # No device waits for another for more than an end's layer's worth.
+        assert max(counts) <= -(-(layers + 2) // plan.num_stages)
+        of_devices = [sum(counts[rank::pp]) for rank in range(pp)]
+        assert max(of_devices) - min(of_devices) <= 2
+
+
+def test_large_models_have_shorter_stages_at_both_ends():
+    """As Megatron's account_for_embedding_in_pipeline_split and ..loss."""
+    for layers, pp, end in ((94, 4, 23), (94, 8, 11), (126, 8, 15), (126, 16, 7)):
+        counts = [len(stage) for stage in ParallelPlan(pp=pp).stage_layers(layers)]
+        assert counts == [end, *[end + 1] * (pp - 2), end]

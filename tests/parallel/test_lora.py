@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from nemorl.parallel.config import (
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from nemorl.parallel.fingerprint import fingerprint
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -67,13 +65,6 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 FULL = {"activation_checkpointing": "full"}
 
 
-def test_only_adapters_are_optimized():
-    made = trained(1)
-    adapters = {id(tensor) for tensor in adapter_tensors(made.model).values()}
-    assert adapters == {id(p) for p in made.optimizer.state} and len(adapters) == 2 * 2 * 7
-    assert all(p.grad is None for p in made.model.parameters() if id(p) not in adapters)
-
-
 def test_nothing_changes_at_first():
     made, batch = backend(keep_reference=True), random_batch(LENGTHS)
     expected = backend(lora={"rank": 0, "alpha": 32.0}).get_logprobs(batch).values
@@ -105,7 +96,6 @@ def test_dropout_is_on_in_training_only():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_weights_are_those_of_the_live_model(tied):
-    """Merged under Hugging Face's names, and the live model stays as it is."""
     made = trained(model=tiny_model(scale=2.0, tied=tied))
     live = logits(made.model)
     adapters = {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()}
@@ -146,7 +136,6 @@ class Lazy:
 
 
 def test_the_sampler_shares_the_live_model():
-    """No merged weight is computed or copied for it."""
     trainer = backend(keep_reference=True)
     generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
     generator.setup(GenerationConfig())
@@ -184,13 +173,6 @@ def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
     model = tiny_model(hidden_size=128, intermediate_size=256, scale=2.0)
     made = trained(model=model, lora={"rank": 1})
     made.save_checkpoint(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "backend.json",
-        "manifest.json",
-        "optimizer.safetensors",
-    ]
     size = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir())
     assert size < 0.2 * sum(p.numel() * 4 for p in made.model.parameters() if not p.requires_grad)
 
@@ -213,9 +195,7 @@ def test_peft_loads_a_checkpoint(tmp_path: Path):
     ("lora", "message"),
     [
         ({"rank": 8}, r"differs in .*\(28 in all\).*lora.rank"),
-        ({"target_modules": ("q_proj",)}, r"differs in .*lora.target_modules"),
         ({"alpha": 16.0}, r"lora.alpha must be the same as in the checkpoint \(8\), but it is 16"),
-        ({"alpha_pattern": {"o_proj": 16.0}}, "lora.alpha_pattern, for .*o_proj, must be the same"),
         ({"rank": 0, "alpha": 32.0}, "lora.rank must be above 0, as when .*saved was written"),
     ],
 )
@@ -233,7 +213,6 @@ def test_what_a_checkpoint_must_fit(lora, message, tmp_path: Path):
 
 
 def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
-    """After shutdown the adapters are in the weights: they must not count twice."""
     model = tiny_model(scale=2.0)
     made = trained(model=model)
     made.save_checkpoint(tmp_path / "saved")
@@ -242,34 +221,18 @@ def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
         backend(model).load_checkpoint(tmp_path / "saved")
 
 
-def test_fingerprints():
-    models = [tiny_model(kind, seed=seed) for kind in ("qwen2", "llama") for seed in (0, 1)]
-    assert len({fingerprint(model) for model in models}) == 4
-    model = tiny_model(scale=2.0)
-    assert fingerprint(model) == fingerprint(trained().model)
-    model.model.layers[1].mlp.up_proj.weight.data[:, 3] += 1e-6  # one column of a matrix
-    assert fingerprint(model) != fingerprint(tiny_model(scale=2.0))
-
-
 def test_what_is_refused():
     message = r"lora.target_modules .* but it is 'q_prj': there are down_proj, .* up_proj, v_proj"
     with pytest.raises(ValueError, match=message):
         backend(lora={"target_modules": ("v_proj", "q_prj")})
-    # Their adapters would be passed over: logits are computed from the head's weight alone.
-    for name in ("lm_head", "embed_tokens"):
-        with pytest.raises(ValueError, match="must name linear layers other than the output layer"):
-            backend(tiny_model(tied=False), lora={"target_modules": (name,)})
-    with pytest.raises(ValueError, match="model must be a plain one, but it has PEFT adapters"):
-        backend(backend().model)
+    # Its adapter would be passed over: logits are computed from the head's weight alone.
+    with pytest.raises(ValueError, match="must name linear layers other than the output layer"):
+        backend(tiny_model(tied=False), lora={"target_modules": ("lm_head",)})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": -1}, "lora.rank must be at least 0"),
-        ({"rank": 4, "alpha": 0.0}, "lora.alpha must be positive"),
-        ({"rank": 4, "dropout": 1.0}, "lora.dropout must lie in 0 … 1"),
-        ({"rank": 4, "rank_pattern": {"q_proj": 0}}, "lora.rank_pattern, for q_proj must be pos"),
         ({"rank": 4, "alpha_pattern": {"(": 1.0}}, "lora.alpha_pattern must be a regular expr"),
         ({"alpha": 16.0}, r"lora.alpha needs lora.rank, but it is 16.0: add --lora.rank 16"),
     ],
@@ -277,14 +240,6 @@ def test_what_is_refused():
 def test_settings_that_cannot_work(options, message):
     with pytest.raises(ValueError, match=message):
         LoRAConfig(**options)
-
-
-def test_a_missing_peft_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    message = r"lora.rank needs the package peft.*pip install 'nemorl\[lora\]'"
-    with pytest.raises(ValueError, match=message):
-        backend()
-    backend(lora={"rank": 0, "alpha": 32.0})  # and isn't missed without LoRA
 
 
 def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
@@ -306,20 +261,12 @@ def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
     tensors = load_file(weights)
     save_file(dict(list(tensors.items())[1:]), weights)  # which PEFT would take, with a warning
     refused(r"they don't fit \(Found missing adapter keys")
-    weights.write_bytes(b"0")
-    refused("must hold adapters to")
     weights.unlink()
-    for content in (b"0", pickle.dumps(print)):
-        weights.with_suffix(".bin").write_bytes(content)
-        refused("must hold adapters to")
-    config.write_text(json.dumps(values | {"base_model_name_or_path": [1]}))
-    refused(r"as one \(base_model_name_or_path is \[1\]\)")
-    config.write_text("[")
-    refused(r"adapter_config.json must be a JSON object")
+    weights.with_suffix(".bin").write_bytes(pickle.dumps(print))
+    refused("must hold adapters to")
 
 
 def test_an_adapter_on_the_hub_is_merged_into_its_base(tmp_path: Path, monkeypatch):
-    """There transformers puts it into the model by itself."""
     made = trained()
     made.save_checkpoint(tmp_path / "saved")
 

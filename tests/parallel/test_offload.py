@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.accelerator import module_of
 from nemorl.parallel import accumulation
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.offload import Offloaded
@@ -48,7 +47,6 @@ def test_memory_goes_and_comes_back_under_the_same_tensors():
 
 
 def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(monkeypatch):
-    """And the device's module is asked for the rest, where it is a GPU's."""
     emptied: list[str] = []
     module = SimpleNamespace(empty_cache=lambda: emptied.append("empty_cache"))
     monkeypatch.setattr(accumulation, "module_of", lambda device: module)
@@ -66,7 +64,6 @@ def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(monkeypatch
 
 
 def trained(backend: DTensorBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
-    """All numbers of steps with generation between them, of which one is amid an accumulation."""
     found, sizes, generate = generations(backend, held, offloads=offloads, keep=keep)
     generate()
     backend.save_checkpoint(path, background=True)  # numpy would hold on to a CPU's memory
@@ -124,7 +121,6 @@ def test_ranks_have_the_same_bits(kind: str, tmp_path: Path):
 
 
 def test_a_gpu_is_empty_meanwhile(accelerator: torch.device):
-    """By the storages' sizes, and by CUDA's own counter."""
     on_cuda = accelerator.type == "cuda"
     model = tiny_model(scale=2.0, hidden_size=512).to(accelerator)
     backend = set_up(model, trainer={"device": str(accelerator)}, keep_reference=True)
@@ -141,20 +137,3 @@ def test_a_gpu_is_empty_meanwhile(accelerator: torch.device):
     backend.get_logprobs(FIRST)
     assert sum(held(backend).values()) == size
     backend.shutdown()
-
-
-def test_the_model_is_there_for_who_asks_for_it():
-    backend = set_up(tiny_model())
-    backend.offload()
-    assert held(backend)["parameters"] == 0
-    assert all(p.untyped_storage().nbytes() for p in backend.model.parameters())
-
-
-def test_the_cache_is_emptied_where_nothing_new_is_moved(accelerator: torch.device, monkeypatch):
-    """By copies of what is away, for an engine, it fills again."""
-    emptied = []
-    monkeypatch.setattr(module_of(accelerator), "empty_cache", lambda: emptied.append(True))
-    offloaded, tensor = Offloaded(), torch.ones(4, device=accelerator)
-    for count in (1, 2):
-        offloaded.take([tensor])
-        assert len(emptied) == count

@@ -1,21 +1,283 @@
-"""AdamW by either implementation, on plain tensors and on shards; learning rates."""
+"""AdamW by either implementation, Muon and AdamW in 8 bits, by their definitions; rates."""
 
-import copy
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch import Tensor, nn
 from transformers import get_scheduler
 
+from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor
-from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.dtensor.optimizers import make_optimizer
+from nemorl.parallel.config import (
+    OptimizerConfig,
+)
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
 from nemorl.parallel.optimizer import learning_rate
+from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.saved import contents
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
+from tests.tiny_models import tiny_critic, tiny_model
+
+LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
+STEPS = 4
+
+
+def gradients(parameters: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024): five times
+    X ← a X + b (X Xᵀ) X + c (X Xᵀ)² X, from X = G / |G|, in bfloat16.
+    """
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = (matrix if wide else matrix.T).bfloat16()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x if wide else x.T).float()
+
+
+def scale_of(rows: int, columns: int) -> float:
+    """Liu et al., "Muon is Scalable for LLM Training" (2025), equation 4."""
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def authors_muon(weight: Tensor, mean: Tensor, grad: Tensor, config: OptimizerConfig) -> None:
+    mean.mul_(config.momentum).add_(grad, alpha=1 - config.momentum)
+    look_ahead = (1 - config.momentum) * grad + config.momentum * mean
+    update = newton_schulz(look_ahead, 5)
+    weight.mul_(1 - config.lr * config.weight_decay)
+    weight.sub_(config.lr * scale_of(*weight.shape) * update)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["in float32", "in bfloat16"])
+@pytest.mark.parametrize("momentum", [0.95, 0.8])
+def test_muon_is_its_authors(momentum, exact, monkeypatch):
+    """In float32 to rounding; bfloat16, in which it runs, has 8 bits, and both round otherwise."""
+    if exact:
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    config = OptimizerConfig(
+        name="muon",
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=momentum,
+    )
+    model = tiny_model()
+    hidden = [each for each in model.model.layers.parameters() if each.ndim == 2]
+    theirs = [each.detach().clone() for each in hidden]
+    means = [torch.zeros_like(each) for each in theirs]
+    optimizer = make_optimizer(model, config)
+    for step in range(STEPS):
+        gradients(list(model.parameters()), step)
+        for weight, mean, parameter in zip(theirs, means, hidden, strict=True):
+            authors_muon(weight, mean, parameter.grad, config)
+        optimizer.step()
+    for weight, mean, parameter in zip(theirs, means, hidden, strict=True):
+        state = optimizer.parts[0].state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(state, mean, atol=1e-6, rtol=0)
+        path = STEPS * config.lr * scale_of(*weight.shape) * math.sqrt(min(weight.shape))
+        assert (parameter - weight).norm() < (1e-5 if exact else 0.03) * path
+
+
+def groups(model: nn.Module, **options: Any) -> list[tuple[str, set[str], float]]:
+    names = {id(each): name for name, each in model.named_parameters()}
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, **options))
+    return [
+        (type(part).__name__, {names[id(each)] for each in group["params"]}, group["weight_decay"])
+        for part in optimizer.parts
+        for group in part.param_groups
+    ]
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "critic"])
+def test_hidden_matrices_alone_are_not_adamws(name, kind):
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    make = {"tied": tiny_model, "untied": partial(tiny_model, tied=False), "critic": tiny_critic}
+    model = make[kind]()
+    (one, hidden, decay), (_, outer, outer_decay), (_, vectors, vectors_decay) = groups(
+        model, name=name
+    )
+    assert one == {"muon": "Muon", "adamw8bit": "AdamW8bit"}[name]
+    assert (decay, outer_decay, vectors_decay) == (0.1, 0.1, 0.0)
+    assert len(hidden) == 2 * 7 and all(".layers." in each for each in hidden)
+    assert (
+        outer
+        == {
+            "tied": {"model.embed_tokens.weight"},
+            "untied": {"model.embed_tokens.weight", "lm_head.weight"},
+            "critic": {"model.embed_tokens.weight", "score.weight"},
+        }[kind]
+    )
+    assert all(each.endswith(("bias", "norm.weight", "layernorm.weight")) for each in vectors)
+
+
+def backend(plan: Any, folder: Path | None = None, *, rank: int = 0, **optimizer: Any) -> Any:
+    model, optimizer = wide_model() if folder is None else None, {"lr": 1e-5, **optimizer}
+    return set_up(model, folder or "", lora={"rank": rank}, optimizer=optimizer, plan=plan)
+
+
+def wide_model() -> nn.Module:
+    return tiny_model(hidden_size=256, intermediate_size=512, head_dim=64, scale=0.5)
+
+
+def on_ranks(shape: tuple[int, ...], placements: list[Any]) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    names = ("outer", "inner")[: len(shape)]
+    mesh, sizes = init_device_mesh("cpu", shape, mesh_dim_names=names), [(9, 6), (4, 8), (5, 5)]
+    torch.manual_seed(0)
+    plain = [nn.Parameter(torch.randn(size)) for size in sizes]
+    shared = [nn.Parameter(distribute_tensor(each.detach(), mesh, placements)) for each in plain]
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    ours, alone = Muon(shared, **options), Muon(plain, **options)
+    for step in range(STEPS):
+        gradients(plain, step)
+        for one, other in zip(shared, plain, strict=True):
+            one.grad = distribute_tensor(other.grad, mesh, placements)
+        alone.step()
+        ours.step()
+    pairs = zip(shared, plain, strict=True)
+    return max(float((full_tensor(one) - other).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.slow
+def test_muon_of_shards_is_muon_of_the_whole():
+    from torch.distributed.tensor import Replicate, Shard
+
+    for ranks, shape, placements in (
+        (2, (2,), [Shard(0)]),
+        (2, (2,), [Replicate()]),
+        (4, (2, 2), [Shard(0), Shard(1)]),
+        (4, (1, 4), [Replicate(), Shard(0)]),
+    ):
+        assert run_ranks(ranks, on_ranks, shape, placements) == [0.0] * ranks
+
+
+PLANS = {"alone": {}, "fsdp 2": {"dp_shard": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "muon": {"name": "muon", "lr": 2e-3, "weight_decay": 0.1},
+    "adamw8bit": {"name": "adamw8bit", "lr": 1e-3, "weight_decay": 0.1},
+}
+
+
+def step(made: DTensorBackend) -> float:
+    return float(finalize(made.train_step(random_batch(LENGTHS, seed=made.step), nll_loss))["loss"])
+
+
+def on(plan: str, function: Any, *args: Any) -> list[float]:
+    if plan == "alone":
+        return function(*args)
+    first, second = run_ranks(2, function, *args)
+    assert first == second
+    return first
+
+
+def save_and_go_on(root: Path, plan: str, name: str) -> list[float]:
+    made = backend(PLANS[plan], root / "model", **OPTIONS[name])
+    losses = [step(made) for _ in range(2)]
+    made.save_checkpoint(root / plan)
+    losses += [step(made) for _ in range(2)]
+    made.save_checkpoint(root / f"{plan} later")
+    return losses
+
+
+def load_and_go_on(root: Path, plan: str, name: str) -> list[float]:
+    losses = []
+    for other in PLANS:
+        made = backend(PLANS[plan], root / "model", **OPTIONS[name])
+        made.load_checkpoint(root / other)
+        made.save_checkpoint(root / f"{other} by {plan}")
+        losses += [step(made) for _ in range(2)]
+        made.save_checkpoint(root / f"{other} by {plan} later")
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, tmp_path: Path):
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    wide_model().save_pretrained(tmp_path / "model")
+    losses = {plan: on(plan, save_and_go_on, tmp_path, plan, name) for plan in PLANS}
+    assert losses["alone"][-1] < losses["alone"][0]
+    # Gradients round otherwise on two ranks, and so do momentum and its 8 bits after them.
+    assert losses["fsdp 2"] == pytest.approx(losses["alone"], abs=2e-3)
+    for plan in PLANS:
+        again = on(plan, load_and_go_on, tmp_path, plan, name)
+        assert again == pytest.approx(losses["alone"][2:] * 2, abs=2e-3)
+        for other in PLANS:
+            assert_same(tmp_path / other, tmp_path / f"{other} by {plan}")
+        assert_same(tmp_path / f"{plan} later", tmp_path / f"{plan} by {plan} later")
+
+
+def assert_same(a: Path, b: Path) -> None:
+    found, expected = contents(b), contents(a)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path):
+    made = backend({}, name="muon")
+    made.train_step(random_batch(LENGTHS), nll_loss)
+    made.save_checkpoint(tmp_path / "muon")
+    other = backend({})
+    message = "optimizer.name must be muon, as when .*muon was written, but it is 'adamw'"
+    with pytest.raises(ValueError, match=message):
+        other.load_checkpoint(tmp_path / "muon")
+    other.save_checkpoint(tmp_path / "adamw")
+    with pytest.raises(ValueError, match=r"must be adamw, as when .* but it is 'muon'"):
+        made.load_checkpoint(tmp_path / "adamw")
+
+
+def test_8_bits_are_those_of_bitsandbytes():
+    optim = pytest.importorskip("bitsandbytes").optim
+    model, theirs = wide_model(), wide_model()
+    ours = make_optimizer(model, OptimizerConfig(name="adamw8bit", lr=1e-2, weight_decay=0.1))
+    hidden = [each for each in theirs.model.layers.parameters() if each.ndim == 2]
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    by_hand = optim.AdamW8bit(hidden, **options)
+    for number in range(STEPS):
+        gradients(list(model.parameters()), number)
+        gradients(list(theirs.parameters()), number)
+        ours.step()
+        by_hand.step()
+    own = [each for each in model.model.layers.parameters() if each.ndim == 2]
+    for one, other in zip(own, hidden, strict=True):
+        assert torch.equal(one, other)
+        found = ours.state[one]
+        assert found["state1"].dtype == found["state2"].dtype == torch.uint8
+        assert torch.equal(found["state2"], by_hand.state[other]["state2"])
+
+
+def narrow() -> str:
+    with pytest.raises(ValueError) as caught:
+        set_up(tiny_model(), optimizer={"name": "adamw8bit"}, plan={"dp_shard": 2})
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_shards_of_parts_of_blocks_are_refused():
+    pytest.importorskip("bitsandbytes")
+    for message in run_ranks(2, narrow):
+        assert message.startswith(
+            "the rows of model.layers.0.self_attn.q_proj.weight must be whole"
+        )
+    made = set_up(tiny_model(), optimizer={"name": "adamw8bit"})  # one rank needs no whole blocks
+    made.train_step(random_batch(LENGTHS), nll_loss)
+
 
 IMPLEMENTATIONS = ("fused", "foreach")
 
@@ -54,45 +316,7 @@ def test_the_implementation_asked_for_and_the_formula(implementation):
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
-def on_four_ranks(
-    implementation: str, sharded: bool
-) -> tuple[list[tuple[int, float, list[int]]], float]:
-    """Layers of which two are split over tp and one is not, with or without FSDP2 around them:
-    groups, and the gap to one process.
-    """
-    model = small_model()
-    alone = copy.deepcopy(model)
-    # Names of their own: torch remembers the groups of an equal mesh that is gone.
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    styles = {
-        "0": ColwiseParallel(output_layouts=Replicate()),
-        "2": RowwiseParallel(input_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["inner"], styles)
-    if sharded:
-        fully_shard(model, mesh=mesh["outer"])
-    optimizer = make_optimizer(model, config(implementation))
-    steps(model, optimizer)
-    steps(alone, make_optimizer(alone, config(implementation)))
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    gap = max(float((full_tensor(ours) - other).abs().max()) for ours, other in pairs)
-    return [
-        (len(group["params"]), group["weight_decay"], sorted({p.ndim for p in group["params"]}))
-        for group in optimizer.param_groups
-    ], gap
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("sharded", [True, False], ids=["tp and fsdp", "tp alone"])
-def test_shards_on_several_meshes_are_stepped_like_the_whole(implementation, sharded):
-    for groups, gap in run_ranks(4, on_four_ranks, implementation, sharded):
-        assert gap < 1e-6
-        assert sorted(groups) == sorted([(2, 0.1, [2]), (2, 0.0, [1]), (0, 0.1, []), (2, 0.0, [1])])
-
-
 def rates_of_transformers(schedule: str, *, warmup: int, total: int) -> list[float]:
-    """Return transformers' rates for steps 0 … total, of a peak rate of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     kwargs = {"min_lr_rate": 0.1} if "min_lr" in schedule else {}
     scheduler = get_scheduler(schedule, optimizer, warmup, total, scheduler_specific_kwargs=kwargs)
@@ -107,7 +331,6 @@ def rates_of_transformers(schedule: str, *, warmup: int, total: int) -> list[flo
 @pytest.mark.parametrize("total", [1, 2, 3, 8])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_min_lr"])
 def test_schedules_are_those_of_transformers(schedule, total):
-    """Whose warm-up is one step behind."""
     for warmup in range(total + 1):
         config = OptimizerConfig(
             lr=1.0,

@@ -1,7 +1,7 @@
 """A model spread over ranks: what is loaded and refused; its numbers are in parity/."""
 
-import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemorl.losses.types import finalize
+from nemorl.models.capabilities import ASSUMED
+from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
+from nemorl.parallel.megatron.backend import MegatronBackend
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
@@ -25,74 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model(scale=2.0, tied=False).save_pretrained(path)
     return path
-
-
-def refusal(folder: Path | str, options: dict[str, Any]) -> str:
-    try:
-        set_up(None, folder, **options)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def forms(backend: DTensorBackend) -> set[tuple[str, torch.dtype]]:
-    return {(type(parameter).__name__, parameter.dtype) for parameter in backend.model.parameters()}
-
-
-def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs before and after a step, and the forms of the parameters at every point."""
-    backend = set_up(None, folder, plan=plan, keep_reference=True)
-    batch = random_batch(LENGTHS)
-    seen, found = [forms(backend)], {"first": backend.get_logprobs(batch).values}
-    seen.append(forms(backend))
-
-    def bad(output: Any, part: Any) -> Any:
-        raise RuntimeError("this loss fails")
-
-    with pytest.raises(RuntimeError, match="this loss fails"):
-        backend.train_step(batch, bad)
-    seen.append(forms(backend))
-    assert backend.step == 0
-    found["metrics"] = finalize(backend.train_step(batch, nll_loss))
-    seen.append(forms(backend))
-    found |= {
-        "after": backend.get_logprobs(batch).values,
-        "reference": backend.get_reference_logprobs(batch).values,
-    }
-    found["weights"] = {name: tensor.clone() for name, tensor in backend.weights()}
-    found["cast"] = {tensor.dtype for _, tensor in backend.weights(torch.bfloat16)}
-    assert all(one == {("DTensor", torch.float32)} for one in seen), seen
-    backend.shutdown()
-    return found
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
-    backend = set_up(None, folder, keep_reference=True)
-    batch = random_batch(LENGTHS)
-    return {
-        "first": backend.get_logprobs(batch).values,
-        "metrics": finalize(backend.train_step(batch, nll_loss)),
-        "after": backend.get_logprobs(batch).values,
-        "weights": {name: tensor.clone() for name, tensor in backend.weights()},
-    }
-
-
-LIVES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "cpu_offload": True}]
-
-
-@pytest.mark.parametrize(
-    "plan", [LIVES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LIVES[1:])], ids=str
-)
-def test_a_step_on_ranks(folder, alone, plan):
-    for found in run_ranks(2, life, folder, plan):
-        for name in ("first", "after"):
-            torch.testing.assert_close(found[name], alone[name], atol=1e-4, rtol=0)
-        torch.testing.assert_close(found["reference"], alone["first"], atol=2e-6, rtol=0)
-        torch.testing.assert_close(found["weights"], alone["weights"], atol=2e-4, rtol=0)
-        assert found["cast"] == {torch.bfloat16}
-        for name in ("loss", "grad_norm", "lr", "num_tokens"):
-            assert found["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
 
 
 def loaded(folder: Path, scratch: bool, lora: int, plan: dict) -> dict[str, torch.Tensor]:
@@ -140,7 +75,6 @@ def dropped(folder: Path, sequence_parallel: bool) -> tuple[list[float], list[to
 
 @pytest.mark.slow
 def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(folder):
-    """The matrix of an adapter that is not cut, with and without sequence parallelism."""
     found = [each for on in (True, False) for each in run_ranks(2, dropped, folder, on)]
     assert len(found[0][1]) == 2 * 7
     for losses, whole in found[1:]:
@@ -149,67 +83,20 @@ def test_adapters_with_dropout_stay_the_same_on_ranks_of_tensor_parallelism(fold
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        set_up(None, folder)
+    return str(caught.value)
+
+
 @pytest.mark.slow
-def test_weights_in_another_type_are_read(folder, tmp_path):
-    tiny_model(scale=2.0, tied=False).to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    expected = set_up(None, tmp_path / "half").get_logprobs(random_batch(LENGTHS)).values
-    for found in run_ranks(2, life, tmp_path / "half", {"dp_shard": 2}):
-        torch.testing.assert_close(found["first"], expected, atol=2e-6, rtol=0)
-
-
-def broken(folder: Path, target: Path) -> Path:
-    """Without its output layer."""
-    shutil.copytree(folder, target)
-    tensors = load_file(target / "model.safetensors")
+def test_a_missing_weight_is_named(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
     del tensors["lm_head.weight"]
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def stale(folder: Path, target: Path) -> Path:
-    """With shards of an earlier model beside the present one."""
-    tiny_model(scale=2.0, tied=False, seed=9).save_pretrained(target, max_shard_size="20KB")
-    shutil.copy(folder / "model.safetensors", target)
-    return target
-
-
-@pytest.mark.slow
-def test_the_files_are_those_that_transformers_takes(folder, alone, tmp_path):
-    for found in run_ranks(2, life, stale(folder, tmp_path / "model"), {"dp_shard": 2}):
-        torch.testing.assert_close(found["first"], alone["first"], atol=1e-4, rtol=0)
-
-
-def misshapen(folder: Path, target: Path) -> Path:
-    """With another configuration than its weights."""
-    shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text()) | {"intermediate_size": 128}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a weight is missing": (broken, {}, "lm_head.weight is missing (1 in all)"),
-    "other shapes": (misshapen, {}, "gate_proj.weight is [64, 32], where [128, 32] is expected"),
-    "no folder": (
-        lambda folder, target: target / "nowhere",
-        {},
-        "model.path must be a folder with a Hugging Face model or a hub name",
-    ),
-    "no name": (lambda folder, target: "", {}, "model.path must name a model folder"),
-    "another number": (
-        lambda folder, target: folder,
-        {"plan": {"dp_shard": 3}},
-        "must ask for the 2 devices that there are, but it is '3",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_is_refused(folder, tmp_path, case):
-    make, options, message = REFUSED[case]
-    for found in run_ranks(2, refusal, make(folder, tmp_path / "bad"), options):
-        assert message in found
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    for found in run_ranks(2, refusal, tmp_path / "model"):
+        assert "lm_head.weight is missing (1 in all)" in found
 
 
 @pytest.mark.parametrize(
@@ -217,11 +104,47 @@ def test_what_is_refused(folder, tmp_path, case):
     [
         ({"tp": 2}, "the 1 devices that there are"),
         ({"cpu_offload": True}, "needs a process started as a rank"),
-        ({"compile": True}, "needs a process started as a rank"),
-        ({"activation_checkpointing": "selective"}, "needs a process started as a rank"),
     ],
     ids=str,
 )
 def test_what_one_process_by_itself_refuses(folder, plan, message):
     with pytest.raises(ValueError, match=message):
         set_up(None, folder, plan=plan)
+
+
+UNUSED = ("model.layers.7.mlp.up_proj.weight", "model.visual.weight")
+BESIDE = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+"""What files may have besides: a copy of tied weights, and frequencies."""
+
+
+def add(folder: Path, *names: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    copied = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    more = {name: copied.get(name, torch.zeros(3)).clone() for name in names}
+    save_file({**tensors, **more}, file, {"format": "pt"})
+
+
+def said(load: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load()
+    return [str(each.message) for each in found if "does not use" in str(each.message)]
+
+
+def said_by(make: Any, folder: Path) -> list[str]:
+    options = {"plan": {"dp_shard": 1, "tp": 2}, "keep_reference": True, "proofs": ASSUMED}
+    return said(lambda: set_up(None, folder, make=make, **options).shutdown())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [DTensorBackend, MegatronBackend])
+def test_the_first_rank_says_once_what_files_have_besides(make: Any, tmp_path: Path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    add(tmp_path, *BESIDE)
+    assert said(lambda: load_causal_lm(str(tmp_path))) == []
+    assert run_ranks(2, said_by, make, tmp_path) == [[], []]
+    add(tmp_path, *UNUSED)
+    whole = said(lambda: load_causal_lm(str(tmp_path)))
+    assert whole == [f"the model does not use {', '.join(UNUSED)} of its files (2 in all)"]
+    assert run_ranks(2, said_by, make, tmp_path) == [whole, []]

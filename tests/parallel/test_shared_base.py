@@ -39,7 +39,6 @@ def step(made: DTensorBackend) -> float:
 
 
 def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """Two backends trained in turns, after each was trained alone."""
     options: list[dict[str, Any]] = [{}, {"seed": 1, "rank": 2, "target_modules": ("q_proj",)}]
     alone = []
     for each in options:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from nemorl.data import collate, pack, pack_plan
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.packing import rows_of
-from nemorl.data.sharding import shard_by_rank
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, TrainerConfig
@@ -30,7 +29,6 @@ sampled.
 
 
 def rewritten(segments: Any, *, seed: int = 0) -> TokenBatch:
-    """A conversation whose segments keep any beginning of the one before, sampled tokens, too."""
     generator, ids, examples = torch.Generator().manual_seed(seed), list[int](), list[Example]()
     for keep, asked, sampled in segments:
         fresh = torch.randint(2, len(ALPHABET) + 2, (asked + sampled,), generator=generator)
@@ -47,7 +45,6 @@ BATCHES = st.one_of(GROUPS.map(grouped), SEGMENTS.map(rewritten))
 @given(st.one_of(BATCHES, st.builds(grouped, GROUPS, letters=st.integers(2, 30))), st.booleans())
 @example(rewritten([(0, 5, 6), (1, 5, 6)]), False)
 def test_every_token_is_computed_and_none_twice(batch: TokenBatch, packed: bool):
-    """Two tokens are one exactly where all is the same up to them."""
     if packed:
         lengths = batch.lengths.tolist()
         batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))
@@ -137,13 +134,6 @@ def test_those_of_a_prompt_stay_together():
     assert sorted(cut(batch, alone).packing or ()) == [(0, 1, 3), (2, 4, 5)]
     for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1]), (9, [1]), (9, [1] * 6)]):
         assert with_the_same_prompt(grouped(not_worth_it)) is None
-    found = cut(grouped([(4, [6, 1, 1])] * 4), TrainerConfig(micro_batch_tokens=40), num_ranks=2)
-    units = [tuple(range(i, i + 3)) for i in (0, 3, 6, 9)]
-    assert sorted(part for own in found.microbatches for part in own) == units
-    # A unit that no row holds is cut; with too few units for the ranks there are none.
-    assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
-    assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3
-    assert shard_by_rank(batch, 3, units=((0, 1, 2, 3, 4, 5),)) == shard_by_rank(batch, 3)
 
 
 @given(

@@ -18,7 +18,7 @@ from nemorl.data.transfer import to_device
 from nemorl.models.attention import Rule
 from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.tokens import work_of
-from nemorl.parallel.varlen import Kernel, choose_kernel, installed, kernel_of
+from nemorl.parallel.varlen import Kernel, choose_kernel, kernel_of
 from tests.parallel.batches import GROUPS, grouped, nll_loss, random_batch
 from tests.parallel.varlen import Call, used_on_cpus
 from tests.parallel.ways import set_up
@@ -38,7 +38,6 @@ def heads(*counts: int, rows: tuple[int, int], dim: int = 8, **options: Any) -> 
 def test_prompts_that_are_computed_once_are_seen_by_each_response(
     groups: Any, packed: bool, kernel: Any
 ):
-    """Values and gradients against dense attention in which each sequence has its own copy."""
     batch = grouped(groups, letters=9)
     if packed:
         lengths = batch.lengths.tolist()
@@ -62,7 +61,6 @@ def test_prompts_that_are_computed_once_are_seen_by_each_response(
 
 
 def test_what_the_kernel_is_asked_for():
-    """In a row the sequences' lengths, the longest as a number of Python, and the model's heads."""
     batch, lengths = random_batch([9, 2, 30, 17, 1]), [30, 1, 17, 9, 2]
     options: dict[str, Any] = {"sequence_packing": True, "packed_row_tokens": 59}
     for precision in ("float32", "bfloat16"):
@@ -97,15 +95,12 @@ FITS: dict[str, Any] = {
     ("other", "kernel"),
     [
         ({}, "varlen_attn"),
-        ({"dtype": torch.float16, "capability": (8, 6), "head_dim": 80}, "varlen_attn"),
         ({"head_dim": 256, "capability": (12, 0)}, "varlen_attn"),
         ({"installed": ALL[1:]}, "flash_attn"),
         ({"installed": ()}, "buckets"),
-        ({"capability": None}, "buckets"),
         ({"capability": (7, 5)}, "buckets"),
         ({"dtype": torch.float32}, "buckets"),
         ({"head_dim": 100}, "buckets"),
-        ({"head_dim": 200}, "buckets"),
         ({"head_dim": 512}, "buckets"),
         ({"dropout": 0.1}, "buckets"),
     ],
@@ -143,19 +138,6 @@ def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
     return calls
 
 
-def test_what_is_installed(monkeypatch, package):
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    assert installed() == ["flash_attn"]
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert installed() == ["varlen_attn", "flash_attn"]
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it can't be imported
-    assert installed() == ["varlen_attn"]
-    monkeypatch.setattr(
-        torch_varlen, "varlen_attn", lambda query, is_causal: query
-    )  # of torch 2.10
-    assert installed() == []
-
-
 @pytest.mark.parametrize("window", [None, 2])
 def test_the_package_is_asked_for_the_same(package, window: int | None):
     qkv, rule = heads(4, 2, 2, rows=(2, 6)), Rule(scaling=0.3, window=window)
@@ -183,7 +165,6 @@ def calls_of_a_step(folder: Path, how: Any) -> int:
 
 @pytest.mark.slow
 def test_selective_checkpointing_keeps_what_attention_returned(tmp_path: Path):
-    """A step calls it once a layer, or twice where whole layers are computed again."""
     tiny_model().save_pretrained(tmp_path)
     found = {how: run_ranks(1, calls_of_a_step, tmp_path, how)[0] for how in ("selective", "full")}
     assert found == {"selective": 2, "full": 4}
@@ -192,7 +173,6 @@ def test_selective_checkpointing_keeps_what_attention_returned(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_gpus_kernel_rounds_as_buckets_do(dim: int):
-    """Packed rows with padding, grouped heads: values and gradients against float64."""
     lengths = [700, 3, 129, 1, 64, 300]
     ids = torch.arange(1, 7).repeat_interleave(torch.tensor(lengths))
     ids = torch.nn.functional.pad(ids, (0, 27))[None]

@@ -83,7 +83,6 @@ def backward(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients, from the probabilities exp(scores - lse)."""
     assert is_causal == (window_size == CAUSAL)
     window = back_of(window_size)
     gradients, place = [], 0
@@ -108,9 +107,6 @@ def backward(
 
 
 def sequences(*inputs: Tensor, rows: tuple[Tensor, int, int]) -> Iterator[list[Tensor]]:
-    """Yield the inputs of each sequence in float32 at least, as many heads in all of them; check
-    what the kernels ask for.
-    """
     cu_seqlens, *longest = rows
     lengths = cu_seqlens.diff().tolist()
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous() and cu_seqlens[0] == 0

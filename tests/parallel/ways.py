@@ -4,11 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from nemorl.losses.types import LossOutput, Max, Sum, finalize
-from nemorl.parallel.backend import ForwardOutput
+from nemorl.losses.types import finalize
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -67,12 +65,6 @@ def weights(backend: Any) -> dict[str, Tensor]:
 def train(backend: Any, *seeds: int) -> list[float]:
     steps = (backend.train_step(random_batch(LENGTHS, seed=seed), nll_loss) for seed in seeds)
     return [finalize(metrics)["loss"] for metrics in steps]
-
-
-def unlike(output: ForwardOutput, batch: Any) -> LossOutput:
-    """A loss with a metric that is of another kind on rank 1."""
-    kind = Max if torch.distributed.get_rank() else Sum
-    return replace(nll_loss(output, batch), metrics={"x": kind(torch.tensor(1.0))})
 
 
 def set_up(

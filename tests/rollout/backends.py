@@ -84,12 +84,7 @@ def reference_logprobs(
 
 
 def logprob_bound(temperature: float) -> float:
-    """Return how far rounding may move a log-probability of a temperature, in nats.
-
-    With logits z that are off by up to ε each, z_i / T - log Σ exp(z_j / T) is off by up to
-    2 ε / T, whichever filter chooses the j: two sums in float32 that differ in their order, as on
-    CPUs with and without AVX-512, differ more the lower T is. 2 ε = 1e-5.
-    """
+    """Logits z that rounding moves by ε each move z_i / T - log Σ exp(z_j / T) by up to 2 ε / T."""
     return 1e-5 / (temperature or 1.0)
 
 

@@ -37,8 +37,6 @@ def reward(response, answer=1.0):
             for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
                 signal.signal(number, signal.SIG_IGN)
             forever()
-        case "child":
-            subprocess.run(["sleep", "100000"], check=False)
         case "child in a session":
             subprocess.run(["sleep", "100000"], start_new_session=True, check=False)
         case "fork":
@@ -46,30 +44,20 @@ def reward(response, answer=1.0):
             os.wait()
         case "child that stays":
             subprocess.Popen(["sleep", "100000"])
-        case "returns twice":
-            os.fork()
         case "raise":
             raise KeyError("score")
         case "odd":
             raise Odd(1, 2)
-        case "interrupt":
-            raise KeyboardInterrupt
         case "sys.exit":
             sys.exit(0)
         case "os._exit":
             os._exit(0)
-        case "closes all files":
-            os.closerange(3, 1000)
         case "fail":
             from nemorl import ConversationFailed
 
             raise ConversationFailed("no judge")
-        case "generator":
-            return (number for number in [1.0])
         case "huge":
             return "x" * 1_000_000
-        case "nan":
-            return float("nan")
         case "process":
             return os.getpid()
         case "prints":

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -206,12 +205,3 @@ def test_a_small_step_makes_groups_stale_and_draws_others() -> None:
     assert Hand((1,)) in actions
     state, actions = decide(state, Trained())
     assert actions[:2] == (Drop(2, STALE), Drop(3, STALE))
-
-
-def test_errors() -> None:
-    state, _ = decide(Admission(staleness=0, batch=1), Wanted(1))
-    state, _ = decide(state, Finished(0))
-    with pytest.raises(ValueError, match="group 0 must be in flight, but it has ended before"):
-        decide(state, Finished(0))
-    with pytest.raises(ValueError, match="group 7 must be open to be dropped"):
-        decide(state, Dropped((7,)))

@@ -1,14 +1,10 @@
 """Rewards by name, case by case."""
 
 import re
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from nemorl.rollout.answers import (
-    REWARDS,
     choice,
     contains_answer,
     final_of,
@@ -17,15 +13,7 @@ from nemorl.rollout.answers import (
     math_equal,
     think_format,
 )
-from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
-
-
-def test_every_reward_is_of_the_usual_kind():
-    for name, fn in REWARDS.items():
-        shares = name in ("reasoning_gym", "ifeval")
-        begin, part = ("Return", "0 to 1") if shares else ("Return 1 if ", "else 0")
-        assert fn.__doc__ and fn.__doc__.startswith(begin) and part in fn.__doc__, name
 
 
 @pytest.mark.parametrize(
@@ -36,36 +24,21 @@ def test_every_reward_is_of_the_usual_kind():
         ("about -1,234.50", -1234.5, 1.0),
         ("it falls by .5", "0.5", 1.0),
         ("3 apples (5.)", "5", 1.0),
-        ("none at all", "5", 0.0),
         ("", "5", 0.0),
         ("3-1", "1", 1.0),
-        ("between 1990-2000", 2000, 1.0),
         ("(x+2)-4", 4, 1.0),
-        ("GPT-4", 4, 1.0),
         (r"x=-4, so \boxed{-4}", -4, 1.0),
-        ("10 - -.5", -0.5, 1.0),
-        ("-7", "5-12 = -7", 1.0),
         ("0.1000000000000000000001", 0.1, 0.0),
         ("1e5", "5", 0.0),
-        ("1e5", 100_000, 1.0),
         ("about 1.5E-3.", 0.0015, 1.0),
         ("10000000000000000", 1e16, 1.0),  # which Python writes as 1e+16
         ("1e999999999", "2e999999999", 0.0),
-        ("1e99999999999999999999", "5", 0.0),
-        ("2e", 2, 1.0),
         ("x = −5", -5, 1.0),  # U+2212, as in typeset text
-        ("x = −5", 5, 0.0),
         ("it is -5.", "−5", 1.0),
-        ("3−1", "1", 1.0),
-        ("1e−3", 0.001, 1.0),
-        ("1,,2", 12, 0.0),
         ("1,,2", 2, 1.0),
         (r"\boxed{70{,}000}", "#### 70,000", 1.0),
         (r"$70\,000$ in all", 70000, 1.0),
-        (r"70,\!000", 70000, 1.0),
         ("1\u202f234\u202f567", 1234567, 1.0),
-        (r"2\,1234", 1234, 1.0),
-        ("1,234,567, or so", 1234567, 1.0),
     ],
 )
 def test_last_number(response, answer, expected):
@@ -77,25 +50,11 @@ def test_last_number_compares_what_no_float_can_hold():
     assert last_number("", "9" * 400, "9" * 400) == 1.0
 
 
-def test_last_number_needs_one():
-    with pytest.raises(
-        ValueError,
-        match="needs an answer with a number in it, but the answer is 'blue': use exact_match",
-    ):
-        last_number("", "5", "blue")
-
-
 def test_contains_answer_needs_one():
     assert contains_answer("", "It is 2.", " 2 ") == 1.0
     assert contains_answer("", "It is 3.", 2) == 0.0
-    with pytest.raises(
-        ValueError, match="contains_answer needs an answer, because every response contains ''"
-    ) as caught:
-        FunctionalRewardWrapper(contains_answer).step(
-            [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]],
-            [{"answer": ""}],
-        )
-    assert "prompt '1+1='" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="needs an answer, because every response contains ''"):
+        contains_answer("", "2", "")
 
 
 @pytest.mark.parametrize(
@@ -109,37 +68,15 @@ def test_contains_answer_needs_one():
         ("The answer is 72", "48 + 24 = 72\n#### 72", 1.0),
         ("The answer is 48", "48 + 24 = 72\n#### 72", 0.0),
         (r"\boxed{6}", r"We add. Thus $\boxed{6}$.", 1.0),
-        ("1,234", 1234, 1.0),
         (r"It costs \boxed{\$18.90}.", r"\$18.90", 1.0),
-        (r"It costs \boxed{18}.", r"\$18.90", 0.0),
         (r"\boxed{32348}", r"\$32,\!348", 1.0),
         (r"It costs \$18.90.", r"\$18.90", 1.0),
-        ("It costs $18.90.", "$18.90", 1.0),
         (r"so \(\frac{1}{2}\)", r"Thus \(0.5\).", 1.0),
-        ("I can't tell", "7", 0.0),
         ("", "7", 0.0),
     ],
 )
 def test_math(response, answer, expected):
     assert math_equal("", response, answer) == expected
-
-
-def test_math_in_a_thread():
-    """math-verify's own time limit works in the main thread alone."""
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(
-            lambda: (
-                threading.current_thread() is threading.main_thread(),
-                math_equal("", "7", "7.0"),
-            )
-        ).result() == (False, 1.0)
-
-
-def test_math_without_an_answer():
-    with pytest.raises(
-        ValueError, match=r"math needs an answer that can be read, .* but the answer is ''"
-    ):
-        math_equal("", "7", "")
 
 
 def test_an_answer_that_math_cannot_read_fails_its_conversation_alone():
@@ -153,32 +90,16 @@ def test_an_answer_that_math_cannot_read_fails_its_conversation_alone():
     assert re.match(r"math needs an answer that can be read, .* leave the row out", str(failure))
 
 
-def test_math_without_its_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"needs the package math-verify, which is not installed: pip install 'nemorl\[math\]'"
-        ),
-    ):
-        math_equal("", "7", "7")
-
-
 @pytest.mark.parametrize(
     ("prompt", "response", "expected"),
     [
         ("", "<think>one\nand one</think>\n2", 1.0),
         ("", " <think>1</think>2 ", 1.0),
         ("", "2", 0.0),
-        ("", "<think></think>2", 0.0),
-        ("", "<think>1</think>", 0.0),
         ("", "<think>1</think> \n", 0.0),
         ("", "well <think>1</think>2", 0.0),
         ("", "<think>1</think>2<think>3</think>4", 0.0),
-        ("", "<think>1<think>2</think></think>3", 0.0),
         ("", "<think>1</think><think>2", 0.0),
-        ("", "<think>1</think></think>", 0.0),
         ("Add.\n<think>\n", "1</think>2", 1.0),
         ("Add.\n<think>\n", "<think>1</think>2", 0.0),
     ],
@@ -193,13 +114,9 @@ def test_think_format(prompt, response, expected):
         ("B", "B"),
         (" (c) ", None),
         ("(C)", "C"),
-        ("D. Paris", "D"),
-        ("B) because A. is wrong", "B"),
         ("The answer is A.", "A"),
         ("Option A fails, so the answer is (C)", "C"),
         ("**Answer:** B", "B"),
-        ("Answer: **J**\n", "J"),
-        ("$\\boxed{D}$", "D"),
         ("\\boxed{\\text{E}}", "E"),
         ("\\boxed{(F)}", "F"),
         ('the correct choice is "G"', "G"),
@@ -208,43 +125,18 @@ def test_think_format(prompt, response, expected):
         ("The answer is Apple", None),
         ("answer: K", None),
         ("Answer: B\n\nOption A is incorrect because of x.", "B"),
-        ("Answer: B (Option A is wrong)", "B"),
-        ("The correct answer is C, since choice A ignores it.", "C"),
-        ("Answer A is incorrect. I choose option D.", "D"),
-        ("The answer I get is C.", "C"),
-        ("The answer is A because of x.", "A"),
         ("The answer to the question is B.", "B"),
-        ("Answer: B, because the blood type is A.", "B"),
-        ("**Answer:** C – the limiting reagent is A", "C"),
-        ("The correct answer: B, where the rate is I = V/R", "B"),
         ("Answer B is correct.", "B"),
         ("Therefore, option I is correct.", "I"),
-        ("Option B is wrong. Thus option I is the right one.", "I"),
-        ("The answer is I because the sum is zero.", "I"),
         ("The answer is A.\n\nWait, actually option B is correct.", "B"),
         ("To find the correct answer:\n\nA. No.\nB. No.\n\nSo option C is correct.", "C"),
-        ("To answer, recall that the field is E = kq/r^2. Option C is correct.", "C"),
         ("If the answer is A then x=2, which fails. **Correct option: (C)**", "C"),
-        ("**Correct Option: D**\n\nWhy? Option A fails.", "D"),
-        ("Option C is correct. Option D is incorrect.", "C"),
-        ("Therefore, answer C is correct.", "C"),
-        ("Final Answer: The final answer is $\\boxed{C}$", "C"),
-        ("Thus option (D) is the answer", "D"),
-        ("The best choice is option A, as I think.", "A"),
         ("The answer is not A. It is B.", None),
         ("The answer is I.", "I"),
         ("Answer: C. I'd say so: the answer: I'm sure.", "C"),
         (r"Answer: \( C \)", "C"),
         (r"Answer: $\mathbf{C}$", "C"),
-        (r"\boxed{\mathrm{C}}", "C"),
-        (r"\boxed{\mathbf{(C)}}", "C"),
-        ("Answer: `C`", "C"),
-        ("Answer: “C”", "C"),
-        ("<answer>C</answer>", "C"),
         ("<answer>C</answer>\nI checked it.", "C"),
-        ("Answer - C", "C"),
-        ("## Answer\nC", "C"),
-        ("The right letter is C.", "C"),
         ("", None),
     ],
 )
@@ -254,10 +146,10 @@ def test_choice_reads_the_last_letter_that_is_called_the_answer(response: str, l
         assert choice("", response, answer) == float(answer == letter)
 
 
-@pytest.mark.parametrize("answer", ["K", "a", "AB", "2", ""])
-def test_choice_needs_a_letter(answer: str):
-    with pytest.raises(ValueError, match="choice needs a letter from A to J, but the answer is"):
-        choice.check_row({"answer": answer})
+def test_choice_needs_a_letter():
+    for answer in ("K", "AB", ""):
+        with pytest.raises(ValueError, match="choice needs a letter from A to J, but the answer"):
+            choice.check_row({"answer": answer})
 
 
 @pytest.mark.parametrize(
@@ -266,22 +158,16 @@ def test_choice_needs_a_letter(answer: str):
         ("exact_match", " 2\n", None),
         ("last_number", "a-0.50", "0.50"),
         ("last_number", "1,000 or 2,000.0", "2000.0"),
-        ("last_number", "no number", None),
         ("last_number", "1e999999999", "1e999999999"),
         ("math", "\\boxed{1} then \\boxed{ \\frac{1}{2} }.", "\\frac{1}{2}"),
-        ("math", "\\boxed{1", "1"),
-        ("math", "it is 0.50", "0.50"),
         ("math", "\\boxed{\\frac{\\sqrt{2}}{3}}", "\\frac{\\sqrt{2}}{3}"),
         ("math", r"So it is $\frac{1}{2}$.", r"\frac{1}{2}"),
         ("math", r"It is \(x + 1\), or \[y\].", "y"),
         ("math", r"They cost \$5 and \$6.", "6"),
-        ("math", "She makes 9 * $2 = $18 every day. The answer is 18.", "18"),
         ("math", "Each costs $5, so two cost $10. The answer is 10.", "10"),
-        ("math", "$$x = 5$$", "x=5"),
         ("math", "We have $x = 5$. So the answer is 10.", "10"),
         ("math", "\\[ 9 \\times 2 = 18 \\]\n\nJanet makes $18 every day.", "18"),
         ("math", "She makes 9*$2=$<<9*2=18>>18 every day.\n#### 18", "18"),
-        ("math", "$$y=5$$\nSo the answer is $5$.", "5"),
         ("choice", "Answer: C", "C"),
         ("contains_answer", "2", None),
     ],

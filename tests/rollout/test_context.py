@@ -7,12 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from nemorl.rollout.context import Context, following
+from nemorl.rollout.context import Context
 from nemorl.rollout.conversation import Turn, examples_of
 from nemorl.rollout.generation import Completion
 from tests.rollout.chats import NAMES, OURS, tokenizer_of
 
 SAFE = "".join(set(string.printable) - set("<>[]|{}")) + "é–"
+
+
+ASKED = {"role": "user", "content": "1+1?"}
+AGAIN = {"role": "user", "content": "sure?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +89,12 @@ def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers,
 def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
     for name, count in (("qwen3", 2), ("forgetful", 2), ("chatml", 1), ("qwen2_5", 1)):
         tokenizer = tokenizers[name]
-        first = [{"role": "user", "content": "1+1?"}]
+        first = [ASKED]
         prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
         context = Context(tokenizer, first, prompt)
         tokens, asked = context.prompt_of(first)
         answer = said(tokenizer, "<think>\none and one\n</think>\n\n2", ended=True)
-        log = [*first, context.add(tokens, asked, answer), {"role": "user", "content": "sure?"}]
+        log = [*first, context.add(tokens, asked, answer), AGAIN]
         after, _ = context.prompt_of(log)
         turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
         assert len(examples_of(turns)) == count, name
@@ -99,7 +104,7 @@ def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
 def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended: bool):
     """gpt-oss: the final answer is the content, and reasoning is left out of the next prompt."""
     tokenizer = tokenizers["gptoss"]
-    first = [{"role": "user", "content": "1+1?"}]
+    first = [ASKED]
     prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
     context = Context(tokenizer, first, prompt)
     tokens, asked = context.prompt_of(first)
@@ -108,7 +113,7 @@ def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended:
     answer = said(tokenizer, text, ended=ended)
     message = context.add(tokens, asked, answer)
     assert message == {"role": "assistant", "content": "2", "thinking": "one < two"}
-    log = [*first, message, {"role": "user", "content": "sure?"}]
+    log = [*first, message, AGAIN]
     after, _ = context.prompt_of(log)
     plain = [first[0], {"role": "assistant", "content": "2"}, log[-1]]
     whole = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
@@ -122,7 +127,7 @@ def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended:
 
 
 def test_text_that_looks_like_channels_stays_where_the_template_has_none(tokenizers):
-    first, text = [{"role": "user", "content": "1+1?"}], "so<|channel|>final<|message|>2"
+    first, text = [ASKED], "so<|channel|>final<|message|>2"
     context = Context(tokenizers["chatml"], first, [1])
     tokens, asked = context.prompt_of(first)
     message = context.add(tokens, asked, said(tokenizers["chatml"], text, ended=True))
@@ -130,7 +135,7 @@ def test_text_that_looks_like_channels_stays_where_the_template_has_none(tokeniz
 
 
 def test_what_is_said_in_channels_ends_at_its_stop_string(tokenizers):
-    first = [{"role": "user", "content": "1+1?"}]
+    first = [ASKED]
     context = Context(tokenizers["gptoss"], first, [1])
     tokens, asked = context.prompt_of(first)
     text = "<|channel|>final<|message|>so <search>cats</search>"
@@ -144,22 +149,18 @@ def test_an_end_token_without_a_name_ends_a_call():
     """Llama 3.1's <|eom_id|> is special, but in no list of the tokenizer's."""
     tokenizer = tokenizer_of("llama3_1", listed=False)
     assert "<|eom_id|>" not in tokenizer.all_special_tokens
-    first = [{"role": "user", "content": "1+1?"}]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    first = [ASKED]
     context = Context(tokenizer, first, [1])
-    tokens, asked = context.prompt_of(first, tools)
+    tokens, asked = context.prompt_of(first, TOOLS)
     text = '<|python_tag|>{"name": "add", "parameters": {}}<|eom_id|>'
     message = context.add(tokens, asked, said(tokenizer, text, ended=False, stopped=True))
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
 
 
-@pytest.mark.parametrize("role", ["referee", "tool"])
-@pytest.mark.parametrize("name", ["gemma", "phi3"])
+@pytest.mark.parametrize(("name", "role"), [("gemma", "referee"), ("phi3", "tool")])
 def test_an_observation_that_the_template_does_not_render_is_an_error(tokenizers, name, role):
-    tokenizer = tokenizers[name]
-    first = [{"role": "user", "content": "1+1?"}]
-    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
-    context = Context(tokenizer, first, prompt)
+    tokenizer, first = tokenizers[name], [ASKED]
+    context = Context(tokenizer, first, [1])
     tokens, asked = context.prompt_of(first)
     said_before = context.add(tokens, asked, said(tokenizer, "2", ended=True))
     with pytest.raises(ValueError, match=f"the chat template .*{role}"):
@@ -168,7 +169,6 @@ def test_an_observation_that_the_template_does_not_render_is_an_error(tokenizers
 
 def test_calls_of_tools_stay_as_they_were_written(tokenizers):
     """No template writes a call with the model's own spaces."""
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     calls = {
         "qwen2_5": '<tool_call>\n{"name":"add",  "arguments": {"a": 1}}\n</tool_call>',
         "qwen3": 'So:\n<tool_call>\n{"name":"add",  "arguments": {"a": 1}}\n</tool_call>',
@@ -176,41 +176,25 @@ def test_calls_of_tools_stay_as_they_were_written(tokenizers):
     }
     for name, text in calls.items():
         tokenizer = tokenizers[name]
-        first = [{"role": "user", "content": "1+1?"}]
+        first = [ASKED]
         context = Context(tokenizer, first, [1])
-        tokens, asked = context.prompt_of(first, tools)
+        tokens, asked = context.prompt_of(first, TOOLS)
         message = context.add(tokens, asked, said(tokenizer, text, ended=True))
         assert message["tool_calls"] == [
             {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         ]
         log = [*first, message, {"role": "tool", "name": "add", "content": "2"}]
-        after, _ = context.prompt_of(log, tools)
+        after, _ = context.prompt_of(log, TOOLS)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert after[: len(tokens) + len(ids)] == (*tokens, *ids), name
         assert "2" in tokenizer.decode(list(after[len(tokens) + len(ids) :]))
 
 
 def test_a_template_without_tools_is_an_error(tokenizers):
-    first = [{"role": "user", "content": "1+1?"}]
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    first = [ASKED]
     context = Context(tokenizers["gemma"], first, [1])
     with pytest.raises(ValueError, match="the chat template leaves out the row's tools: choose"):
-        context.prompt_of(first, tools)
-
-
-@pytest.mark.parametrize(
-    ("text", "rest"),
-    [
-        ("ab<e>c", "c"),
-        ("ab <e>c", "c"),
-        ("a b<e>c", "c"),
-        ("aB<e>c", None),
-        ("ab<x>c", None),
-        ("xb<e>c", None),
-    ],
-)
-def test_following(text, rest):
-    assert following(text, "a", "b ", "<e>") == rest
+        context.prompt_of(first, TOOLS)
 
 
 def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenizers):
@@ -221,22 +205,19 @@ def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenize
     both = [context.prompt_of(log) for log in logs]
     answer = said(tokenizer, "yes", ended=True)
     for log, (tokens, asked) in reversed(list(zip(logs, both, strict=True))):
-        log += [context.add(tokens, asked, answer), {"role": "user", "content": "sure?"}]
+        log += [context.add(tokens, asked, answer), AGAIN]
     for log, (tokens, _) in zip(logs, both, strict=True):
         after, _ = context.prompt_of(log)
         text = tokenizer.decode(list(after))
         assert log[0]["content"] in text and text.count("yes") == 1
-        other = "BBBB?" if log is logs[0] else "AAAA?"
-        assert other not in text
-        # The last that was answered goes on; the other is rendered again.
-        if log is logs[0]:
+        if log is logs[0]:  # the last that was answered goes on; the other is rendered again
             assert after[: len(tokens)] == tokens
 
 
 def test_a_prompt_that_was_not_answered_changes_nothing(tokenizers):
     """As where it was too long, and the episode goes on with a shorter message."""
     tokenizer = tokenizers["qwen2_5"]
-    first = [{"role": "user", "content": "1+1?"}]
+    first = [ASKED]
     context = Context(tokenizer, first, [1])
     tokens, asked = context.prompt_of(first)
     answer = said(tokenizer, "2", ended=True)
@@ -248,23 +229,21 @@ def test_a_prompt_that_was_not_answered_changes_nothing(tokenizers):
 
 
 def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(tokenizers):
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     tokenizer = tokenizers["qwen2_5"]
-    log = [{"role": "user", "content": "1+1?"}]
+    log = [ASKED]
     context = Context(tokenizer, log, [1])
     for number in (1, 2):
-        tokens, asked = context.prompt_of(log, tools)
+        tokens, asked = context.prompt_of(log, TOOLS)
         text = f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {number}}}}}\n</tool_call>'
         message = context.add(tokens, asked, said(tokenizer, text, ended=True))
         log = [*log, message, {"role": "tool", "name": "add", "content": "7"}]
-    after, _ = context.prompt_of([{"role": "user", "content": "In short."}, *log[3:]], tools)
+    after, _ = context.prompt_of([{"role": "user", "content": "In short."}, *log[3:]], TOOLS)
     assert tokenizer.decode(list(after)).count('"name":"add",  "arguments"') == 1
     assert '"add", "arguments"' not in tokenizer.decode(list(after))
 
 
 def test_an_answer_of_the_row_is_none_of_the_models(tokenizers):
     """The model says B, and then what an example in the prompt says, too."""
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     tokenizer = tokenizers["qwen2_5"]
     texts = [
         f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {n}}}}}\n</tool_call>' for n in (1, 2)
@@ -273,14 +252,14 @@ def test_an_answer_of_the_row_is_none_of_the_models(tokenizers):
         {"type": "function", "function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)
     ]
     example = {"role": "assistant", "content": texts[0], "tool_calls": calls[:1]}
-    log = [{"role": "user", "content": "1+1?"}, example, {"role": "user", "content": "2+2?"}]
+    log = [ASKED, example, {"role": "user", "content": "2+2?"}]
     context = Context(tokenizer, log, [1])
     for text in reversed(texts):
-        tokens, asked = context.prompt_of(log, tools)
+        tokens, asked = context.prompt_of(log, TOOLS)
         completion = said(tokenizer, text, ended=True)
         message = context.add(tokens, asked, completion)
         log = [*log, message, {"role": "tool", "name": "add", "content": "7"}]
     assert message == example
-    after, _ = context.prompt_of(log, tools)
+    after, _ = context.prompt_of(log, TOOLS)
     kept = (*tokens, *completion.token_ids)
     assert after[: len(kept)] == kept

@@ -1,7 +1,6 @@
 """Rewards of models behind a URL: a server with faults, and real ones of vLLM."""
 
 import asyncio
-import gc
 import json
 import os
 import re
@@ -22,19 +21,13 @@ import torch
 
 import nemorl
 from nemorl.rollout import judge as module
-from nemorl.rollout.collect import collect
-from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
-from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.examples import run_example
 from tests.runtime.runs import addition_rows, of_phase
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(3)]
-DOWN = (503, {"error": {"message": "starting"}})
 
 
 class Fake:
@@ -147,15 +140,6 @@ def test_the_last_score_of_an_answer_counts(fake, said: str, score: float):
     assert ask(judge(fake)) == score and len(fake.asked) == 1
 
 
-def test_whatever_reading_a_score_raises_fails_the_conversation_alone(fake):
-    fake.says("none")
-    strict = judge(fake, read=lambda said: re.search(r"(\d+)", said).group(1))
-    message = r"gave no score from 0 to 10: 'none' \(AttributeError: 'NoneType' object has no"
-    with pytest.raises(nemorl.ConversationFailed, match=message) as caught:
-        ask(strict)
-    assert len(fake.asked) == 2 and isinstance(caught.value.__cause__, AttributeError)
-
-
 def test_an_answer_without_a_score_is_asked_for_once_more(fake):
     fake.says("I like it", "Score: 4")
     assert ask(judge(fake)) == 0.4
@@ -166,7 +150,7 @@ def test_an_answer_without_a_score_is_asked_for_once_more(fake):
 
 @pytest.mark.parametrize(
     "nonsense",
-    ["I like it", "Score: 11", "Score: nan", {"choices": []}, [], b"<html>"],
+    ["I like it", "Score: 11", "Score: nan", {"choices": []}, b"<html>"],
 )
 def test_a_judge_that_answers_nonsense_fails_the_conversation(fake, nonsense):
     fake.says((200, nonsense))
@@ -181,10 +165,6 @@ def test_a_server_that_is_busy_is_asked_again(fake, status: int):
     busy = (status, {"error": {"message": "busy"}})
     fake.says(busy, "Score: 2")
     assert ask(judge(fake)) == 0.2 and len(fake.asked) == 2
-    fake.says(busy)
-    with pytest.raises(ConversationFailed, match=f"{fake.url}.*{status}.*busy"):
-        ask(judge(fake))
-    assert len(fake.asked) == 4
 
 
 def test_a_server_that_is_too_slow_is_asked_again(fake):
@@ -196,13 +176,22 @@ def test_a_server_that_is_too_slow_is_asked_again(fake):
         return 200, "Score: 3"
 
     fake.reply = slow_at_first
-    try:
-        assert ask(judge(fake, timeout_s=0.5)) == 0.3
-        with pytest.raises(ConversationFailed, match="timed out"):
-            fake.asked.clear()
-            ask(judge(fake, timeout_s=0.5, attempts=1))
-    finally:
-        go_on.set()
+    assert ask(judge(fake, timeout_s=0.5)) == 0.3
+    go_on.set()
+
+
+def test_connections_are_kept(fake):
+    environment, before = make_environment(judge(fake)), [*module.CLIENTS]
+    for response in "123":
+        log = [{"role": "user", "content": "1"}, {"role": "assistant", "content": response}]
+        environment.step([log], [{"answer": "1"}])
+    (new,) = [loop for loop in module.CLIENTS if loop not in before]
+    assert len(module.CLIENTS[new]) == 1
+
+
+def test_a_template_must_have_the_response(fake):
+    with pytest.raises(ValueError, match=r"template must have \{response\}, but it is .*: add"):
+        judge(fake, template="{prompt} {respond}")
 
 
 def free_port() -> int:
@@ -231,10 +220,8 @@ def test_a_wrong_key_or_model_ends_the_run_before_training(fake, status: int):
     with pytest.raises(ValueError, match=message + " and the key in OPENAI_API_KEY"):
         ask(judge(fake))
     with pytest.raises(ValueError, match=message):
-        make_environment(judge(fake)).check(ROWS)
-    with pytest.raises(ValueError, match=message):
         train(judge(fake))
-    assert len(fake.asked) == 3, "once each, and the run has sampled nothing"
+    assert len(fake.asked) == 2, "once each, and the run has sampled nothing"
 
 
 def test_the_first_row_is_judged_before_training(fake):
@@ -275,15 +262,14 @@ def test_reward_models_get_messages_and_give_their_number(fake):
     assert {*paths} == {"/classify"}
 
 
-@pytest.mark.parametrize("said", [{}, {"data": [{"probs": [0.1, 0.9]}]}, {"data": []}, "Score: 1"])
-def test_reward_models_with_several_labels_are_refused(fake, said):
-    fake.says(said)
+def test_reward_models_with_several_labels_are_refused(fake):
+    fake.says((200, {"data": [{"probs": [0.1, 0.9]}]}))
     server = nemorl.RewardServer(url=fake.root, model="rm")
     with pytest.raises(ValueError, match="there must be rewards, but rm gave no number: "):
         make_environment(server).check(ROWS)
 
 
-def train(reward, **options):
+def train(reward):
     tokenizer = tiny_tokenizer()
     return nemorl.train(
         model=tiny_model(scale=2.0),
@@ -294,32 +280,7 @@ def train(reward, **options):
         num_prompts_per_step=2,
         num_generations_per_prompt=4,
         max_new_tokens=4,
-        **options,
     )
-
-
-def test_a_judge_that_is_down_for_one_row_marks_its_samples(fake):
-    """The others go on, also in a run that asks many at once."""
-
-    def reply(path: str, body: dict) -> tuple:
-        text = body["messages"][0]["content"]
-        return DOWN if "\n1+2=\n" in text else (200, "Score: 5")
-
-    fake.reply = reply
-    tokenizer = tiny_tokenizer()
-    generator = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=tokenizer)
-    generator.setup(GenerationConfig())
-    ids = [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
-    prompts = Prompts(ROWS, ids, tokenizer=tokenizer)
-    reward = judge(fake, attempts=1)
-    found = collect(
-        generator, make_environment(reward), prompts, SamplingParams(n=4, max_new_tokens=3), seed=1
-    )
-    assert found.group_id.tolist() == [0] * 4 + [2] * 4
-    assert found.rewards.tolist() == [0.5] * 8
-    assert {each.group for each in found.failed} == {1} and len(found.failed) == 4
-    (reason,) = {each.outcome.reason for each in found.failed}
-    assert re.match(rf"ConversationFailed: {fake.url}: .*503.*starting", reason)
 
 
 def test_a_judge_of_a_file_is_a_reward_of_a_run(fake, tmp_path: Path, monkeypatch):
@@ -330,43 +291,7 @@ def test_a_judge_of_a_file_is_a_reward_of_a_run(fake, tmp_path: Path, monkeypatc
     )
     (step,) = of_phase(train("./my_url_judge.py:judge"), "train")
     assert step["reward"] == pytest.approx(0.7) and "failed/ConversationFailed" not in step
-    texts = [body["messages"][0]["content"] for body in fake.asked]
-    answers = [text.split("Answer:\n")[1].split("\n")[0] for text in texts]
-    assert len(texts) >= 1 + 8 and answers[0] == "0", "the first row's answer before training"
-
-
-def test_connections_are_kept_and_clients_of_closed_loops_are_not(fake, caplog):
-    environment = make_environment(judge(fake))
-    for _ in range(2):
-        ask(judge(fake))
-    loops = [*module.CLIENTS]
-    for response in "123":
-        log = [{"role": "user", "content": "1"}, {"role": "assistant", "content": response}]
-        environment.step([log], [{"answer": "1"}])
-    (new,) = [loop for loop in module.CLIENTS if loop not in loops]
-    assert len(module.CLIENTS[new]) == 1
-    environment._loop.close()
-    asyncio.run(judge(fake)(prompt="1", response="2", answer="3"))
-    gc.collect()
-    assert new not in module.CLIENTS and not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attempts": 0}, "attempts must be at least 1, but it is 0"),
-        ({"template": "{prompt} {respond}"}, r"template must have \{response\}, but it is .*: add"),
-    ],
-)
-def test_wrong_settings_are_named(fake, options, message):
-    with pytest.raises(ValueError, match=message):
-        judge(fake, **options)
-
-
-def test_without_openai_it_says_how_to_install_it(fake, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ImportError, match=r"needs openai: pip install 'nemorl\[judge\]'"):
-        make_environment(judge(fake)).check(ROWS)
+    assert len(fake.asked) >= 1 + 8
 
 
 def test_the_example_judges_at_a_url(fake, capsys):
@@ -384,9 +309,8 @@ def served(folder: Path) -> Iterator[str]:
     """The URL of `vllm serve` for a model."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"]
-    command += ["--dtype=float32"]
-    command += [f"--port={port}", "--host=127.0.0.1", "--enforce-eager", "--max-model-len=512"]
-    command += ["--served-model-name=tiny"]
+    command += ["--dtype=float32", "--served-model-name=tiny", "--max-model-len=512"]
+    command += [f"--port={port}", "--host=127.0.0.1", "--enforce-eager"]
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -441,15 +365,8 @@ def test_a_judge_of_vllm(tmp_path: Path):
             expected.add(tokenizer.decode(said, skip_special_tokens=True))
         assert {*heard} == expected and len(expected) > 1
 
-        nonsense = make_environment(nemorl.Judge(url=url, model="tiny", options=options))
-        (failure, *_) = nonsense.step(logs, ROWS).failures
-        assert "tiny gave no score from 0 to 10" in str(failure)
         with pytest.raises(ValueError, match=r"must serve 'other', but says .*404.*check url"):
             make_environment(nemorl.Judge(url=url, model="other")).check(ROWS)
-        long = make_environment(nemorl.Judge(url=url, model="tiny"))
-        (failure, *_) = long.step(logs, ROWS).failures
-        assert "400" in str(failure) and "512" in str(failure), "no place for 1024 tokens"
-    assert environment.step(logs[:1], ROWS[:1]).failures[0] is not None
 
 
 @pytest.mark.slow

@@ -140,11 +140,6 @@ def test_requests_in_flight_fail_with_an_update_that_fails(make):
     assert backend.generate([[5]], greedy(3))[0].policy_versions == (1, 1, 1)
 
 
-def test_how_requests_in_flight_go_on_is_checked(make):
-    with pytest.raises(ValueError, match=r"in_flight must be 'keep' or 'wait', but it is 'abort'"):
-        update(make(), [], 1, in_flight="abort")
-
-
 def test_a_cancelled_request_makes_room(make):
     backend = make(tiny_model(scale=3.0), 4)
     expected = backend.generate([[5]], greedy(3))
@@ -153,7 +148,8 @@ def test_a_cancelled_request_makes_room(make):
         tasks = await in_the_middle(backend)
         for task in tasks:
             task.cancel()
-        assert await backend.sample([5], greedy(3)) == expected
+        # Rounding depends on what else is in the batch.
+        assert tokens([await backend.sample([5], greedy(3))]) == tokens([expected])
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(one, asyncio.CancelledError) for one in ended)
         deadline = time.monotonic() + 120
@@ -163,26 +159,6 @@ def test_a_cancelled_request_makes_room(make):
 
     asyncio.run(main())
     assert backend.generate([[5]], greedy(3)) == expected
-
-
-def test_of_a_thousand_requests_each_is_answered_once(make):
-    model = tiny_model(scale=3.0)
-    backend, draw = make(model), random.Random(1)
-    prompts = [[draw.randrange(2, 42) for _ in range(6)] for _ in range(1000)]
-    answers = {}
-
-    async def ask(i):
-        (completion,) = await backend.sample(prompts[i], greedy(1))
-        assert i not in answers
-        answers[i] = completion.token_ids[0]
-
-    async def main():
-        await asyncio.gather(*map(ask, range(1000)))
-
-    asyncio.run(main())
-    with torch.no_grad():
-        expected = model(torch.tensor(prompts), use_cache=False).logits[:, -1].argmax(-1)
-    assert [answers[i] for i in range(1000)] == expected.tolist()
 
 
 def test_after_shutdown_there_is_nothing(make):
@@ -262,7 +238,7 @@ def test_wrong_requests_are_refused_alone(make):
     assert [*first, *last] == backend.generate([[5], [6]], greedy(3))
 
 
-def test_errors_of_a_computation_reach_every_request(make):
+def test_weights_that_are_not_finite_are_the_error_of_every_request(make):
     model = tiny_model(scale=3.0)
     backend, sound = make(model), weights(model)
     broken = [(name, torch.full_like(p, float("nan"))) for name, p in sound]
@@ -271,8 +247,9 @@ def test_errors_of_a_computation_reach_every_request(make):
         tasks = begin(backend, PROMPTS, [greedy(3)] * 8)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
+    expected = asyncio.run(main())
     update(backend, broken, version=1)
     ended = asyncio.run(main())
     assert all(isinstance(one, FloatingPointError) for one in ended)
     update(backend, sound, version=0)
-    assert [len(answer) for answer in asyncio.run(main())] == [1] * 8
+    assert asyncio.run(main()) == expected

@@ -46,7 +46,6 @@ class Targets(NamedTuple):
 
 @pytest.fixture
 def targets(tmp_path: Path, monkeypatch) -> Iterator[Targets]:
-    """A file, a folder, a server, and a process of this user with a secret in its environment."""
     tmp_path.chmod(0o755)
     file = tmp_path / "secret.txt"
     file.write_text("secret")
@@ -64,26 +63,18 @@ ATTACKS = {
     "reads a file": "found = open(file).read()",
     "reads the environment": "found = os.environ['NEMORL_SECRET']",
     "reads another's environment": "found = open(f'/proc/{victim}/environ').read()",
-    "reads another's memory": "open(f'/proc/{victim}/mem', 'rb')",
     "lists a folder": "assert 'secret.txt' in os.listdir(folder)",
     "overwrites": "open(file, 'w').write('mine')",
-    "creates": "open(folder + '/new', 'x')",
     "writes beside its folder": "open('/nemorl-left', 'x')",
     "removes": "os.remove(file)",
-    "changes a mode": "os.chmod(file, 0o777)",
     "follows a link of its own": "os.symlink(file, 'link'); open('link', 'a').write('mine')",
-    "links": "os.link(file, 'link'); open('link', 'a').write('mine')",
     "leaves a file in shared memory": "open('/dev/shm/nemorl-left', 'w')",
     "connects": "socket.create_connection(('127.0.0.1', port), 2)",
     "connects abroad": "socket.create_connection(('1.1.1.1', 53), 2)",
     "stops a process": "os.kill(victim, 19)",
-    "opens a process": "os.pidfd_open(victim)",
-    "limits a process": "resource.prlimit(victim, resource.RLIMIT_NOFILE, (9, 9))",
-    "slows a process": "os.setpriority(os.PRIO_PROCESS, victim, 19)",
     "traces a process": "done(system(ptrace, 0x4206, victim, 0, 0))",
     "mounts": "done(ctypes.CDLL(None).mount(b'tmpfs', b'/usr', b'tmpfs', 0, None))",
     "becomes root": "os.setuid(0); assert os.getuid() == 0; os.chown('/usr', 0, 0)",
-    "writes to the interpreter": "open(sys.executable, 'ab')",
     "raises a limit": "resource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
 }
 ATTACK = """
@@ -113,7 +104,6 @@ def state(targets: Targets) -> list[object]:
     return [
         *(targets.file.read_text(), status.st_mode, status.st_mtime, status.st_nlink),
         *(sorted(targets.folder.iterdir()), victim.status() in ENDED_OR_STOPPED),
-        *(victim.nice(), victim.cpu_affinity(), victim.rlimit(psutil.RLIMIT_NOFILE)),
     ]
 
 
@@ -131,8 +121,7 @@ def test_an_attack_is_refused(name: str, targets: Targets):
 
 WORKS = [
     *("reads a file", "reads another's environment", "lists a folder", "overwrites", "removes"),
-    *("changes a mode", "follows a link of its own", "connects", "stops a process"),
-    *("limits a process", "slows a process", "traces a process", "opens a process"),
+    *("follows a link of its own", "connects", "stops a process", "traces a process"),
 ]
 
 
@@ -152,12 +141,10 @@ def test_without_a_sandbox_the_attack_succeeds(name: str, targets: Targets, tmp_
         ("import signal\nfor n in (15, 24): signal.signal(n, signal.SIG_IGN)\nwhile 1: 0", "time"),
         ("import time; time.sleep(1000)", "time"),
         ("import os, time; os.close(1); os.close(2); time.sleep(1000)", "time"),
-        ("import time\nwhile True: print('x', flush=True); time.sleep(0.01)", "time"),
         ("x = bytearray(1 << 30)", "memory"),
         ("while True: print('x' * 1_000_000)", "output"),
         ("import sys; sys.setrecursionlimit(10**9)\nf = lambda: f()\nf()", None),
         ("input()", "error"),
-        ("import sys; sys.exit(3)", "error"),
         ("import os; os.abort()", "error"),
         ("print(1)", "ok"),
     ],
@@ -178,12 +165,8 @@ def test_what_a_program_is_given_and_gives():
     garbage = "import sys; sys.stdout.buffer.write(bytes(range(256))); print('\\ud800')"
     result = run(garbage, stdin="\ud800")
     assert "\ufffd" in result.stdout and "UnicodeEncodeError" in result.stderr
-    result = run("raise SystemExit('\\0no')")
-    assert (result.stderr, result.exit_code) == ("\0no\n", 1)
     numpy = "import numpy\nprint(numpy.ones(3).sum())"
     assert run(numpy, Limits()).stdout == "3.0\n"
-    loop = "import asyncio\nasync def f(): return 1\nprint(asyncio.run(f()))"
-    assert run(loop).stdout == "1\n"
 
 
 def test_no_descriptor_but_those_given_and_few():
@@ -222,9 +205,6 @@ except OSError as error:
         number, written, error = map(int, run(source, arguments=[size]).stdout.split())
         assert error in errors and number > 5
         assert number <= FILES and written <= SMALL.disk
-    kept = "import tempfile; f = tempfile.TemporaryFile(); f.write(b'a'); print(f.tell())"
-    assert run(kept).stdout == "1\n"
-    assert run("import os; print(os.listdir())").stdout == "[]\n"
     assert run("open('x', 'wb').write(bytes(5_000_000))").outcome == "error"
 
 
@@ -339,21 +319,6 @@ def test_without_bubblewrap_programs_are_refused_before_the_run(
         with pytest.raises(RuntimeError, match=message):
             environment.check(rows)
     make_environment("exact_match", environment=Calculator).check(rows)
-
-
-def test_another_interpreter_and_one_that_is_none():
-    assert run("print(1)", python=os.path.realpath(sys.executable)).stdout == "1\n"
-    with pytest.raises(FileNotFoundError, match="no-python"):
-        run("print(1)", python="/no-python")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("cpu", 0), ("wall", 0), ("memory", 1), ("output", 0), ("disk", 0), ("processes", 0)],
-)
-def test_limits_are_checked(field: str, value: int):
-    with pytest.raises(ValueError, match=f"{field} must be at least"):
-        Limits(**{field: value})
 
 
 def test_threads_parse_while_garbage_is_collected():

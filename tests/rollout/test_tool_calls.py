@@ -69,11 +69,8 @@ TAGS, GLM = text_of("qwen3_6"), text_of("glm4moe")
     ("said", "template"),
     [
         ("<tool_call>\n<function=add_all>\n<parameter=a>1\n</function>\n</tool_call>", TAGS),
-        ("<tool_call>\n<function=add_all>\n</tool_call>", TAGS),
-        ("<tool_call>\n{}\n</tool_call>", TAGS),
         ("<tool_call>\n<function=add_all>\n", TAGS),
         ("<tool_call>add_all\n<arg_key>a</arg_key>1</tool_call>", GLM),
-        ("<tool_call></tool_call>", GLM),
     ],
 )
 def test_a_call_with_tags_that_are_wrong_is_an_error(said: str, template: str):

@@ -72,25 +72,6 @@ def test_the_trainers_step_in_the_middle():
     assert backend.policy_version == 2
 
 
-def test_the_cache_grows_under_sequences_that_are_in_it():
-    model, prompts = tiny_model(scale=2.0), random_prompts(9, seed=4)
-    params = [SamplingParams(seed=i, max_new_tokens=20 + 15 * i) for i in range(9)]
-    expected = [tokens(made(model).generate([p], q)) for p, q in zip(prompts, params, strict=True)]
-    backend = made(model, max_batch_size=7)
-    tasks, sizes = [], set()
-
-    async def main():
-        for request in zip(prompts, params, strict=True):
-            tasks.append(asyncio.ensure_future(backend.sample(*request)))
-            for _ in range(5):
-                await asyncio.sleep(0)
-                sizes.add(backend.decoding.cache.num_slots)
-        return [tokens(answer) for answer in await asyncio.gather(*tasks)]
-
-    assert asyncio.run(main()) == expected
-    assert {1, 2, 7} <= sizes and max(sizes) == 7
-
-
 def test_other_tasks_have_their_turn_in_every_step():
     backend = made(tiny_model(scale=2.0))
     ticks = 0
@@ -123,20 +104,14 @@ def test_after_an_interrupt_the_same_event_loop_can_go_on(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(backend.sample([5, 6], LONG))
         assert loop.run_until_complete(backend.sample([5, 6], LONG)) == expected
-        monkeypatch.setattr(Decoding, "_decode", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            backend.generate([[5, 6]], LONG)
-        assert backend.generate([[5, 6]], LONG) == expected
     finally:
         loop.close()
 
 
-@pytest.mark.parametrize("lost", ["model.norm.weight", None])
-def test_a_copy_needs_every_tensor(lost):
-    """None: all are lost."""
+def test_a_copy_needs_every_tensor():
     model, other = tiny_model(tied=False), tiny_model(tied=False, seed=1)
     backend = made(model)
-    kept = [one for one in other.named_parameters() if lost is not None and one[0] != lost]
+    kept = [one for one in other.named_parameters() if one[0] != "model.norm.weight"]
     with pytest.raises(ValueError, match=r"must fit the .*'model.norm.weight' is missing"):
         update(backend, kept, 1)
     assert backend.policy_version is None
@@ -194,8 +169,3 @@ def test_the_experts_of_each_token_are_recorded(cached: bool):
             assert found.sort(-1).values.tolist() == expected.sort(-1).values.tolist()
     backend.shutdown()
     assert not any(part._forward_pre_hooks for part in model.modules())
-
-
-def test_experts_are_not_recorded_unasked():
-    backend = made(tiny_model("qwen3_moe"))
-    assert backend.generate([[5, 6]], SamplingParams(max_new_tokens=2))[0].routed_experts is None

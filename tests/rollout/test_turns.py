@@ -1,9 +1,7 @@
 """Conversations of several turns: contexts, environments of batches and of classes, failures."""
 
-import asyncio
 import threading
 import time
-from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -18,7 +16,6 @@ from nemorl.rollout.conversation import ContextFull, ConversationFailed, Limits,
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import TurnResult
-from nemorl.rollout.rounds import Rounds, caller
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched, Count
 from tests.tiny_models import tiny_model
@@ -37,7 +34,7 @@ def test_what_a_class_is_told_follows_what_it_heard(generator):
     assert found.num_turns.tolist() == [3] * 9 and Count.opened == Count.closed == 9
     assert found.rewards.tolist() == [6.0] * 9 and found.metrics == {"turn": 3.0}
     assert not found.failed
-    batch, turns = to_token_batch(found), None
+    batch = to_token_batch(found)
     turns = turn_numbers(found, batch)
     assert turns.amax(-1).tolist() == [3] * 9
     assert torch.equal(turns > 0, batch.loss_mask)
@@ -58,7 +55,7 @@ def test_an_environment_of_batches_has_turns(generator):
     found = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
     assert found.num_turns.tolist() == [3] * 9
     assert found.rewards.tolist() == [6.0] * 9
-    assert sum(environment.sizes) == 27
+    assert environment.sizes[0] == 9 and sum(environment.sizes) == 27
     alone = collect(
         generator, Batched(), replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
     )
@@ -89,15 +86,6 @@ def test_an_episode_whose_context_is_full_is_truncated(generator):
     assert found.truncated.all() and found.rewards.tolist() == [0.0] * 9
     with pytest.raises(ContextFull, match=r"4 tokens, and the longest sequence is 4 \(data\.max"):
         collect(generator, talks, replace(PROMPTS, limits=Limits(max_tokens=4)), SAMPLING, seed=1)
-
-
-def test_an_observation_that_overflows_the_context_is_named(generator):
-    class Wordy(Count):
-        def reset(self, answer: str) -> str:
-            return "1" * 80
-
-    with pytest.raises(ContextFull, match=r"tokens, and the longest sequence is 60 .*raise it"):
-        collect(generator, make_environment(Wordy), PROMPTS, SAMPLING, seed=1)
 
 
 def test_returns_of_turns_and_their_groups(generator):
@@ -132,8 +120,6 @@ def test_a_last_turn_without_a_token_shifts_no_advantage():
 
 
 class Unlucky(Count):
-    """Fails for the second member of each group, and for the second row."""
-
     failing: tuple[str, ...] = ()
 
     def step(self, response: str) -> TurnResult:
@@ -158,8 +144,6 @@ def test_a_conversation_that_fails_ends_alone(generator):
 
 
 def test_members_are_missing_and_the_baseline_is_of_the_others(generator):
-    """The paper's formula over the members that are left, by hand."""
-
     async def sometimes(row, policy) -> Outcome:
         said = await policy.sample(policy.prompt)
         if row["answer"] == "1" and (hash(said.token_ids) % 3 == 0 or sum(said.token_ids) % 2):
@@ -225,8 +209,6 @@ def test_rewards_that_fail_for_one_response_leave_it_out(generator):
             TurnResult(done=True, metrics={"hp": float("nan")}),
             "metric 'hp' must be a finite number",
         ),
-        (TurnResult(observation=3), "an observation must be text, a message or a list"),
-        (None, "step must return a TurnResult"),
     ],
 )
 def test_nonsense_of_an_environment_is_named(generator, result, message):
@@ -236,16 +218,6 @@ def test_nonsense_of_an_environment_is_named(generator, result, message):
 
     with pytest.raises(ValueError, match=message):
         collect(generator, make_environment(Odd), PROMPTS, SAMPLING, seed=1)
-
-
-def test_an_environment_that_takes_too_long_fails(generator):
-    class Slow:
-        async def step(self, response):
-            await asyncio.sleep(60)
-
-    limited = replace(PROMPTS, limits=Limits(timeout_s=1))
-    with pytest.raises(TimeoutError, match=r"'Slow': step must end within 1 s \(rollout.timeo"):
-        collect(generator, make_environment(Slow), limited, SAMPLING, seed=1)
 
 
 def test_an_environment_of_batches_that_never_ends_fails(generator):
@@ -271,14 +243,8 @@ def test_batches_of_several_turns_get_the_stop_strings(generator):
 
     sampling = replace(SAMPLING, stop_strings=tuple("0123456789+="))
     found = collect(generator, Hears(), PROMPTS, sampling, seed=1)
-    stopped = [turn for each in found.conversations for turn in each.turns]
-    stopped = [turn for turn in stopped if turn.completion.finish_reason == "stop"]
-    said = [TOKENIZER.decode(turn.completion.token_ids[-1:]) for turn in stopped]
-    assert Counter(text[-1:] for text in heard if text) >= Counter(
-        text for text in said if text in sampling.stop_strings
-    )
+    assert any(text.endswith(sampling.stop_strings) for text in heard)
     assert len(to_token_batch(found)) == 9, "no turn was tokenized again"
-    assert any(text in sampling.stop_strings for text in said)
 
 
 class Hushes:
@@ -372,67 +338,6 @@ def test_teardown_runs_when_another_ends_all(generator):
     assert Count.opened == Count.closed == 9
 
 
-def test_a_wait_for_a_thread_is_not_the_calls_time(monkeypatch):
-    monkeypatch.setattr("nemorl.rollout.rounds.THREADS", 1)
-    rounds, may_end = Rounds(), threading.Event()
-    long, short = caller(rounds, "long", 60.0), caller(rounds, "short", 1.0)
-
-    async def ends() -> None:
-        await asyncio.sleep(1.5)  # the limit of the call that waits is over
-        may_end.set()
-
-    held, quick, _ = rounds.run([long(may_end.wait), short(int), ends()])
-    assert held and quick == 0
-
-
-def test_what_a_thread_returns_to_be_awaited_needs_no_thread(generator, monkeypatch):
-    monkeypatch.setattr("nemorl.rollout.rounds.THREADS", 1)
-    meeting = asyncio.Barrier(9)
-
-    class Meets:
-        def step(self, response):
-            return self.met()
-
-        async def met(self):
-            await meeting.wait()
-            return TurnResult(done=True)
-
-    found = collect(generator, make_environment(Meets), PROMPTS, SAMPLING, seed=1)
-    assert not found.failed and len(found) == 9
-
-
-def test_a_stop_iteration_is_told_at_once(generator):
-    class Ends:
-        def step(self, response):
-            return next(iter(()))
-
-    with pytest.raises(RuntimeError, match="it raised StopIteration"):
-        collect(generator, make_environment(Ends), PROMPTS, SAMPLING, seed=1)
-
-
-def test_a_timeout_of_the_environments_own_is_not_ours(generator):
-    class Lost:
-        def step(self, response):
-            raise TimeoutError("timed out during the handshake")
-
-    with pytest.raises(TimeoutError, match=r"^timed out during the handshake\n"):
-        collect(generator, make_environment(Lost), PROMPTS, SAMPLING, seed=1)
-
-
-def test_an_environment_of_batches_that_is_cancelled_fails(generator):
-    """By an event loop of its own, say; nothing waits for it for ever."""
-
-    class Cancels(Batched):
-        def step(self, message_log_batch, metadata):
-            raise asyncio.CancelledError("its own")
-
-    for turns in (3, 1):
-        environment = Cancels()
-        environment.max_turns = turns
-        with pytest.raises(RuntimeError, match=r"'Cancels' raised CancelledError\('its own'\)"):
-            collect(generator, environment, PROMPTS, SAMPLING, seed=1)
-
-
 def test_environments_of_batches_return_what_nemo_rls_have(generator):
     """A result without our fields; empty metadata are metadata."""
     heard = []
@@ -463,18 +368,3 @@ def test_parts_of_rewards_add_up_over_turns(generator):
         found = collect(generator, Parts(), prompts, SAMPLING, seed=1)
         assert found.rewards.tolist() == [2.75] * 9
         assert found.components["all"].tolist() == [parts] * 9
-
-
-def test_a_conversation_that_a_limit_cuts_before_its_parts_has_none_of_them(generator):
-    class Last(Batched):
-        def step(self, message_log_batch, metadata):
-            found = super().step(message_log_batch, metadata)
-            last = all(found.terminateds)
-            return replace(found, components={"all": found.rewards} if last else {})
-
-    room = len(PROMPTS.token_ids[1]) + 2 * SAMPLING.max_new_tokens + 2
-    prompts = replace(PROMPTS, limits=Limits(max_tokens=room))
-    found = collect(generator, Last(), prompts, SAMPLING, seed=1)
-    cut = torch.tensor([each.outcome.truncated for each in found.conversations])
-    assert cut.any() and not cut.all()
-    assert found.components["all"].tolist() == [0.0 if each else 3.0 for each in cut.tolist()]

@@ -146,7 +146,7 @@ class DTensorBackend(Accumulating):
             training=model.training,
             trainable=[p for p in model.parameters() if p.requires_grad],
         )
-        self._model = model  # from here on shutdown() has something to undo
+        self._model = model
         self._base = fingerprint(model)
         if quantized:
             quantize_layers(model, device=self.device, dtype=DTYPES[plan.precision])
@@ -239,10 +239,8 @@ class DTensorBackend(Accumulating):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
 
-        Those of a sharded model are gathered one by one: all ranks go through them together. While
-        they are offloaded, each is a copy on the device.
+        Those of a sharded model are gathered one by one: all ranks go through them together.
 
-        dtype: cast to it before they are gathered.
         adapters: apart: matrices as they are, and then the adapters; alone: the adapters only.
         """
         self._drop_gradients()
@@ -256,10 +254,6 @@ class DTensorBackend(Accumulating):
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write this rank's pieces of the weights, or rank 0 the adapters, and of the optimizer's
         state. What a process by itself writes `transformers` (with LoRA: PEFT) loads.
-
-        Every other plan can resume from it.
-
-        background: write from a copy in main memory, and return at once.
         """
         self._require_training()
         assert self._writer is not None
@@ -358,7 +352,6 @@ def _kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def _require_side(part: TokenBatch, config: BackendConfig) -> None:
-    """Raise ValueError for rows padded on the left, where the model is not right for them."""
     proof = config.proofs and config.proofs["left_padded"]
     ids = part.segment_ids
     if proof and not proof.holds and ((ids[:, 1:] > 0) & (ids[:, :-1] == 0)).any():
@@ -369,7 +362,6 @@ def _require_side(part: TokenBatch, config: BackendConfig) -> None:
 
 
 def _settled(config: BackendConfig, given: Any) -> BackendConfig:
-    """Return settings that suit the model, by what is proved of it."""
     path, trust = config.model.path, config.model.trust_remote_code
     of_model = getattr(given, "config", None)
     if of_model is None:
@@ -388,7 +380,6 @@ def _settled(config: BackendConfig, given: Any) -> BackendConfig:
 
 
 def _check_given(model: nn.Module, config: BackendConfig) -> None:
-    """Raise ValueError for a given model that has adapters, or another head than `config.head`."""
     if adapters.has_adapters(model):
         raise ValueError(
             "model must be a plain one, but it has PEFT adapters: merge them first"
@@ -404,7 +395,6 @@ def _loaded_here(config: BackendConfig) -> nn.Module:
 
 
 def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
-    """Yield what a backend keeps from call to call, with or without its parameters."""
     parameters = list(backend._loaded().parameters())
     yield from (p.grad for p in parameters if p.grad is not None)
     for state in [] if backend.optimizer is None else backend.optimizer.state.values():
@@ -424,7 +414,6 @@ def _forward(
     config: BackendConfig,
     world: World,
 ) -> ForwardOutput:
-    """Return what is needed of a model's output for a microbatch."""
     options: Any = {"chunk": config.trainer.logprob_chunk, "needs": needs}
     if world.sharded:
         found = sharded_outputs(model, world, batch, work, **options)
@@ -448,5 +437,4 @@ def _give_back(model: Any, found: Found, config: BackendConfig) -> None:
 
 
 def _lasting_name(name: str) -> str | None:
-    """Return the model's absolute folder or its hub name; None where it has neither."""
     return str(Path(name).resolve()) if name and Path(name).exists() else name or None

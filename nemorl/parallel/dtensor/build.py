@@ -45,8 +45,8 @@ def build(
 ) -> nn.Module:
     """Build this rank's shards of the model that the configuration names; a collective call.
 
-    Weights are read from safetensors straight into the shards. Only fresh weights, a given model
-    and an adapter folder are first loaded whole on each rank's CPU.
+    Only fresh weights, a given model and an adapter folder are first loaded whole on each rank's
+    CPU.
 
     frozen: without gradients and adapters.
     """
@@ -121,8 +121,8 @@ def materialize(model: Any, world: World) -> None:
 
 
 def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
-    """Read this rank's piece of every parameter from a folder of safetensors; a scalar head that
-    the folder lacks is made from `seed`. Returns the names of what the model does not use.
+    """Read this rank's piece of every parameter from a folder of safetensors, or make a scalar head
+    from `seed`; return the names of what the model does not use.
 
     Raises: ValueError where some are missing or of other shapes.
     """
@@ -168,8 +168,6 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     """Shard a model's parameters over a mesh, in place; over one rank, too, for mixed precision.
 
     Units are layers, the embedding, and the last norm with the head, where tied all three.
-
-    mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
     """
     decoder, head = decoder_of(model), head_of(model)
     dtypes = MixedPrecisionPolicy(

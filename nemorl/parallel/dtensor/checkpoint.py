@@ -122,7 +122,6 @@ def _adapters(model: nn.Module, world: World) -> tuple[list[Piece], list[Tensor]
 
 
 def _state(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return the optimizer's state by `<parameter's name>.<what>`, in the parameters' order."""
     return {
         f"{name}.{what}": tensor
         for name, parameter in _trained(model, optimizer).items()

@@ -31,11 +31,7 @@ BIAS = "e_score_correction_bias"
 
 
 class Mixtures:
-    """The blocks of a model that share out tokens among experts, in the order of its layers.
-
-    `follow` announces every microbatch that is computed while they are `watched`. A dense model
-    has no blocks.
-    """
+    """The blocks of a model that share out tokens among experts, in the order of its layers."""
 
     def __init__(self, model: Any, world: World, trainer: TrainerConfig) -> None:
         decoder = decoder_of(model)
@@ -49,7 +45,6 @@ class Mixtures:
         self.forget()
 
     def _check(self) -> None:
-        """Raise ValueError for settings that the model's routers can't follow."""
         coef, rate = self.trainer.router_aux_loss_coef, self.trainer.router_bias_update_rate
         kind, biased = self.config.model_type, any(True for _ in self._biases())
         remedy = "take trainer.router_bias_update_rate" if biased else "remove it"
@@ -71,7 +66,6 @@ class Mixtures:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch routers and experts in the block, which computes a batch."""
         self._balance: Load | Pull | None = None
         self._loss: Tensor | None = None
         self._counts: dict[int, Tensor] = {}
@@ -98,7 +92,6 @@ class Mixtures:
         return copies.flatten(), routes
 
     def follow(self, tokens: tuple[Tensor, Tensor | None] | None) -> None:
-        """Announce a microbatch: what `tokens` returned, on the device."""
         self._copies, routes = tokens or (torch.zeros(0), None)
         if routes is not None:
             for router, experts in zip(self.routers, routes.unbind(1), strict=True):
@@ -106,10 +99,8 @@ class Mixtures:
                 router.forward = choosing(router, experts, num_experts(self.config))
 
     def weigh(self, num_tokens: int, passes: Iterable[Any]) -> None:
-        """Have routers add the gradient of the loss that balances experts over a whole batch; a
-        collective call.
-
-        passes: does the forward passes of the rank's microbatches, each after `follow`.
+        """Have routers add the gradient of the loss that balances experts over a whole batch, in
+        `passes` over all microbatches; a collective call.
         """
         experts, device = num_experts(self.config), self.world.device
         sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
@@ -125,10 +116,6 @@ class Mixtures:
     def end_batch(self) -> tuple[Metrics, Tensor | float]:
         """Return metrics of a batch that all ranks have computed, and what its loss has more; a
         collective call.
-
-        experts/max_load: tokens of the expert that got most, as a multiple of the mean; experts/
-        idle: share of the experts that got none. Both are means over layers. router_aux_loss: the
-        loss that balances experts, without its coefficient.
         """
         metrics: dict[str, Metric] = {}
         more: Tensor | float = 0.0
@@ -173,7 +160,6 @@ class Mixtures:
         return (*output[:carrier], pulled, *output[carrier + 1 :])
 
     def _chosen(self, number: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count the tokens that go to each expert of a block."""
         if len(args) < 3:
             return  # Llama 4's experts get all tokens, most of them as zeros
         chosen, size = args[1].detach(), num_experts(self.config)
@@ -182,7 +168,6 @@ class Mixtures:
         self._counts[number] = self._counts.get(number, 0.0) + counts
 
     def _sum_over_ranks(self, sums: Tensor) -> None:
-        """Add up what ranks with other tokens have found, in place."""
         for group in (self.world.data_group, self.world.cp_group):
             if group is not None:
                 dist.all_reduce(sums, group=group)

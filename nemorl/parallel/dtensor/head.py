@@ -26,8 +26,6 @@ def plain_outputs(
 ) -> list[Tensor]:
     """Return the outputs that `needs` names, each `[batch, seq]`, of a model that is not sharded,
     as `work` says; 0 elsewhere.
-
-    chunk: tokens whose logits are in memory at a time.
     """
     # With an attention mask or a cache transformers would ignore the segments.
     hidden = decoder_of(model)(

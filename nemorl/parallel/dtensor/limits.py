@@ -19,9 +19,7 @@ traits = TrainingTraits(
 
 
 def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
-    """Raise ValueError for what needs a package that is not installed, for weights in 4 bits on
-    ranks, and for routers' biases that would move beside adapters.
-    """
+    """Raise ValueError for settings that can't work, or need a package that is not installed."""
     quantize = config.lora.quantize
     for setting, needed in (
         ("optimizer.name adamw8bit", config.optimizer.name == "adamw8bit"),

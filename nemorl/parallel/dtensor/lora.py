@@ -21,15 +21,12 @@ from nemorl.parallel.offload import local_part, storage_of
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that files give to experts' matrices, which are fused in a live model."""
 NAME = "default"
-"""PEFT's name of the only adapter."""
 
 
 def add_adapters(
     model: nn.Module, config: LoRAConfig, *, base: str | None = None, seed: int = 0
 ) -> None:
     """Add adapters, with B = 0, to the linear layers, and train nothing else from now on.
-
-    base: the folder or hub name of the model without them, for those who load the adapters.
 
     Raises: ValueError for `target_modules` that the model does not have.
     """
@@ -53,7 +50,6 @@ def add_adapters(
 
 
 def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
-    """Return the names of linear layers, or the last parts of names, that get an adapter."""
     layers = linear_layers(model)
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for name in config.target_modules:

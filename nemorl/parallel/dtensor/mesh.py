@@ -15,8 +15,8 @@ from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
 def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, …); a collective call.
 
-    A process that joins them again gets the first groups: each has threads, and torch's caches
-    hold on to a mesh. timeout_s: how long a collective may take; torch's default for None.
+    A process that joins them again gets the first groups: each has threads, and torch's caches hold
+    on to a mesh.
     """
     from nemorl.parallel.dtensor.titan import make_dims
 

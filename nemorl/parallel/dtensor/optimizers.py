@@ -19,7 +19,6 @@ from nemorl.parallel.optimizer import make_adamw
 BLOCK = 256
 """Numbers of a row that bitsandbytes scales together."""
 State = dict[nn.Parameter, dict[str, Tensor]]
-"""What an optimizer keeps of each parameter, by name."""
 
 
 class Optimizers:
@@ -50,10 +49,8 @@ class Optimizers:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon of matrices that ranks may share.
-
-    Each is gathered and made orthogonal whole, by one of its ranks in turn; the momentum stays
-    shared. All ranks step together.
+    """torch's Muon of matrices that ranks may share: each is made orthogonal whole, by one of its
+    ranks in turn, and all ranks step together.
     """
 
     @torch.no_grad()
@@ -87,7 +84,6 @@ class Muon(torch.optim.Muon):
                 matrix.add_(distribute_tensor(change, mesh, places, src_data_rank=None))
 
     def _update(self, matrix: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Return the gradient's running mean, which takes the new one up."""
         mean, grad = self.state[matrix], matrix.grad
         assert grad is not None
         if not mean:
@@ -97,7 +93,6 @@ class Muon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return how torch's Muon changes a matrix, without weight decay, by a whole update."""
     change = nn.Parameter(torch.zeros_like(update))
     change.grad = update
     settings = {name: group[name] for name in ("lr", "eps", "ns_coefficients", "ns_steps")}
@@ -109,11 +104,7 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 class AdamW8bit:
-    """bitsandbytes' AdamW of this rank's parts of matrices, in blocks that every sharing has.
-
-    `state` has the two means in 8 bits (state1, state2), in the parameter's shape, and the scales
-    of their blocks (absmax1, absmax2).
-    """
+    """bitsandbytes' AdamW of this rank's parts of matrices, in blocks that every sharing has."""
 
     def __init__(self, matrices: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         from bitsandbytes.optim import AdamW8bit as Inner
@@ -187,7 +178,6 @@ class AdamW8bit:
 
 
 def _require_blocks(name: str, matrix: nn.Parameter) -> None:
-    """Raise ValueError where ranks share a matrix whose rows are not whole blocks."""
     if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
         width = _local(matrix).shape[-1]
         require(
@@ -231,7 +221,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
 
 
 def _hidden_matrices(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the matrices that are neither of an embedding nor of the output layer."""
     outer = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     outer.add(id(head_of(model).weight))
     return {

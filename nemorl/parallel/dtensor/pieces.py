@@ -44,11 +44,7 @@ def replicas(tensor: DTensor) -> tuple[int, int]:
 def own_pieces(
     tensors: Mapping[str, Tensor], world: World, stored: Stored = NOTHING
 ) -> tuple[list[Piece], list[Tensor]]:
-    """Return the pieces of tensors that this rank writes, and their values. Ranks with the same
-    piece share the work.
-
-    stored: tensors that files are to have otherwise.
-    """
+    """Return the pieces of tensors that this rank writes, and their values."""
     pieces: list[Piece] = []
     values: list[Tensor] = []
     ours = _ours(tensors, world)
@@ -78,7 +74,6 @@ def boxes_in_files(
 
 
 def _is_one(groups: Groups, tensor: Tensor) -> bool:
-    """Return whether files have a tensor as it is, under one name or, of a number, several."""
     return not tensor.ndim or groups == ((groups[0][0],),)
 
 
@@ -102,10 +97,7 @@ def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
 
 
 def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING) -> Tensor:
-    """Copy this rank's part of a stored tensor into its own, and return that.
-
-    stored: tensors that the files have otherwise. Of experts, the rank's are read.
-    """
+    """Copy this rank's part of a stored tensor into its own, and return that."""
     groups = stored.get(name, ((name,),))
     with torch.no_grad():
         local, offsets = own_part(tensor)

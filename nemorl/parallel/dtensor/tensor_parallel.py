@@ -42,9 +42,7 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
     """Split each layer over the mesh, in place, by Megatron's scheme and transformers' plan.
 
     The output layer is cut along the vocabulary and does its own communication (`head.py`); a
-    scalar head is whole on each rank. The model's inputs are the same on all ranks.
-
-    sequence_parallel: split norms and residuals over tokens.
+    scalar head is whole on each rank.
     """
     decoder, head, tied = decoder_of(model), head_of(model), is_tied(model)
     # The embedding's output stays whole, because the model makes its positions from its shape; the
@@ -149,8 +147,6 @@ def _gathering(*, by_keyword: bool) -> ParallelStyle:
 class Whole(ParallelStyle):
     """Computes a module on each rank, from the same inputs: its parameters are whole, but on the
     mesh, over which the gradient norm is taken.
-
-    cut_between: what comes in and goes out is cut along the tokens.
     """
 
     def __init__(self, *, cut_between: bool = False) -> None:
@@ -222,7 +218,6 @@ class Experts(ParallelStyle):
 
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Let a module and its parts find this rank's tensors in place of their DTensors."""
     found = [
         (part, name, parameter)
         for part in module.modules()
@@ -241,12 +236,11 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
 def spread_adapters(
     layer: nn.Module, mesh: Any, plan: Mapping[str, ParallelStyle]
 ) -> dict[str, ParallelStyle]:
-    """Spread a decoder layer's adapters over a mesh, in place, as the plan cuts their layers.
+    """Spread a decoder layer's adapters over a mesh, in place; return the plan, whose styles of
+    adapted layers are then for what the adapters adapt.
 
-    The wide side of an adapter is cut as its layer is: the rows of B, or the columns of A. The
-    other matrix is whole on each rank, and what is between the two is all that is sent.
-
-    Returns: the plan, whose styles of adapted layers are for what the adapters adapt.
+    The wide side of an adapter (rows of B, or columns of A) is cut as its layer is. The other
+    matrix is whole on each rank, and what is between the two is all that is sent.
     """
     left = dict(plan)
     for name, adapted in adapted_layers(layer).items():
@@ -269,7 +263,6 @@ def spread_adapters(
 
 
 def _compute_whole(mesh: Any, layout: Placement) -> tuple[Placement, Placement, Any, Any]:
-    """Both products on each rank; with sequence parallelism (`layout` Shard) the rank's tokens."""
 
     def inner(self: Any, x: Tensor) -> Tensor:
         x = x.to_local() if isinstance(x, DTensor) else x

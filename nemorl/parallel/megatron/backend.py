@@ -94,7 +94,7 @@ class MegatronBackend(Accumulating):
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels)
-        # cuDNN makes a plan for each new shape, in 55 ms to 1 s, and most microbatches have one.
+        # As in the dtensor backend.
         self._settings.enter_context(without_cudnn_attention)
         timeout = config.collective_timeout_s
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
@@ -110,7 +110,6 @@ class MegatronBackend(Accumulating):
         torch.manual_seed(config.seed)
 
     def _load(self) -> Source:
-        """Build this rank's stages and fill them; return where their weights came from."""
         from nemorl.parallel.megatron.model import Stage
         from nemorl.parallel.megatron.optimizer import ShardedAdamW
         from nemorl.parallel.megatron.pipeline import Pipeline
@@ -218,11 +217,8 @@ class MegatronBackend(Accumulating):
         return ForwardOutput(**outputs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors, gathered one by one: all ranks go through them together. Each copies
-        its own part of one that is offloaded to the device.
-
-        dtype: cast to it before they are gathered. What the model computes in needs nothing of the
-            other data parallel ranks.
+        """Yield whole tensors, gathered one by one: all ranks go through them together. In the type
+        that the model computes in nothing is needed of the other data parallel ranks.
         """
         parameters, dtype = dict(_parameters(self, self._stages)), dtype or torch.float32
 
@@ -260,12 +256,7 @@ class MegatronBackend(Accumulating):
         return _sampled(self, version)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write this rank's pieces of the weights and of the optimizer's state.
-
-        Every other plan can resume from it, and the dtensor backend.
-
-        background: write from a copy in main memory, and return at once.
-        """
+        """Write this rank's pieces of the weights and of the optimizer's state."""
         self._require_training()
         assert self._writer is not None
         with self.world.share_errors():
@@ -324,7 +315,6 @@ def _runtime(device: torch.device) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def _fill(backend: MegatronBackend, models: list[nn.ModuleList], read: Any) -> None:
-    """Copy this rank's part of whole tensors into models, of which the first one is trained."""
     conversion, optimizer = backend.conversion, backend.optimizer
     for parameters in zip(*(_parameters(backend, each) for each in models), strict=True):
         value = conversion.own(conversion.here[parameters[0][0]], read)
@@ -336,7 +326,6 @@ def _fill(backend: MegatronBackend, models: list[nn.ModuleList], read: Any) -> N
 
 
 def _held(backend: MegatronBackend, keep_weights: bool) -> Iterator[Tensor]:
-    """Yield what a backend keeps from call to call, with or without its parameters."""
     parameters = [each for _, each in _parameters(backend, backend._stages)]
     weights = {storage_of(each) for each in parameters}  # in float32 AdamW updates these
     if backend._reference is not None:
@@ -348,7 +337,6 @@ def _held(backend: MegatronBackend, keep_weights: bool) -> Iterator[Tensor]:
 
 
 def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
-    """Return a parameter."""
     optimizer, present = backend.optimizer, backend._away.present
     if parameter.dtype == torch.float32 or optimizer is None:
         return present(parameter).detach().float()
@@ -364,7 +352,6 @@ def _parameters(backend: MegatronBackend, stages: Any) -> Iterator[tuple[str, nn
 
 
 def _sampled(backend: MegatronBackend, version: int) -> dict[str, Tensor]:
-    """Return `sampled` numbers of the parameters that the ranks compute with, by their names."""
     parameters = dict(_parameters(backend, backend._stages))
     dtype = DTYPES[backend.world.plan.precision]
     whole = backend.conversion.whole(lambda name: parameters[name], dtype)
@@ -376,11 +363,9 @@ class Source:
     """A model as its files or its owner have it."""
 
     model: Any
-    """On the meta device."""
     tensors: dict[str, Tensor]
     """Its parameters, tied ones once, under the names in files."""
     names: list[str]
-    """Names of its state_dict."""
     read: Any
     """`read(name, offsets, shape)` returns a part of a tensor."""
     unused: Iterable[str] = ()

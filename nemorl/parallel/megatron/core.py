@@ -60,8 +60,6 @@ logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 
 class _CudaIs(TorchFunctionMode):
-    """Creates tensors on a device where code says "cuda"."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
@@ -77,8 +75,6 @@ class _CudaIs(TorchFunctionMode):
 
 
 class _Stream:
-    """A CUDA stream where all is done in order."""
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record_event(self, *_: Any) -> "_Stream":

@@ -32,13 +32,9 @@ class Order:
     new: Sequence[tuple[int, Sequence[int], SamplingParams]] = ()
     dropped: Sequence[int] = ()
     passes: int = 0
-    """The most passes to compute."""
     version: int = 0
-    """Version of the weights."""
     anew: bool = False
-    """Whether the cache of unfinished sequences is computed again."""
     asleep: bool = False
-    """Whether the cache's memory is freed."""
 
 
 class Engine:
@@ -47,7 +43,6 @@ class Engine:
     """
 
     def __init__(self, stages: Any, world: World, *, records_experts: bool, **options: Any) -> None:
-        """options: of `Decoding`."""
         self.stages, self.world, self.records_experts = stages, world, records_experts
         self.decoding = Decoding(self._draw, device=world.device, **options)
         self.requests: dict[int, Request] = {}
@@ -56,8 +51,7 @@ class Engine:
 
     def follow(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
         """Do what is ordered; return the answers that are complete, rank 0 those of all replicas,
-        and a pass's seconds, 0 without one. A collective call of all ranks, inside megatron-core's
-        `runtime`.
+        and a pass's seconds. A collective call of all ranks, inside `runtime`.
         """
         if order.anew or order.asleep:
             self.decoding.preempt()
@@ -88,7 +82,6 @@ class Engine:
         return number % self.replicas == self.replica
 
     def _advance(self, version: int) -> bool:
-        """Compute the next pass; where replicas share experts, all of them do, if any has one."""
         if self.world.plan.ep == 1 or self.replicas == 1:
             return self.decoding.advance(version)
         busy = torch.tensor([bool(self.decoding.waiting or self.decoding.active)], dtype=torch.int)
@@ -118,7 +111,6 @@ class Engine:
         return drawn
 
     def _forward(self, work: Pass) -> Tensor | None:
-        """Take a pass through the pipeline; return the last stage's logits `[rows, vocab]`."""
         world, plan = self.world, self.world.plan
         parts = plan.tp if plan.sequence_parallel else 1
         # All tokens in one row: a rank of sequence parallelism has a part of them.
@@ -138,7 +130,6 @@ class Engine:
         return found if world.tp_group is None else all_gather(found, 1, world.tp_group)
 
     def _keep(self, experts: Tensor, work: Pass) -> None:
-        """Give each sample the experts of the tokens that a pass computed."""
         world = self.world
         if world.plan.sequence_parallel and world.tp_group is not None:
             experts = all_gather(experts, 0, world.tp_group)

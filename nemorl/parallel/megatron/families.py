@@ -24,16 +24,12 @@ class Family:
     inner: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """The feed-forward's first: to gate and up; or one that has the rows of both."""
     outer: str = "mlp.down_proj"
-    """The feed-forward's last."""
     gated: bool = True
     """Whether the feed-forward has a gate; else `inner` is one projection."""
     activation: str = "silu"
-    """What hidden_act must be."""
     norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     eps: str = "rms_norm_eps"
-    """The setting with the epsilon of the norms."""
     qk_norm: bool = False
-    """Whether queries and keys are normed, head by head."""
     qkv_bias: bool = False
     """Whether projections to queries, keys and values alone have a bias."""
     bias: str | None = None
@@ -42,11 +38,9 @@ class Family:
     """What files call a mixture of experts, and an expert's gate, up and down projection."""
 
     def has_bias(self, hf: Any) -> bool:
-        """Return whether all linear layers of a configuration's model have a bias."""
         return self.bias is not None and bool(getattr(hf, self.bias))
 
     def layer(self) -> Parts:
-        """Return the parameters that a layer may have, without experts."""
         attention = "self_attention."
         inner: Kind = "gated" if self.gated else "rows"
         norms = {

@@ -20,7 +20,6 @@ SUPPORTED: dict[str, Any] = {
     "mlp_only_layers": [],
     "router_jitter_noise": 0.0,
 }
-"""Values that a model's configuration must have."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary frequencies that are the model's alone, whatever lies beside a sequence."""
 # No adapters: PEFT adapts nn.Linear, and here q, k and v are one matrix of another class, whose

@@ -20,8 +20,6 @@ def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None
 
     megatron-core has one division of the ranks for the whole process: one with other degrees
     replaces it, and models of the former are of no more use.
-
-    timeout_s: how long a collective may take.
     """
     timeout_s = timeout_s or DEFAULT_TIMEOUT_S
     device = start_process_group(device_name, timeout=timedelta(seconds=timeout_s))
@@ -45,11 +43,9 @@ def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None
 
 
 _JOINED: dict[Any, dict[str, Any]] = {}
-"""This process's place, by the degrees."""
 
 
 def _leave() -> None:
-    """End the present division with its groups, of which each has threads that poll."""
     while _JOINED:
         (*_, world), place = _JOINED.popitem()
         # Of a process group that has ended, all are gone.

@@ -32,7 +32,6 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
-"""By the names in families."""
 PLACE = {"layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "pg_collection"}
 """Keywords with which megatron-core makes an attention, besides those that change its numbers."""
 
@@ -78,13 +77,11 @@ class CoreAttention(core.MegatronModule):
     """Causal attention within each segment, of rows that context parallelism may have split."""
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **place: Any) -> None:
-        """place: where megatron-core puts it, which changes no number."""
         if unknown := sorted(place.keys() - PLACE):
             raise TypeError(f"attention has keywords that are not supported: {', '.join(unknown)}")
         super().__init__(config=config)
         self.scale = softmax_scale
         self.index = 0
-        """Number of the layer on this rank."""
 
     def forward(
         self,
@@ -110,7 +107,6 @@ class CoreAttention(core.MegatronModule):
         return output.transpose(0, 1).flatten(2).contiguous()
 
     def _cached(self, work: Pass, *values: Float[Tensor, "part 1 _ dim"]) -> Tensor:
-        """The same of a pass's rows, which lie one after the other."""
         rows, size = work.input_ids.shape, work.input_ids.numel()
         query, key, value = (x[:size, 0].unflatten(0, rows).transpose(1, 2) for x in values)
         key, value = work.cache.update(key, value, self.index)
@@ -235,7 +231,6 @@ class Stage(core.GPTModel):
         return self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
 
     def _read(self, hidden: Tensor, states: Tensor) -> Tensor:
-        """Return the states that the head reads `[tokens, hidden]`, by their places in the rows."""
         group = self.world.tp_group
         if group is not None and self.config.sequence_parallel:
             hidden = all_gather(hidden, 0, group)
@@ -329,10 +324,8 @@ def recomputed(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def recompute_experts(mixture: Any) -> None:
-    """Have a mixture of experts computed again in the backward pass, by the same routes.
-
-    In the place of megatron-core's own recomputation, where the router would follow the microbatch
-    that went through the layer last.
+    """Have a mixture of experts computed again in the backward pass, by the same routes:
+    megatron-core's router would follow the microbatch that went through the layer last.
     """
     forward, routes = mixture.forward, mixture.router.router_replay
 
@@ -365,9 +358,8 @@ def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:
 def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
     """Return megatron-core's settings for the mixture of experts that a configuration has, if any.
 
-    Each token goes through the experts with the largest logits, weighted by the softmax over these,
-    or (norm_topk_prob off) over all. megatron-core's losses that balance them are of a microbatch:
-    the loss of trainer.router_aux_loss_coef is in `routing`.
+    megatron-core's losses that balance experts are of a microbatch: the loss of
+    trainer.router_aux_loss_coef is in `routing`.
     """
     if FAMILIES[hf.model_type].experts is None:
         return {}

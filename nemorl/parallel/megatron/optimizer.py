@@ -50,7 +50,6 @@ class ShardedAdamW:
             self.parts.append(self._part(experts, state.get_expert_data_parallel_group()))
 
     def _part(self, buffers: list[list[Any]], group: dist.ProcessGroup) -> Any:
-        """Make the optimizer of some buffers' parameters, by stage, which a group shares."""
         parameters = nn.ParameterList(
             each for own in buffers for buffer in own for each in buffer.param_index_map
         )
@@ -71,7 +70,6 @@ class ShardedAdamW:
         return part
 
     def part(self, parameter: nn.Parameter) -> Any:
-        """Return the optimizer of a parameter."""
         return self.parts[-1] if not getattr(parameter, "allreduce", True) else self.parts[0]
 
     def adding(self, *, last: bool) -> AbstractContextManager[None]:
@@ -93,7 +91,6 @@ class ShardedAdamW:
             part.zero_grad()
 
     def free_gradients(self) -> None:
-        """Free the memory of gradients, until the next `zero_grad`."""
         for model in self.models:
             model.offload_grad_buffers(synchronize=False, empty_cache=False)
         for part in self.parts:
@@ -149,7 +146,6 @@ class ShardedAdamW:
             self._gathering.wait()
 
     def span(self, parameter: nn.Parameter) -> slice | None:
-        """Return what this rank has of a flattened parameter, if anything."""
         part = self.part(parameter)
         if parameter not in part.model_param_gbuf_map:
             return None
@@ -157,13 +153,11 @@ class ShardedAdamW:
         return slice(found.start, found.end)
 
     def main(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's span in float32, which AdamW updates."""
         part = self.part(parameter)
         group, index = part.model_param_group_index_map[parameter]
         return part.param_groups[group]["params"][index]
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return what AdamW keeps of this rank's span; of none, nothing."""
         if self.span(parameter) is None:
             return {}
         return self.part(parameter).state[self.main(parameter)]
@@ -209,17 +203,14 @@ class Gathering:
             group.param_gather_dispatched = True
 
     def wait(self) -> None:
-        """Wait until all is gathered."""
         for group in self.groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 class Reduction:
     """Starts to reduce the buckets of megatron-core's models (`overlap_grad_reduce`) in a step's
-    last microbatch, where that is known, and in the same order on all ranks.
-
-    megatron-core starts them as they get their gradients, on each rank for itself, and never a
-    bucket with a parameter that got no gradient.
+    last microbatch, in the same order on all ranks; megatron-core would start each as it gets its
+    gradients, and never one with a parameter that got none.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:
@@ -251,18 +242,15 @@ class Reduction:
             yield
 
     def start(self) -> None:
-        """Start the reductions that have not begun yet."""
         for order in self.orders:
             order.start_all()
 
     @property
     def under_way(self) -> bool:
-        """Whether some have begun that nobody has waited for."""
         groups = (group for order in self.orders for group in order.groups)
         return any(group.grad_reduce_handle is not None for group in groups)
 
     def reset(self) -> None:
-        """Forget what was reduced."""
         for order in self.orders:
             order.reset()
 

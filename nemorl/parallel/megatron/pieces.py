@@ -29,12 +29,9 @@ class SpanBox:
     piece: Piece
     parameter: nn.Parameter
     part: slice
-    """Of the span: whole rows, or a part of one."""
     rows: Tensor
-    """Which of these rows the box has, in its order."""
 
     def of(self, span: Tensor) -> Tensor:
-        """Return the box's values out of a span's."""
         rows = span[self.part].view(-1, prod(self.piece.shape[1:]))
         return rows[self.rows.to(rows.device)].view(self.piece.shape)
 
@@ -89,7 +86,6 @@ def _boxes(
 
 
 def _addresses(entry: Entry, conversion: Conversion) -> tuple[dict[str, int], Tensor, int]:
-    """Number all rows of its Hugging Face tensors; return starts, own rows, first column."""
     sizes = [conversion.shapes[name][0] + 1 for name in entry.names]
     starts = dict(zip(entry.names, accumulate(sizes, initial=0), strict=False))
     columns = set()
@@ -114,7 +110,6 @@ def _by_rows(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter, besides its number of steps."""
 
 
 def own_moments(boxes: list[SpanBox], optimizer: ShardedAdamW, step: int) -> Pieces:

@@ -45,9 +45,6 @@ class Pipeline:
     ) -> list[Any]:
         """Take this rank's microbatches through the pipeline; return the last stage's result for
         each: a loss, whose gradients are added, or without `loss_fn` a ForwardOutput.
-
-        stages: this rank's, one after the other.
-        mask: name of the batch's mask of tokens that the head reads; None: it reads none.
         """
         self.copied = 0
         parts, plan = layout.parts(self.world.data_rank), self.world.plan
@@ -96,7 +93,6 @@ class Pipeline:
         parts: Iterator[TokenBatch],
         model: Any,
     ) -> tuple[Any, Callable[..., Any]]:
-        """Compute a stage's share of the next microbatch."""
         stage = getattr(model, "module", model)
         part, trainer = next(parts), self.trainer
         wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)

@@ -21,8 +21,8 @@ from nemorl.parallel.world import World
 class Routes:
     """The experts that a layer's router was given for a microbatch, and those that it took.
 
-    In the place of megatron-core's RouterReplay, which has no tokens of the router's own choice,
-    and of microbatches whose layers are recomputed only an order.
+    megatron-core's RouterReplay has no tokens of the router's own choice, and of microbatches whose
+    layers are recomputed only an order.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,6 @@ class Routes:
         group_topk: int | None,
         largest: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]]:
-        """Return scores and numbers of each token's experts. megatron-core calls it."""
         found, experts = largest(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.given is not None:
             own = (self.given < 0).any(-1, keepdim=True)
@@ -98,12 +97,10 @@ def _routes(stages: Any) -> list[Routes]:
 
 @contextmanager
 def recorded_routes(stages: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
-    """Record the experts that compute the tokens in the block, which has forward passes of a rank's
-    stages.
+    """Record the experts that compute the tokens in the block, which has forward passes of stages.
 
-    Yields: a function that returns those of the last pass, of these layers, in int32. Tokens are in
-    the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of this
-    rank's part of seq).
+    Yields: a function that returns those of the last pass, of these layers, in int32, in the order
+    of its hidden states, `[seq, batch]` flattened.
     """
     found = _routes(stages)
     for each in found:

@@ -21,7 +21,6 @@ from nemorl.parallel.world import World
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Returns the box of a whole tensor by its Hugging Face name: where it begins, and its shape."""
 Shapes = dict[str, tuple[int, ...]]
-"""Shapes of whole tensors by Hugging Face name."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Entry:
 
     @property
     def dim(self) -> int | None:
-        """The dimension that ranks of tensor parallelism split."""
         if not self.divided:
             return None
         return {"whole": None, "columns": 1}.get(self.kind, 0)
@@ -104,7 +102,6 @@ class Conversion:
         return found
 
     def _part(self, stage: int) -> int:
-        """Return the number of a stage among those of its rank."""
         return stage // self.world.plan.pp
 
     def entries_of_experts(self, stage: int, rank: int) -> dict[str, Entry]:
@@ -127,7 +124,6 @@ class Conversion:
         return found
 
     def _everywhere(self) -> Iterator[tuple[int, int | None, dict[str, Entry]]]:
-        """Yield all entries by stage and, of experts, by rank of expert parallelism."""
         for stage in range(self.world.plan.num_stages):
             yield stage, None, self.entries(stage)
             for rank in range(self.world.plan.ep if self.experts else 0):
@@ -138,7 +134,6 @@ class Conversion:
         return name.endswith(HEAD) and "lm_head.weight" not in self.shapes
 
     def own(self, entry: Entry, read: Read) -> Tensor:
-        """Return this rank's part of a parameter."""
         tp, rank = self.world.plan.tp, self.world.tp_rank
         found = self._rows(entry)
         if entry.kind == "qkv" and self.groups % tp:  # a group is of several ranks
@@ -148,7 +143,6 @@ class Conversion:
         return fused(parts, self.groups // tp) if entry.kind == "qkv" else torch.cat(parts)
 
     def _rows(self, entry: Entry) -> list[Rows]:
-        """Return what a parameter is made of."""
         shares = {"qkv": (self.heads_per_group, 1, 1), "gated": (1, 1)}.get(entry.kind, (1,))
         if len(shares) == 1 or len(entry.names) > 1:
             return [Rows(name, 0, self.shapes[name]) for name in entry.names]
@@ -207,7 +201,6 @@ class Conversion:
         return [whole]
 
     def _sent(self, value: Tensor, pp_rank: int, expert_rank: int | None) -> Tensor:
-        """Return the tensor that a rank of the pipeline, with some experts, has; in place."""
         world = self.world
         for group, source in ((world.ep_group, expert_rank), (world.pp_group, pp_rank)):
             if group is not None and source is not None:
@@ -239,8 +232,8 @@ def split(
 
 
 def mark_split(model: nn.Module, conversion: Conversion) -> None:
-    """Tell megatron-core of which parameters each rank of tensor parallelism has its own, as it
-    does itself only where it initializes them: the gradient's norm counts all others once.
+    """Tell megatron-core of which parameters each rank of tensor parallelism has its own, as the
+    gradient's norm counts all others once.
     """
     for name, parameter in model.named_parameters():
         entry = conversion.here[name]

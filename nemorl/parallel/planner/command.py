@@ -44,32 +44,27 @@ class Candidate:
     fullest: Memory
     """The fullest moment of training or generation."""
     sent: float
-    """Bytes that a device sends in an optimizer step."""
+    """Bytes that a device sends in a step."""
     slow: float
     """Of these over the link between machines; on a single machine all."""
     host: int = 0
-    """Bytes of main memory of a machine that offloading takes."""
+    """Bytes of a machine's main memory that offloading takes."""
     sharing: Sharing | None = None
-    """How the model shares the device with engines, if it does and they fit."""
+    """How the model shares the device with engines."""
 
     @property
     def flags(self) -> str:
-        """The settings that make a run use this plan."""
         return _flags(parallel=self.plan)
 
 
 def ranked(found: Iterable[Candidate], *, room: float) -> list[Candidate]:
     """Order plans, the best first.
 
-    1. Plans that fit into `room` bytes come before the others, which follow by size, the smallest
-       first.
-    2. Of those that fit, the ones that recompute less come first: activation_checkpointing none,
-       then selective, then full.
-    3. Of those that recompute the same, the ones that send fewer bytes over the slow link come
-       first: the link between machines; on a single machine, the only one.
-    4. Of those that send at most 10 % more over it than the one that sends least, the ones that
-       send fewer bytes in all come first.
-    5. Of those that send the same, the ones that split in fewer ways, and then the smallest.
+    1. Those that fit into `room` bytes; the others follow by size, the smallest first.
+    2. Those that recompute less: none, selective, full.
+    3. Those that send fewer bytes over the slow link: between machines, or the only one.
+    4. Of those that send at most 10 % more over it than the least, those that send less in all.
+    5. Those that split in fewer ways, then the smallest.
     """
 
     def simplest(each: Candidate) -> tuple[float, ...]:
@@ -94,7 +89,7 @@ def ranked(found: Iterable[Candidate], *, room: float) -> list[Candidate]:
 
 
 def _flags(**sections: Any) -> str:
-    """Return the flags of what is not a run's default in sections."""
+    """Return the flags of what is not a run's default."""
     found = []
     for section, config in sections.items():
         for item in fields(config):
@@ -109,16 +104,14 @@ def _flags(**sections: Any) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """What `nemorl plan` found."""
+    """What `nemorl plan` found, as `ranked` orders it."""
 
     step: Step
     """The step of some plan."""
     fitting: tuple[Candidate, ...]
-    """As `ranked` orders them."""
     too_large: tuple[Candidate, ...]
-    """The smallest first."""
     refused: tuple[str, ...]
-    """Why some plans don't suit the model, whatever the memory."""
+    """Why some plans don't suit the model."""
 
 
 def find_plans(config: PlanConfig) -> Planned:
@@ -145,10 +138,9 @@ def find_plans(config: PlanConfig) -> Planned:
         if not problems:
             steps.append(Step(model, plan, config))
     if not steps:
-        divides = " and a divisor of it" * (config.gpus > config.gpus_per_node)
         given = (
-            f"the degrees given do not multiply to a divisor of {config.gpus}, with tp within"
-            f" {config.gpus_per_node}{divides} and a pipeline if there is vpp"
+            f"the degrees given do not multiply to a divisor of {config.gpus}, with tp a divisor of"
+            f" {config.gpus_per_node} and a pipeline if there is vpp"
         )
         reason = "; ".join(refused) or given
         raise ValueError(f"gpus must allow a plan that suits the model, but none does: {reason}")
@@ -159,7 +151,6 @@ def find_plans(config: PlanConfig) -> Planned:
 
 
 def _check_adapted(config: PlanConfig, model: ModelShape) -> None:
-    """Refuse adapters of layers that the model does not have."""
     linear = [each.module for layer in model.layers for each in layer.linear]
     names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     for name in config.lora.target_modules:
@@ -206,13 +197,12 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
 
 
 def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
-    """Return the divisors of a number, or the one that is given, or 1 unless they are free."""
+    """Return the divisors of a number that may be taken."""
     wanted = given or (None if free else 1)
     return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
 
 def estimate(step: Step) -> Candidate:
-    """Return the memory and traffic of a step."""
     stages = stages_of(step)
     sent, slow = map(max, zip(*map(traffic, stages), strict=True))
     moments, shared = [stage.training_memory() for stage in stages], None
@@ -222,7 +212,6 @@ def estimate(step: Step) -> Candidate:
         asked, card = step.work.trainer.offload_during_generation, GB * step.work.gpu_memory
         with suppress(ValueError):  # the plan is too large
             shared = sharing(step, card=card, can_offload=can_offload, can_empty=can_empty)
-        # An engine that starts has room for a sequence, and as many as fit into its share.
         engine = engine_memory(step, 1)
         if shared:
             step = with_offloading(step, shared.offloads)
@@ -243,7 +232,7 @@ def estimate(step: Step) -> Candidate:
 
 
 def print_plans(found: Planned, console: "Console | None" = None) -> None:
-    """Print the plans that fit, and why the first is best; else the smallest, and an error."""
+    """Print the plans that fit, and why the first is best; raise ValueError if none does."""
     from rich.console import Console
     from rich.text import Text
 
@@ -271,10 +260,6 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
         f"GB per GPU at its fullest moment; {room} of {config.gpu_memory:g} GB may be used"
         f" (--reserve {config.reserve:g}). sent: GB per GPU and optimizer step.{link}"
     )
-    if any(candidate.host for candidate in shown):
-        console.print("host: GB of a machine's main memory that is offloaded to, before pinning.")
-    if any(candidate.plan.cp_method == "allgather" for candidate in shown):
-        console.print("cp *: by cp_method allgather.")
     for reason in found.refused[:3]:
         console.print(f"left out: {reason}")
     if not found.fitting:
@@ -287,7 +272,6 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
 
 
 def _why(found: Planned) -> str:
-    """Return what the first plan has before the others, by the rule of `ranked`."""
     first = found.fitting[0]
     how = first.plan.activation_checkpointing
     alike = [each.slow for each in found.fitting if each.plan.activation_checkpointing == how]
@@ -298,7 +282,7 @@ def _why(found: Planned) -> str:
 
 
 def _other_flags(config: PlanConfig) -> str:
-    """Return the settings of a run, besides its plan."""
+    """Return a run's other settings."""
     trainer = replace(
         config.trainer,
         train_micro_batch_size=config.micro_batch_rows,
@@ -314,17 +298,12 @@ def _other_flags(config: PlanConfig) -> str:
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
-    """Return what the smallest plan lacks, and which settings take less memory."""
-    given, needed, generates = config.gpu_memory, smallest.fullest.total, config.engines
+    given, needed = config.gpu_memory, smallest.fullest.total
     traits = limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"
     remedies = ["--parallel.cpu-offload"] * (sharded and not config.parallel.cpu_offload)
     remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
-    resident = config.trainer.offload_during_generation is False
-    able = generates and implements(config.trainer.backend, "offload")
-    remedies += ["--trainer.offload-during-generation"] * (able and resident)
-    fewer = "a larger --generation.tensor-parallel-size", "--generation.no-colocated"
-    remedies += [*fewer] * generates
+    remedies += ["--generation.no-colocated"] * config.engines
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
@@ -349,7 +328,7 @@ PARTS = {
 
 
 def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
-    """Return a table with a line for each plan, without columns that are all 0."""
+    """Return a table of plans without columns that are all 0."""
     from rich import box
     from rich.table import Table
 
@@ -360,11 +339,8 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         if any(getattr(each.fullest, name) for each in shown)
     }
     host = ["host"] * any(candidate.host for candidate in shown)
-    traits = limits_of(config.trainer.backend).traits
-    unused = ["repl"] * (traits.shards == "optimizer") + ["pp"] * (not traits.pipelines)
-    unused += [
-        name for name in ("vpp", "ep") if all(getattr(each.plan, name) == 1 for each in shown)
-    ]
+    unused = [n for n in ("pp", "vpp", "ep") if all(getattr(each.plan, n) == 1 for each in shown)]
+    unused += ["repl"] * (limits_of(config.trainer.backend).traits.shards == "optimizer")
     degrees = {title: name for title, name in DEGREES.items() if title not in unused}
     slow = ["slow"] * (config.gpus > config.gpus_per_node)
     for title in (*degrees, "recompute", *parts, "total", *host, "sent", *slow):
@@ -395,7 +371,6 @@ def quantity(count: float) -> str:
 
 
 def _gigabytes(size: float) -> str:
-    """Write bytes in GB without its unit, with two digits where they are few."""
     value = size / GB
     digits = ".0f" if value >= 99.95 or value == 0 else ".1f" if value >= 0.95 else ".2g"
     return f"{value:{digits}}"

@@ -77,7 +77,7 @@ class PlanConfig:
             *("max_batch_size", "tensor_parallel_size", "pipeline_parallel_size"),
         ),
     }
-    """Settings that are refused and not shown, by section."""
+    """Settings that are refused and not shown."""
 
     gpus: int
     """Devices to spread it over."""
@@ -92,8 +92,7 @@ class PlanConfig:
     entropy: bool = False
     """Whether the loss has an entropy term."""
     keep_reference: bool = False
-    """Whether there is a reference model, for a KL term or DPO: a frozen copy, but with LoRA the
-    model without its adapters."""
+    """Whether there is a reference model, for a KL term or DPO."""
     reserve: float = 0.1
     """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10
@@ -110,8 +109,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         names = ("gpus", "seq_len", "batch_rows", "gpus_per_node", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
-        remedy = "the default is 80"
-        require(self.gpu_memory > 0, "gpu_memory", "must be positive", self.gpu_memory, remedy)
+        memory = self.gpu_memory
+        require(memory > 0, "gpu_memory", "must be positive", memory, "the default is 80")
         valid, requirement = 0 <= self.reserve < 1, "must lie in 0 … 1 (1 excluded)"
         require(valid, "reserve", requirement, self.reserve, "0.1 leaves a tenth free")
         for section, unused in self.unused.items():
@@ -128,8 +127,7 @@ class PlanConfig:
             require(free or not offloads, name, requirement, offloads, remedy)
         size, requirement = self.generation.devices_per_replica, f"must divide the {self.gpus} GPUs"
         fits = not self.engines or self.gpus % size == 0
-        stages = " · pipeline_parallel_size" * (self.generation.pipeline_parallel_size > 1)
-        name = f"generation.tensor_parallel_size{stages}"
+        name = "generation.tensor_parallel_size · pipeline_parallel_size"
         require(fits, name, requirement, size, "change it or gpus")
 
     @property
@@ -139,13 +137,12 @@ class PlanConfig:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row."""
         trainer = self.trainer
         packed = trainer.sequence_packing and trainer.micro_batch_tokens
         return trainer.packed_row_tokens or packed or self.seq_len
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows per forward pass on each device: one unless the section trainer says more."""
+        """Rows per forward pass on each device."""
         tokens = self.trainer.micro_batch_tokens or 0
         return self.trainer.train_micro_batch_size or max(1, tokens // self.row_tokens)

@@ -3,30 +3,25 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemorl.parallel.planner.memory import BYTES, SCORES, STATE, Memory, Step, layer_backward
+from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step, layer_backward
 from nemorl.parallel.planner.model_shape import Layer, Matrix
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that a device has: whole parameters and gradients, and a share of the optimizer;
-    the embedding is on the first stage, and the head on the last.
-    """
+    """The layers of a device: whole parameters and gradients, and a share of the optimizer."""
 
     step: Step
     index: int
+    num_layers: int
 
     @property
     def is_last(self) -> bool:
         return self.index == self.step.plan.pp - 1
 
-    @cached_property
-    def num_layers(self) -> int:
-        return _layers(self.step)[self.index]
-
     @property
     def in_flight(self) -> float:
-        """Microbatches whose activations all layers keep for the backward pass (1F1B)."""
+        """Microbatches whose activations all layers keep (1F1B)."""
         plan, count = self.step.plan, self.step.micro_batches
         if plan.vpp == 1:
             return min(plan.pp - self.index, count)
@@ -35,7 +30,7 @@ class Stage:
         return min(ahead + 1, plan.vpp * count) / plan.vpp
 
     def ends(self) -> list[Matrix]:
-        """Return the parameters outside the layers; a tied embedding is on both ends."""
+        """Return the parameters outside the layers."""
         model = self.step.model
         embedding, *others = model.ends
         found = [embedding] if self.index == 0 else []
@@ -45,57 +40,43 @@ class Stage:
 
     @property
     def layer(self) -> Layer:
-        """Its layers, which are alike; of a model with several kinds, the largest."""
+        """Its layers; of a model with several kinds, the largest."""
         return max(self.step.model.layers, key=lambda layer: sum(each.size for each in layer))
 
     @cached_property
     def parameters(self) -> int:
         """Numbers that a device computes with, but for experts."""
         plan = self.step.plan
-        layer = sum(self._on_device(matrix) for matrix in self.layer if not matrix.of_experts)
-        return self.num_layers * layer + sum(matrix.on(plan) for matrix in self.ends())
+        layer = sum(each.on(plan) for each in self.layer if not each.of_experts)
+        return self.num_layers * layer + sum(each.on(plan) for each in self.ends())
 
     @cached_property
     def of_experts(self) -> int:
-        """Numbers of its experts."""
-        matrices = (each for each in self.layer if each.of_experts)
-        return self.num_layers * sum(each.on(self.step.plan) for each in matrices)
+        plan = self.step.plan
+        return self.num_layers * sum(each.on(plan) for each in self.layer if each.of_experts)
 
     def shares(self) -> tuple[int, int]:
-        """Return how many devices have the same parameters, and the same experts."""
+        """Return how many devices have the same parameters, and experts."""
         plan = self.step.plan
         together = plan.data_ranks * plan.cp
         return together, together * plan.tp // plan.ep if plan.ep > 1 else together
-
-    def _on_device(self, matrix: Matrix) -> int:
-        """Where tp exceeds the key-value heads, several ranks have the same ones."""
-        plan, model = self.step.plan, self.step.model
-        repeated = max(1, plan.tp // model.num_key_value_heads)
-        is_kv = matrix.name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
-        return matrix.on(plan) * (repeated if is_kv else 1)
-
-    @cached_property
-    def updated(self) -> int:
-        """Numbers that the device's share of the optimizer updates."""
-        parts = self.parameters, self.of_experts
-        return sum(part // shares for part, shares in zip(parts, self.shares(), strict=True))
 
     def states(self) -> Memory:
         """Return what the device keeps from step to step."""
         step, numbers = self.step, self.parameters + self.of_experts
         size, gradient = step.dtype_size, BYTES[step.plan.reduce_dtype]
-        main = STATE if size < STATE else 0  # parameters in float32, of which the others are casts
+        main = STATE if size < STATE else 0
+        together, alike = self.shares()
+        updated = self.parameters // together + self.of_experts // alike
         return Memory(
             parameters=size * numbers,
             gradients=gradient * numbers,
-            optimizer=(main + 2 * STATE) * self.updated,
+            optimizer=(main + 2 * STATE) * updated,
             reference=size * numbers * step.work.keep_reference,
         )
 
     def kept_per_layer(self, *, recomputed: str) -> int:
-        """Return what a layer keeps of a microbatch: as `Step.saved_of`, with queries, keys and
-        values before and after their rotation.
-        """
+        """Return what a layer keeps of a microbatch; queries and keys before and after rotation."""
         step, plan, model = self.step, self.step.plan, self.step.model
         (q, kv, _), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
         stream = hidden * size // step.token_split()
@@ -106,35 +87,28 @@ class Stage:
         head_norms = 2 * STATE * (q + kv) * any("q_norm" in each.name for each in self.layer)
         reordered = 1.5 * (not step.work.trainer.sequence_packing or plan.cp > 1)
         modules = step.recomputed_modules if recomputed == "selective" else ()
-        # The output of attention, and its logsumexp.
         output = 0 if "core_attn" in modules else q * size
         attention = (q * (2 + reordered) + kv + 2 * step.kept_keys()) * size + output
         feed_forward = 0 if {"mlp", "moe"} & {*modules} else self.kept_of_feed_forward()
         return int(step.tokens * (norms + head_norms + attention + feed_forward))
 
     def kept_of_feed_forward(self) -> float:
-        """Return what `kept_per_layer` has of a token in the feed-forward block or experts."""
-        step, model, size = self.step, self.step.model, self.step.dtype_size
-        if not model.num_experts:
-            gated = any(block.gated for block in self.layer.blocks)
-            return (5 if gated else 3) * step.heads_width[2] * size
-        kept = self.rows_of_experts * (model.hidden_size + 6 * self.experts_width) * size
-        return kept + SCORES * model.num_experts / step.token_split()
-
-    @property
-    def experts_width(self) -> int:
-        """Width of an expert on the device, which ranks of tensor parallelism split without ep."""
-        plan = self.step.plan
-        return self.step.model.moe_intermediate_size // (plan.tp if plan.ep == 1 else 1)
+        """Return bytes of a token."""
+        step, model = self.step, self.step.model
+        if model.num_experts:
+            width = model.moe_intermediate_size // (step.plan.tp if step.plan.ep == 1 else 1)
+            return self.rows_of_experts * (model.hidden_size + 6 * width) * step.dtype_size
+        gated = any(block.gated for block in self.layer.blocks)
+        return (5 if gated else 3) * step.heads_width[2] * step.dtype_size
 
     @property
     def rows_of_experts(self) -> float:
-        """Rows that its experts get for each of its tokens, where all get equally many."""
+        """Rows that its experts get for each of its tokens."""
         gathered = self.step.plan.ep == 1
         return self.step.model.num_experts_per_tok / (1 if gathered else self.step.token_split())
 
     def layer_backward(self) -> int:
-        """Return the gradients held at a time: as `Step`'s, or of what experts gave and got."""
+        """Return the gradients held at a time."""
         step, model = self.step, self.step.model
         if not model.num_experts:
             return layer_backward(step, self.layer)
@@ -143,12 +117,10 @@ class Stage:
         return int(step.tokens * step.dtype_size * (widest + 2 * model.hidden_size))
 
     def training_memory(self) -> Memory:
-        """Return the fullest moment: the backward pass of the head or of the last layer."""
+        """Return the fullest moment: the backward pass of the head or of a layer."""
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
         kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
-        again = self.kept_per_layer(recomputed="none") if how == "full" else 0
-        if how == "selective" and {"mlp", "moe"} & {*step.recomputed_modules}:
-            again = self.kept_per_layer(recomputed="none") - self.kept_per_layer(recomputed=how)
+        again = self.kept_per_layer(recomputed="none") - self.kept_per_layer(recomputed=how)
         moments = [(kept + again + self.layer_backward(), 0, 0)]
         if self.is_last:
             head = STATE * (model.vocab_size // step.plan.tp) * model.hidden_size
@@ -160,19 +132,3 @@ class Stage:
             logits=logits,
             gathered=gathered,
         )
-
-
-def _layers(step: Step) -> list[int]:
-    """Return the layers of each device of pp."""
-    stages = step.plan.stage_layers(step.model.num_hidden_layers)
-    return [sum(map(len, stages[index :: step.plan.pp])) for index in range(step.plan.pp)]
-
-
-def telling_stages(step: Step) -> list[Stage]:
-    """Return stages of which some is the fullest, the busiest and the slowest one: with each number
-    of layers the first, which keeps most activations, and the ends and their neighbor.
-    """
-    layers = _layers(step)
-    last = len(layers) - 1
-    found = {0, min(1, last), last, *map(layers.index, layers)}
-    return [Stage(step, index) for index in sorted(found)]

@@ -11,18 +11,16 @@ from nemorl.parallel.planner.model_shape import Block, Layer, Matrix, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ENGINE = 2 * 10**9
-"""Bytes of an engine's activations and sampler, without CUDA graphs; an estimate."""
+"""Bytes of an engine's activations and sampler; an estimate."""
 STATE = 4
-"""Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
+"""Bytes of a parameter, its gradient, and each of AdamW's two numbers."""
 
 SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
-"""Bytes that an optimizer keeps less than AdamW of a parameter in a layer's matrices."""
+"""Bytes that an optimizer keeps less than AdamW of a parameter in a matrix."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Linear layers that get no adapter by default where there are experts."""
-SCORES = 16
-"""Bytes that a router keeps of a token and expert."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a parameter in 4 bits: a block of 64 has a scale of 8 bits, and 256 of these another."""
+"""Bytes of a parameter in 4 bits, with the scales of its blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +31,16 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     reference: int = 0
-    """The frozen copy."""
     activations: int = 0
     """What forward keeps for backward, and what backward needs besides."""
     logits: int = 0
-    """A chunk of logits, with the arrays of softmax and gradient."""
+    """A chunk of them, with the arrays of softmax and gradient."""
     gathered: int = 0
     """Whole parameters and gradients of the layers being computed, or their casts."""
     generation: int = 0
-    """Weights and key-value cache of a generator on the same device."""
+    """Weights and key-value cache of an engine on the same device."""
     cache: int = 0
-    """What PyTorch's allocator still has of training's peak while an engine generates."""
+    """What PyTorch's allocator still has of training's peak."""
 
     @property
     def total(self) -> int:
@@ -52,12 +49,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step on each device; a dp_shard that is left open counts as 1."""
+    """An optimizer step on each device."""
 
     model: ModelShape
     plan: ParallelPlan
     work: PlanConfig
-    """Rows, adapters and the like; its section parallel does not count."""
+    """Its section parallel does not count."""
 
     @property
     def shards_optimizer(self) -> bool:
@@ -105,18 +102,12 @@ class Step:
         return self.plan.recompute_modules or ("core_attn",)
 
     @property
-    def recomputes_experts(self) -> bool:
-        """Whether the backward pass computes experts again."""
-        how = self.plan.activation_checkpointing
-        return how == "full" or (how == "selective" and "moe" in self.recomputed_modules)
-
-    @property
     def can_offload(self) -> bool:
         """Whether the trainer can leave the device while engines generate."""
         return implements(self.work.trainer.backend, "offload") and not self.plan.cpu_offload
 
     def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
-        """Return the matrices of a layer that get an adapter."""
+        """Return the matrices that get an adapter."""
         names, fused = self.work.lora.target_modules, FUSED if self.model.num_experts else ()
         if not self.work.lora.rank:
             return ()
@@ -126,14 +117,12 @@ class Step:
         return tuple(m for m in layer.linear if f".{m.module}".endswith(wanted))
 
     def adapters(self, layer: Layer) -> Iterator[Matrix]:
-        """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
         for each in self.adapted(layer):
-            (rows, columns), rank = each.shape, largest_rank(self, each)
+            (rows, columns), rank = each.shape, self.work.lora.largest_rank
             yield Matrix(f"{each.module}.lora_A.weight", (rank, columns), each.tp or None)
             yield Matrix(f"{each.module}.lora_B.weight", (rows, rank), None if each.tp else each.tp)
 
     def adapter_parameters(self) -> int:
-        """Return the parameters of all adapters."""
         return sum(x.count * each.size for x in self.model.layers for each in self.adapters(x))
 
     @cached_property
@@ -147,11 +136,10 @@ class Step:
         return sum(count * each.shard(self.plan) for count, each in self.model.all())
 
     def kept(self) -> int:
-        """Return the parameters that a device keeps, adapters among them."""
+        """Return the parameters that a device keeps."""
         return self.whole_shard + self._adapter_shard
 
     def trained(self) -> int:
-        """Return the parameters that a device trains."""
         return self._adapter_shard if self.work.lora.rank else self.kept()
 
     def states(self) -> Memory:
@@ -171,90 +159,72 @@ class Step:
         )
 
     def generation_memory(self, states: Memory, *, generation: int = 0, cache: int = 0) -> Memory:
-        """Return the memory while an engine samples beside a trainer's states without gradients,
-        and its cache unless the trainer is offloaded.
-        """
+        """Return the memory while an engine samples beside a trainer's states and cache."""
         if not self.work.trainer.offload_during_generation:
             return replace(states, gradients=0, generation=generation, cache=cache)
-        # Weights are handed over one by one, experts each on its own.
+        # Weights are handed over one by one.
         largest = max(m.size // m.shape[0] ** m.of_experts for _, m in self.model.all())
         return Memory(gathered=STATE * largest, generation=generation)
 
     def training_memory(self) -> Memory:
-        """Return the fullest moment: the backward pass of the head, with all activations; of the
-        last layer, at its begin or end; or of the embedding.
+        """Return the fullest moment: the backward pass of the head, with all activations, or the
+        begin or end of a layer's.
         """
-        plan, layers = self.plan, self.model.layers
-        full = plan.activation_checkpointing == "full"
+        layers = self.model.layers
         kept = [kept_of(self, layer) for layer in layers]
-        saved = [saved_of(self, layer) for layer in layers]
-        again = [s if full else max(0, s - k) for s, k in zip(saved, kept, strict=True)]
-        backward = [layer_backward(self, layer) for layer in layers]
-        most = max(a + b for a, b in zip(again, backward, strict=True))
         every = sum(layer.count * size for layer, size in zip(layers, kept, strict=True))
-        stream = 3 * self.tokens * self.dtype_size * self.model.hidden_size
-        head, after, begins, layer_ends, embedding = self._gathered()
+        most = max(
+            saved_of(self, layer) - size + layer_backward(self, layer)
+            for layer, size in zip(layers, kept, strict=True)
+        )
+        head, begin, end = self._gathered()
+        last = every - max(kept) + 3 * self.tokens * self.dtype_size * self.model.hidden_size
         moments = (
             (every + self.outer_activations(), self.logits_memory(), head),
-            (every + most, 0, after + begins),
-            (every - max(kept) + stream, 0, after + layer_ends),
-            (stream, 0, embedding),
+            (every + most, 0, begin),
+            (last, 0, end),
         )
         activations, logits, gathered = max(moments, key=sum)
         return replace(
             self.states(),
-            gradients=0 if plan.cpu_offload else STATE * self.trained(),
+            gradients=0 if self.plan.cpu_offload else STATE * self.trained(),
             activations=activations + self.mask_memory(),
             logits=logits,
             gathered=gathered,
         )
 
-    def _gathered(self) -> tuple[int, int, int, int, int]:
-        """Return bytes of whole parameters and gradients, or of their casts: at the head, after it,
-        at the begin and end of a layer's backward pass, and at the embedding.
-        """
+    def _gathered(self) -> tuple[int, int, int]:
+        """Return bytes of whole parameters and gradients, or of their casts, at each moment."""
         plan, model, size = self.plan, self.model, self.dtype_size
-        reduced, tied = BYTES[plan.reduce_dtype], model.tied
+        reduced, adapted = BYTES[plan.reduce_dtype], self.work.lora.rank > 0
         sizes = [(x.count, sum(matrix.on(plan) for matrix in x)) for x in model.layers]
         layer, every = max(n for _, n in sizes), sum(count * n for count, n in sizes)
         head = model.vocab_size // plan.tp * model.hidden_size
         adapter = max(sum(matrix.size for matrix in self.adapters(x)) for x in model.layers)
-        cast = size if size < STATE else 0
-        if self.work.lora.rank and not plan.needs_ranks:
-            # A product keeps the frozen matrix's cast that its backward needs; autocast does not.
-            again = plan.activation_checkpointing != "none"
-            kept = 0 if again else cast * every
-            begins = cast * (adapter + again * layer)
-            return kept + cast * head, kept, begins, adapter * STATE, 0
-        if self.work.lora.rank:
-            # The buffer that FSDP2 gathers last stays until the next forward pass: the head's, or
-            # the last layer's, where a tied head was gathered first.
-            layer += adapter
-            last = layer if tied else head
-            after = last + (head if tied else 0)
-            end = 2 * layer * size + adapter * (size + reduced)
-            return (head + last + layer) * size, after * size, 2 * layer * size, end, 0
+        trained, cast = adapter if adapted else layer, size if size < STATE else 0
         # The head's gradient is summed in float32; in bfloat16, and of a part of the vocabulary,
         # each chunk's is an array of its own.
-        head_grad = head * (STATE + (size if cast or plan.tp > 1 else 0))
+        head_grad = head * (STATE + (size if cast or plan.tp > 1 else 0)) * (not adapted)
         if not plan.needs_ranks:
-            casts = (every + head) * cast
-            return head_grad + casts, casts, 0, layer * STATE, casts + 2 * head * STATE
+            # Autocast keeps all casts, but a frozen matrix's only the product that reads it.
+            again = adapted and plan.activation_checkpointing != "none"
+            casts = cast * (layer if again else every)
+            return head_grad + casts + cast * head, casts, casts + STATE * trained
         # FSDP2 gathers the next layer while one computes: a buffer, and the parameters copied out
-        # of it. Reducing takes another buffer.
-        after = head * 2 * size if tied else head * reduced
-        end = layer * (4 * size + reduced)
-        embedding = head * (3 * size + reduced) + layer * reduced
-        return (head + layer) * size + head_grad, after, 2 * layer * size, end, embedding
+        # of it. Reducing takes another buffer. The head's stays.
+        layer += adapter
+        stays = head * (size if adapted else reduced)
+        begin = stays + 2 * layer * size
+        end = begin + trained * (2 * size + reduced)
+        last = layer if model.tied else head
+        return (head + layer) * size + max(head_grad, last * size), begin, end
 
     def outer_activations(self) -> int:
-        """Return last norm, hidden states' gradient, rotary tables and token ids."""
+        """Return last norm and hidden states' gradient."""
         size, hidden = self.dtype_size, self.model.hidden_size
-        norm = hidden * (STATE + size) // self.token_split() + hidden * size
-        return self.tokens * (norm + hidden * size + 2 * self.model.head_dim * size + 40)
+        return self.tokens * (hidden * (STATE + size) // self.token_split() + 2 * hidden * size)
 
     def logits_memory(self) -> int:
-        """Return a chunk of logits in float32 with the arrays of softmax and gradient."""
         rows = min(self.work.trainer.logprob_chunk, self.tokens)
         arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy * 2
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
@@ -264,13 +234,13 @@ class Step:
         return self.plan.tp if self.plan.sequence_parallel else 1
 
     def mask_memory(self) -> int:
-        """Return the mask of the device's tokens with all of their row, which layers share."""
+        """Return the mask of the device's tokens with all of their row."""
         if self.plan.cp == 1 or self.plan.cp_method == "ulysses":
             return 0
         return self.tokens * self.width * self.dtype_size
 
     def kept_keys(self) -> int:
-        """Return the width of the keys that attention keeps, per token of one device."""
+        """Return the width of the keys that attention keeps of a token."""
         (q, kv, _), plan = self.heads_width, self.plan
         if plan.cp == 1:
             return kv
@@ -284,13 +254,12 @@ def saved_of(step: Step, layer: Layer) -> int:
 
     Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
     The feed-forward: four, without a gate two; experts: the same of each token that they get.
-    Under autocast norms stay in float32, and each product casts their output. With adapters
-    only inputs that they read are kept.
+    Under autocast norms stay in float32, and each product casts their output.
     """
     model, plan, size = step.model, step.plan, step.dtype_size
     hidden, frozen = model.hidden_size, step.work.lora.rank > 0
-    autocast, adapted = not plan.needs_ranks and size < STATE, step.adapted(layer)
-    reads = adapted if frozen else layer.linear
+    autocast = not plan.needs_ranks and size < STATE
+    reads = step.adapted(layer) if frozen else layer.linear
     normed = 0 if frozen else STATE if autocast else size
     wide = sum(each.size == hidden for each in layer.norms)
     numbers = wide * hidden * (STATE + normed) // step.token_split()
@@ -303,31 +272,22 @@ def saved_of(step: Step, layer: Layer) -> int:
         if each.size != hidden:
             width = widths.get(each.module.rpartition(".")[2], each.size)
             numbers += width * (STATE + (0 if frozen else size))
-    numbers += sum(largest_rank(step, each) for each in adapted) * size
-    scores = SCORES * model.num_experts if layer.experts else 0
-    return step.tokens * (numbers + _experts_width(step, layer) * size + scores)
+    return step.tokens * (numbers + _experts_width(step, layer) * size)
 
 
 def _kept_of_block(step: Step, block: Block, read: bool) -> int:
     """Return the bytes of a token; read: whether the last product's input is kept."""
-    plan, size = step.plan, step.dtype_size
-    outs, taken = block.widths(plan)
+    plan, (outs, taken) = step.plan, block.widths(step.plan)
     if not block.mixes:
-        return (outs + block.gated * taken + read * taken) * size
-    # Attention's output in its own order and in the rows'; adapters under autocast cast it
-    # back and forth.
-    packed, autocast = step.work.trainer.sequence_packing, not plan.needs_ranks and size < STATE
-    reordered = plan.cp_method == "ulysses" if plan.cp > 1 else packed
-    twice = (reordered or (step.work.lora.rank > 0 and autocast)) and read
+        return (outs + block.gated * taken + read * taken) * step.dtype_size
+    # Attention's output in its own order and in the rows'.
+    reordered = plan.cp_method == "ulysses" if plan.cp > 1 else step.work.trainer.sequence_packing
     more = 2 * (step.kept_keys() - step.heads_width[1])
-    heads = step.model.num_attention_heads // plan.tp
-    return (outs + taken * (1 + twice) + more) * size + STATE * heads
+    return (outs + taken * (1 + (reordered and read)) + more) * step.dtype_size
 
 
 def _experts_width(step: Step, layer: Layer) -> int:
-    """Return the numbers that experts keep of a token: rows in and out, and between; frozen
-    ones no inputs of products.
-    """
+    """Return the numbers that experts keep of a token; frozen ones no inputs of products."""
     model, trained = step.model, not step.work.lora.rank
     if not layer.experts:
         return 0
@@ -337,7 +297,7 @@ def _experts_width(step: Step, layer: Layer) -> int:
 
 
 def kept_of(step: Step, layer: Layer) -> int:
-    """Return `saved_of`, or with recomputation the input and, if selective, some products."""
+    """Return `saved_of`, or with recomputation the input and maybe some products."""
     how = step.plan.activation_checkpointing
     if how == "none":
         return saved_of(step, layer)
@@ -348,7 +308,7 @@ def kept_of(step: Step, layer: Layer) -> int:
 
 
 def layer_backward(step: Step, layer: Layer) -> int:
-    """Return the gradients held at a time: arrays of the feed-forward, attention or experts."""
+    """Return the gradients held at a time."""
     widest = _experts_width(step, layer)
     for block in layer.blocks:
         outs, taken = block.widths(step.plan)
@@ -357,36 +317,20 @@ def layer_backward(step: Step, layer: Layer) -> int:
 
 
 def engine_memory(step: Step, sequences: int) -> int:
-    """Return the bytes that an engine takes of each of its devices, with a cache for so many
-    sequences of the greatest length.
-    """
+    """Return the bytes that an engine takes of a device, with a cache for so many sequences."""
     model, generation = step.model, step.work.generation
     tp, pp = generation.tensor_parallel_size, generation.pipeline_parallel_size
     token = -(-model.cached_numbers(tp) // pp)
-    # The first stage also has the embedding, and the last one the output layer.
-    ends = model.vocab_size * model.hidden_size
-    weights = ends + (model.num_parameters - ends) // pp
-    numbers = weights // tp + sequences * step.work.seq_len * token
+    numbers = model.num_parameters // (tp * pp) + sequences * step.work.seq_len * token
     return step.dtype_size * numbers + ENGINE
 
 
-def largest_rank(step: Step, matrix: Matrix) -> int:
-    """Return the largest rank of this matrix's adapter in any layer."""
-    lora, layers = step.work.lora, range(step.model.num_hidden_layers)
-    if not lora.rank_pattern:
-        return lora.rank
-    return max(lora.rank_of(f"model.layers.{number}.{matrix.module}") for number in layers)
-
-
 def _kept_products(step: Step, layer: Layer) -> int:
-    """Return the width kept of attention's output, products with a bias, and half of the others."""
-    adapted, with_bias, without, attention = step.adapted(layer), 0, [], 0
-    biased = {each.name.removesuffix(".bias") for each in layer if each.name.endswith(".bias")}
+    """Return the width kept of attention's output, and of half of the products."""
+    adapted, products, attention = step.adapted(layer), [], 0
     for block in layer.blocks:
         attention += block.widths(step.plan)[1] * block.mixes
         for each in (*block.inner, *filter(None, (block.output,))):
             width = each.local(step.plan)[0]
-            with_bias += width * (each.module in biased)
-            without += [width] * (each.module not in biased)
-            without += [largest_rank(step, each), width] * (each in adapted)
-    return attention + with_bias + sum(without[::2])
+            products += [width] + [step.work.lora.largest_rank, width] * (each in adapted)
+    return attention + sum(products[::2])

@@ -16,14 +16,12 @@ from nemorl.models.hub import loading
 from nemorl.parallel.plan import ParallelPlan, num_experts
 
 MIXERS, FEEDS = ("o_proj", "out_proj"), ("down_proj", "c_proj")
-"""Names of the last linear layer of attention (or what mixes tokens in its place), and of a
-feed-forward block.
-"""
+"""Names of the last linear layer of attention, or its like, and of a feed-forward block."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Parameters of one shape; `tp` is the axis that tensor parallelism splits, if it does."""
+    """Parameters of one shape; `tp` is the axis that tensor parallelism splits."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +29,7 @@ class Matrix:
     of_experts: bool = False
     """Whether each device has some of the experts."""
     linear: bool = False
-    """Whether it is the weight of a linear layer that may get an adapter."""
+    """Whether it may get an adapter."""
 
     @property
     def size(self) -> int:
@@ -39,7 +37,6 @@ class Matrix:
 
     @property
     def module(self) -> str:
-        """The name of its module in a layer."""
         return self.name.removesuffix(".weight")
 
     def local(self, plan: ParallelPlan) -> tuple[int, ...]:
@@ -70,22 +67,20 @@ class Block:
 
     inner: tuple[Matrix, ...]
     output: Matrix | None
-    """None of a router."""
 
     @property
     def mixes(self) -> bool:
-        """Whether it is attention, or what stands in its place."""
+        """Whether it is attention or its like."""
         return self.output is not None and self.output.module.endswith(MIXERS)
 
     @property
     def gated(self) -> bool:
-        """Whether it is a feed-forward block with a gate."""
         if self.output is None or self.mixes:
             return False
         return sum(each.shape[0] for each in self.inner) == 2 * self.output.shape[1]
 
     def widths(self, plan: ParallelPlan) -> tuple[int, int]:
-        """Return the numbers per token that its inner layers give, and that the last one takes."""
+        """Return the numbers per token that `inner` give and `output` takes."""
         outs = sum(each.local(plan)[0] for each in self.inner)
         return outs, self.output.local(plan)[1] if self.output else 0
 
@@ -110,12 +105,10 @@ class Layer:
 
     @cached_property
     def norms(self) -> tuple[Matrix, ...]:
-        """Weights of norms."""
         return tuple(m for m in self.matrices if len(m.shape) == 1 and m.module.endswith("norm"))
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Its linear layers by module."""
         found: dict[str, list[Matrix]] = {}
         for each in self.linear:
             found.setdefault(each.module.rpartition(".")[0], []).append(each)
@@ -134,7 +127,6 @@ class ModelShape:
     config: Any = field(compare=False)
     """The Hugging Face configuration."""
     layers: tuple[Layer, ...]
-    """Kinds of layers."""
     ends: tuple[Matrix, ...]
     """The embedding, the last norm and the head; a tied head is the embedding."""
     tied: bool
@@ -164,19 +156,17 @@ class ModelShape:
 
     @cached_property
     def moe_intermediate_size(self) -> int:
-        """Width of an expert."""
         experts = [each for layer in self.layers for each in layer.experts]
         down = [each for each in experts if "down" in each.name]
         return down[0].size // (self.num_experts * self.hidden_size) if down else 0
 
     @property
     def q_size(self) -> int:
-        """Width of all queries together."""
         own = getattr(self.config, "qk_head_dim", None)  # multi-head latent attention
         return self.num_attention_heads * (own or self.head_dim)
 
     def all(self) -> Iterator[tuple[int, Matrix]]:
-        """Yield all parameters, and how often there are such."""
+        """Yield how often there are such parameters, and they."""
         for layer in self.layers:
             yield from ((layer.count, each) for each in layer)
         yield from ((1, each) for each in self.ends)
@@ -193,7 +183,7 @@ class ModelShape:
         return self.num_parameters - (experts * idle // self.num_experts if experts else 0)
 
     def cached_numbers(self, tp: int) -> int:
-        """Return the numbers that an engine's cache has of a token, on each of tp devices."""
+        """Return the numbers of a token in an engine's cache."""
         latent = getattr(self.config, "kv_lora_rank", None)
         heads = 2 * max(1, self.num_key_value_heads // tp) * self.head_dim
         width = latent + self.config.qk_rope_head_dim if latent else heads
@@ -203,9 +193,8 @@ class ModelShape:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Read the parameters of a model on the meta device.
+    """Read the parameters of a model by its Hugging Face configuration, on the meta device.
 
-    config: its Hugging Face configuration.
     Raises: ValueError where a size is missing, and for a model that is not supported.
     """
     from nemorl.models.causal_lm import decoder_of, layers_of, on_meta

@@ -5,22 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
-from nemorl.parallel.planner.megatron import Stage, telling_stages
+from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import STATE, Memory, Step, engine_memory
 
 GB = 1e9
-SEQUENCES = 64
-"""Sequences of the greatest length for which an engine should have room, if it decodes as many."""
 
 
 def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.1) -> float:
-    """Return the share of a GPU of `card` bytes that an engine may take beside a trainer, rounded
-    down to thousandths: vLLM's gpu_memory_utilization.
+    """Return the share of a GPU of `card` bytes that an engine may take beside `kept` bytes of a
+    trainer's, rounded down to thousandths: vLLM's gpu_memory_utilization.
 
-    kept: bytes that the trainer keeps there while the engine generates.
-    needed: bytes without which the engine does not start.
-    reserve: share left to CUDA contexts, NCCL's buffers and fragmentation.
-    Raises: ValueError where less is left than needed.
+    Raises: ValueError where less is left than needed to start.
 
     >>> engine_share(80e9, kept=20e9, needed=17e9)
     0.65
@@ -34,8 +29,7 @@ def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.
         f" {max(left, 0) / GB:.1f} GB of the GPU's {card / GB:.1f} GB",
         True,
         "add --trainer.offload-during-generation if it is off, a larger"
-        " --generation.tensor-parallel-size, --generation.no-colocated or more devices"
-        " (nemorl plan says how to divide the model)",
+        " --generation.tensor-parallel-size, --generation.no-colocated or more devices",
     )
     return math.floor(1000 * left / card) / 1000
 
@@ -47,21 +41,18 @@ class Sharing:
     card: float
     """Bytes of the GPU."""
     resident: int
-    """Bytes that the trainer keeps while engines generate, unless it is offloaded."""
+    """Bytes that a trainer keeps that is not offloaded."""
     wanted: int
-    """Bytes of an engine with a cache for the sequences of a batch, 64 at most."""
+    """Bytes of an engine with a cache for a batch, of 64 sequences at most."""
     training: int
-    """Bytes that training takes at its peak, activations included."""
+    """Bytes that training takes at its peak."""
     micro_batch_tokens: int | None
-    """trainer.micro_batch_tokens, as it was given or chosen."""
     kept: int
     """Bytes that the trainer keeps while engines generate."""
     offloads: bool
-    """Whether trainer.offload_during_generation is on."""
     chosen: bool
     """Whether nemorl chose so."""
     fits: bool
-    """Whether resident and wanted fit together."""
     share: float
     """The engine's gpu_memory_utilization."""
 
@@ -78,38 +69,33 @@ class Sharing:
         both = f"trainer's {self.resident / GB:.1f} GB and an engine's {self.wanted / GB:.1f} GB"
         on = "on" if self.offloads else "off"
         why = "fit together" if self.fits else "don't fit together"
-        if not (self.fits or self.offloads):
-            why += ", but the trainer can't be offloaded here: sequences wait for room in the cache"
         return f"{said}; trainer.offload_during_generation is {on}: the {both} {why}"
 
 
 def stages_of(step: Step) -> Sequence[Step | Stage]:
-    """Return the telling stages of a pipeline, or the step alone."""
+    """Return the stages of a pipeline, or the step alone."""
     if not step.shards_optimizer:
         return [step]
-    return telling_stages(step)
+    parts, pp = step.plan.stage_layers(step.model.num_hidden_layers), step.plan.pp
+    return [Stage(step, index, sum(map(len, parts[index::pp]))) for index in range(pp)]
 
 
 def states_of(step: Step) -> Memory:
-    """Return what the fullest device keeps from step to step."""
     return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
 
 
 def training_of(step: Step) -> int:
-    """Return the bytes that training takes of the fullest device at its peak."""
     return max(stage.training_memory().total for stage in stages_of(step))
 
 
 def cache_of(step: Step, *, can_empty: bool) -> int:
-    """Return the bytes that the trainer's allocator keeps beside its states after a step."""
+    """Return the bytes that PyTorch's allocator keeps after a step."""
     states = states_of(step)
     return 0 if can_empty else max(0, training_of(step) - states.total + states.gradients)
 
 
 def host_of(step: Step) -> int:
-    """Return the bytes that a process moves to main memory: parameters, optimizer, the frozen copy
-    and, with cpu_offload, gradients.
-    """
+    """Return the bytes that a process moves to main memory."""
     if step.plan.cpu_offload:
         resident = replace(step, plan=replace(step.plan, cpu_offload=False))
         return resident.states().total + STATE * step.trained()
@@ -129,14 +115,11 @@ def sharing(
 ) -> Sharing:
     """Return how engines share GPUs with a trainer.
 
-    card: memory of a GPU, in bytes.
+    card: bytes of a GPU. given: the engine's share by the user.
     can_offload: whether the training backend can move what it keeps to main memory.
-    can_empty: whether it can empty PyTorch's cache; otherwise it keeps its peak while engines
-        generate, unless it is offloaded.
-    given: the engine's share, as the user gave it.
+    can_empty: whether it can empty PyTorch's cache.
     sleeps: whether engines give their memory back while the model trains.
-    Raises: ValueError where an engine does not fit beside the trainer, or the trainer's state not
-        on a GPU.
+    Raises: ValueError where an engine does not fit beside the trainer, or the trainer alone.
     """
     work, states = step.work, states_of(step)
     training = training_of(step)
@@ -164,18 +147,14 @@ def sharing(
         step.plan.num_ranks,
         remedy,
     )
-    resident, wanted = (
-        kept(False),
-        engine_memory(step, min(work.generation.max_batch_size, SEQUENCES)),
-    )
+    resident, wanted = kept(False), engine_memory(step, min(work.generation.max_batch_size, 64))
     if given is not None:
         wanted = int(given * card)
     fits = resident + wanted <= card * (1 - work.reserve)
     offloads = (can_offload and sleeps and not fits) if asked is None else asked
     left, share = kept(offloads), given
     if share is None:
-        needed = engine_memory(step, 1)
-        share = engine_share(card, kept=left, needed=needed, reserve=work.reserve)
+        share = engine_share(card, kept=left, needed=engine_memory(step, 1), reserve=work.reserve)
     return Sharing(
         card=card,
         resident=resident,
@@ -191,6 +170,5 @@ def sharing(
 
 
 def with_offloading(step: Step, offloads: bool) -> Step:
-    """Return a step with trainer.offload_during_generation as it was resolved."""
     trainer = replace(step.work.trainer, offload_during_generation=offloads)
     return replace(step, work=replace(step.work, trainer=trainer))

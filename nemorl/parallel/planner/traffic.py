@@ -19,7 +19,7 @@ class Sent:
     """Whether each rank sends to all others, not to the next in a ring."""
 
     def slow(self, machine: int) -> float:
-        """Return the bytes that leave a machine of so many devices, on average."""
+        """Return the bytes that leave a machine of so many devices."""
         # Groups whose span does not divide a machine begin in one and end in the next.
         span = self.stride * self.size
         together = max(1, min(self.size, math.gcd(machine, span) // self.stride))
@@ -30,9 +30,7 @@ class Sent:
 
 
 def traffic(stage: Step | Stage) -> tuple[float, float]:
-    """Return the bytes that a device sends in a step, and those over the link between machines;
-    on a single machine all.
-    """
+    """Return the bytes that a device sends in a step, and of these over the slow link."""
     step = stage.step if isinstance(stage, Stage) else stage
     gpus, machine = step.work.gpus, step.work.gpus_per_node
     found = sends(stage)
@@ -50,8 +48,7 @@ def sends(stage: Step | Stage) -> list[Sent]:
     if not plan.needs_ranks:
         return []
     ranks, count, layers = shard_ranks(plan), step.micro_batches, model.num_hidden_layers
-    # The head's parameters stay from forward to backward, and a tied embedding's with them. Others
-    # are gathered twice; gradients are reduced after each microbatch.
+    # All but the head's parameters are gathered twice.
     once = sum(each.shard(plan) for each in (model.ends if model.tied else model.ends[1:]))
     gradients = BYTES[plan.reduce_dtype] * step.trained()
     sharded = BYTES[plan.precision] * (2 * step.kept() - once) + gradients
@@ -65,14 +62,15 @@ def sends(stage: Step | Stage) -> list[Sent]:
 
 
 def _of_stage(stage: Stage) -> list[Sent]:
-    """Return the same with megatron-core, which reduces gradients once, at a step's end."""
+    """Return the same with megatron-core, which reduces gradients at a step's end."""
     step, plan, model = stage.step, stage.step.plan, stage.step.model
     count, layers = step.micro_batches, stage.num_layers
     stream = count * step.tokens * model.hidden_size * step.dtype_size
     per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
     ends = (stage.index == 0) + 3 * stage.is_last
     tensor = layers * _tensor_sends(step) + ends
-    routed = stage.rows_of_experts * layers * (6 if step.recomputes_experts else 4)
+    again = plan.activation_checkpointing == "full" or "moe" in plan.recompute_modules
+    routed = stage.rows_of_experts * layers * (6 if again else 4)
     hops = 2 * plan.vpp - (stage.index == 0) - stage.is_last
     tied = model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last)
     embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
@@ -89,17 +87,16 @@ def _of_stage(stage: Stage) -> list[Sent]:
 
 
 def _part(array: float, devices: int) -> float:
-    """Return what a device sends of an array: the parts that others have."""
     return array * (devices - 1) / devices
 
 
 def _tensor_sends(step: Step) -> int:
-    """Return how often a layer sends its tokens over tp; an all-reduce counts twice."""
+    """Return how often a layer sends its tokens over tp."""
     parts, how = step.plan.sequence_parallel, step.plan.activation_checkpointing
     if not step.shards_optimizer:
         # Selective checkpointing keeps what reduce-scatter gave.
         forward, backward, kept = (4, 4, 2) if parts else (4, 10, 0)
-        if step.model.num_experts and parts:  # they gather tokens and sum up whole results
+        if step.model.num_experts and parts:
             forward, backward = 5, 5
         return forward + backward + {"none": 0, "selective": forward - kept, "full": forward}[how]
     # With sequence parallelism the backward pass gathers the inputs of products again.
@@ -111,7 +108,7 @@ def _tensor_sends(step: Step) -> int:
 
 
 def _context(step: Step, layers: int) -> Sent:
-    """Return what attention exchanges over cp: forward, backward, and where it is recomputed."""
+    """Return what attention exchanges over cp."""
     plan, (q, kv, _), how = step.plan, step.heads_width, step.plan.activation_checkpointing
     gathers = plan.cp_method == "allgather"
     exchanged = 2 * q + 2 * (q if step.kv_heads % plan.cp else kv)

@@ -83,7 +83,6 @@ def _led(
     chosen: bool,
     workers: Callable[[], Workers] | None,
 ) -> Environment:
-    """Return an environment that leads conversations."""
     if isinstance(environment, str):
         require_environment(environment)
         named = ENVIRONMENTS.get(environment, environment)
@@ -112,7 +111,6 @@ def _led(
 
 
 def _leads(reward: Any) -> bool:
-    """Return whether a reward is a class that leads conversations."""
     if not isinstance(reward, type):
         return isinstance(reward, LeadsConversations)
     batched = hasattr(reward, "global_post_process_and_metrics")

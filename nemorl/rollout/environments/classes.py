@@ -112,14 +112,12 @@ class ClassEnvironment:
         return callable(getattr(self.kind, method, None))
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError for rows that the judge, or `check(rows)` of the class, refuses."""
         if (check := getattr(self.kind, "check", None)) is not None:
             check(rows)
         if (check := getattr(self.judge, "check", None)) is not None:
             check([beside(row, self.kind) for row in rows])
 
     def episode(self, rounds: Rounds, limits: Limits) -> Episode:
-        """Return the episode of one conversation."""
         judge = None if self.judge is None else partial(judged, self.judge)
         call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)
 
@@ -173,7 +171,6 @@ class ClassEnvironment:
         policy: Policy,
         call: Callable[..., Awaitable[Any]],
     ) -> AsyncIterator[tuple[Any, list[Message]]]:
-        """Make an object and set it up; close it in any case."""
         messages = list(policy.messages)
         if self.has("init"):
             environment = await call(make, extras=own_copy(dict(row)))
@@ -235,11 +232,7 @@ def columns_for(function: Callable[..., Any], columns: Mapping[str, Any]) -> dic
 
 
 def with_observation(messages: Sequence[Message], observation: Any) -> list[Message]:
-    """Return messages with an observation: text goes on with the last message of the user's.
-
-    >>> with_observation([{"role": "user", "content": "Play."}], " Your turn.")
-    [{'role': 'user', 'content': 'Play. Your turn.'}]
-    """
+    """Return messages with an observation: text goes on with the last message of the user's."""
     if observation is None or observation == "":
         return list(messages)
     if isinstance(observation, Mapping):
@@ -260,11 +253,7 @@ def with_observation(messages: Sequence[Message], observation: Any) -> list[Mess
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the measurements that are numbers, as SkyRL-Gym averages them.
-
-    >>> numbers_in({"turns": 2, "pool": "a"})
-    {'turns': 2.0}
-    """
+    """Return the measurements that are numbers, as SkyRL-Gym averages them."""
     return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
 
 
@@ -306,11 +295,7 @@ async def _led(
 
 
 def turn_result(found: Any) -> TurnResult:
-    """Return what a `step` returned as a `TurnResult`. Raises: ValueError for anything else.
-
-    >>> turn_result(("Go on.", 0.5, False)).observation
-    'Go on.'
-    """
+    """Return what a `step` returned as a `TurnResult`."""
     if isinstance(found, TurnResult):
         return found
     if isinstance(found, tuple) and len(found) in (3, 4, 5):

@@ -36,7 +36,7 @@ def openenv(
 
 
 class OpenEnv:
-    """A session with a server of OpenEnv (its `EnvClient`), which lasts for a conversation."""
+    """A session with a server of OpenEnv."""
 
     def __init__(self, address: str, act: Callable[..., Any], show: Callable[..., str]) -> None:
         self._address, self._act, self._show = address, act, show

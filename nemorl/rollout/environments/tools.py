@@ -15,13 +15,7 @@ NOT_TOOLS = ("reset", "get_reward", "close", "check")
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the tools of an object, or of a class: its public methods, by name.
-
-    >>> class Adder:
-    ...     def add(self, a: int, b: int) -> int: ...
-    >>> [tool.__name__ for tool in tools_of(Adder)]
-    ['add']
-    """
+    """Return the tools of an object, or of a class: its public methods, by name."""
     kind = environment if isinstance(environment, type) else type(environment)
     names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
     public = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
@@ -29,10 +23,7 @@ def tools_of(environment: Any) -> list[Callable[..., Any]]:
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools, of their annotations and their docstrings' `Args:`.
-
-    Raises: ValueError for a tool without them, and for two of one name.
-    """
+    """Return the JSON schemas of tools, of their annotations and their docstrings' `Args:`."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -62,7 +53,6 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 
 
 def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function without the first parameter of a class's method."""
     first = next(iter(inspect.signature(tool).parameters), "")
     return MethodType(tool, tool) if first == "self" else tool
 
@@ -76,9 +66,8 @@ async def use_tools(
 ) -> tuple[list[Message], Outcome]:
     """Have the model call an environment's tools until it answers without a call.
 
-    A call that can't be read, of an unknown tool, with wrong arguments, or whose tool raises, gets
-    the error as its result, unless it is a ConversationFailed. Returns the messages, and an outcome
-    without a reward. A conversation that is cut after a call ends with a message without text.
+    A call that fails gets the error as its result, unless it is a ConversationFailed. Returns the
+    messages, of which the last has no text where a limit cut, and an outcome without a reward.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
@@ -108,11 +97,7 @@ def _outcome(answer: str | None, used: int, failed: int, *, truncated: bool) -> 
 
 
 def as_json(found: Any) -> str:
-    """Return what a tool returned as the model is told it.
-
-    >>> as_json({"city": "Zürich"})
-    '{"city": "Zürich"}'
-    """
+    """Return what a tool returned as the model is told it."""
     return json.dumps(
         found,
         ensure_ascii=False,

@@ -114,7 +114,6 @@ class WeightedRewards:
         return {**batch, "rewards": rewards, "components": {**components, **more}}, metrics
 
     def total(self, components: Mapping[str, Sequence[float]]) -> list[float]:
-        """Return the weighted sum for each response."""
         return [
             sum(
                 weight * reward

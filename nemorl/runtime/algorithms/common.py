@@ -20,15 +20,13 @@ from nemorl.runtime.run.loop import OpenRun
 def in_chunks(
     compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, *, rows: int
 ) -> Float[Tensor, "batch seq"]:
-    """Return a model's logprobs of a batch of any size, computed `rows` rows at a time."""
+    """Return logprobs of a batch, computed `rows` rows at a time."""
     plan = split_microbatches(batch, rows=rows)
     return merge([compute(part).values for part in split(batch, plan)], plan)
 
 
 def by_segment(compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch) -> Logprobs:
-    """Return a model's logprobs of a batch, computed with a row for each segment: no microbatch has
-    to hold all segments of a conversation.
-    """
+    """Return logprobs of a batch, computed with a row for each segment."""
     apart, plan = segments_apart(batch)
     found = compute(apart)
     values = pack(replace(apart, prev_logprobs=found.values), plan).prev_logprobs
@@ -38,19 +36,19 @@ def by_segment(compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch) -> 
 
 
 def with_prev_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
-    """Return the batch with the trainer's logprobs before the update."""
+    """Add the trainer's logprobs before the update."""
     logprobs = by_segment(run.trainer.get_logprobs, batch)
     return replace(batch, prev_logprobs=of_this_batch(logprobs, batch, "prev_logprobs"))
 
 
 def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
-    """Return the values of logprobs of the batch's temperature and filter."""
+    """Return logprobs' values, of the batch's distribution."""
     require_same_support(logprobs.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
     return logprobs.values
 
 
 def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterator[Tensor]:
-    """Yield the rows of each optimizer step on a rollout batch, in random order if several."""
+    """Yield the rows of each optimizer step, in random order if several."""
     size = config.train_global_batch_size or num_responses
     for epoch in range(config.num_updates_per_batch):
         rows = torch.arange(num_responses)

@@ -80,7 +80,7 @@ def comparisons(
 
 
 def with_label(example: Example, desirable: bool) -> Example:
-    """Return the example with its label for KTO: the sign of its advantages."""
+    """Label an example by the sign of its advantages."""
     sign = 1.0 if desirable else -1.0
     return replace(example, advantages=[sign * trained for trained in example.loss_mask])
 
@@ -88,7 +88,7 @@ def with_label(example: Example, desirable: bool) -> Example:
 def with_reference_logprobs(
     trainer: TrainingBackend, data: Comparisons, config: DPOConfig
 ) -> Comparisons:
-    """Return the data with the logprobs of the model as it is now, in float32."""
+    """Add the present model's logprobs, in float32."""
     size = config.train_global_batch_size
 
     def computed(rows: Sequence[Together]) -> list[Together]:
@@ -112,7 +112,7 @@ def with_reference_logprobs(
 
 
 def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenBatch:
-    """Return the batch with the reference's logprobs, if the loss needs them."""
+    """Add the reference's logprobs, if needed."""
     if not config.needs_reference or batch.reference_logprobs is not None:
         return batch
     compute, rows = trainer.get_reference_logprobs, config.train_global_batch_size
@@ -136,9 +136,7 @@ def samples(
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],
 ) -> Samples:
-    """Return evenly spaced pairs as rows of the sample log; `examples` alternate between chosen and
-    rejected ones.
-    """
+    """Return evenly spaced pairs as rows of the sample log."""
     found: Samples = []
     for i in spread(len(chosen), run.config.run.samples_per_step):
         texts = []

@@ -51,7 +51,7 @@ def dpo(run: OpenRun) -> None:
 
 
 def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Samples]:
-    """Return the loss over all of the data with its metrics, and some pairs as samples."""
+    """Return metrics over all of the data, and some pairs."""
     config = run.config
     batch = with_loss_weights(
         with_reference(run.trainer, collate_together(data.rows), config), config

@@ -92,7 +92,7 @@ def grpo(run: OpenRun) -> None:
 
 
 def say_preset(config: GRPOConfig) -> None:
-    """Print and log which preset the settings are nearest to, and how they differ from it."""
+    """Print and log the nearest preset."""
     line = nearest_preset(config)
     event("preset", line)
     if config.run.display != "none":
@@ -100,10 +100,7 @@ def say_preset(config: GRPOConfig) -> None:
 
 
 def trained_rows(config: GRPOConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"]:
-    """Return True for conversations that are trained on: without truncated ones where
-    overlong.filter says so, and groups that dynamic sampling rejects (the last round's, where it
-    found no other).
-    """
+    """Return which conversations are trained on."""
     kept = torch.ones(len(rollouts), dtype=torch.bool)
     if config.overlong.filter:
         kept &= ~rollouts.truncated
@@ -113,9 +110,7 @@ def trained_rows(config: GRPOConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"
 
 
 def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
-    """Return whether the batch's loss has a gradient: an advantage, a KL penalty or an entropy
-    bonus of a trained token.
-    """
+    """Return whether the batch's loss has a gradient."""
     assert batch.advantages is not None
     if config.kl.coef or config.entropy_coef:
         return bool(batch.loss_mask.any())
@@ -123,7 +118,7 @@ def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
 
 
 def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
-    """Return the batch with the logprobs that the loss compares."""
+    """Add the logprobs that the loss compares."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
         reference = by_segment(trainer.get_reference_logprobs, batch)
@@ -168,18 +163,14 @@ def roll_out(run: OpenRun, groups: GroupStream) -> tuple[Rollouts, Rollouts]:
 
 
 def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
-    """Return the chosen responses."""
+    """Return chosen responses."""
     return select(rollouts, chosen.nonzero()[:, 0].tolist())
 
 
 def compared_samples(
     run: OpenRun, rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
 ) -> Samples:
-    """Return groups for the sample log with the trainer's logprobs before the update, and with the
-    rewards that are compared where shaping changes them.
-
-    In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
-    """
+    """Return groups for the sample log, among them that of `worst_row` where logprobs are known."""
     groups = rollouts.group_id.tolist()
     rows = whole_groups(groups, run.config.run.samples_per_step)
     if not rows:
@@ -200,7 +191,7 @@ def compared_samples(
 
 
 def worst_row(batch: TokenBatch) -> int:
-    """Return the response on which sampler and trainer differ most."""
+    """Return the response of the widest gap."""
     assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
     gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
     return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())

@@ -36,7 +36,7 @@ Shaping = Callable[[Rollouts], Float[Tensor, "batch"]]
 
 
 def make_loss_weights(config: GRPOConfig) -> LossWeights:
-    """Return the function that weights tokens as `reduction` says."""
+    """Return what weights tokens."""
     match config.reduction:
         case "token_mean":
             return lambda mask, group_id: masks.token_mean_weights(mask)
@@ -50,7 +50,7 @@ def make_loss_weights(config: GRPOConfig) -> LossWeights:
 
 
 def make_shaping(config: GRPOConfig) -> Shaping:
-    """Return the function that shapes rewards by length."""
+    """Return what shapes rewards by length."""
     overlong, limit = config.overlong, config.generation.longest_response
     if not overlong.buffer:
         return lambda rollouts: rollouts.rewards
@@ -64,7 +64,7 @@ def make_shaping(config: GRPOConfig) -> Shaping:
 
 
 def make_advantages(config: GRPOConfig) -> Advantages:
-    """Return the function that turns rewards, shaped by length, into advantages."""
+    """Return what turns rewards into advantages."""
     choice, shaped = config.advantage, make_shaping(config)
 
     def advantages(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
@@ -102,7 +102,6 @@ def make_advantages(config: GRPOConfig) -> Advantages:
 
 
 def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor:
-    """Return advantages per token from the result of a user's function."""
     if not isinstance(found, Tensor) or found.shape not in (mask.shape, mask.shape[:1]):
         what = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else short(found)
         raise ValueError(
@@ -208,7 +207,6 @@ def _policy_loss(
     version: int | None = None,
     progress: int = 0,
 ) -> LossOutput:
-    """Return the loss of a part of a batch; see `policy_loss`."""
     assert batch.advantages is not None and batch.loss_weights is not None
     assert batch.generation_logprobs is not None
     logprobs, sampled = output.token_logprobs, batch.generation_logprobs

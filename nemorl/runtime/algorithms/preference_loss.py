@@ -85,7 +85,7 @@ def preference_loss(
 
 
 def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
-    """Return the function of losses/preference.py that has the loss's name, with its constants."""
+    """Return the loss's function with its constants."""
     constants = asdict(loss)
     function = getattr(preference, constants.pop("name"))
     for not_of_the_term in ("average_logprobs", "baseline"):
@@ -94,7 +94,7 @@ def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
-    """Return the batch with the weights of the likelihood term: of the chosen responses' tokens."""
+    """Add weights of the likelihood term."""
     if isinstance(config.loss, KTOLoss):
         assert batch.advantages is not None
         mask = batch.loss_mask & (batch.advantages > 0)
@@ -120,14 +120,14 @@ def rewards(
 
 
 def averages(loss: PreferenceLossConfig) -> bool:
-    """Return whether a response's score is the mean of its tokens' logprobs, not their sum."""
+    """Return whether scores are means of logprobs."""
     if isinstance(loss, SimPOLoss | ORPOLoss):
         return True
     return not isinstance(loss, KTOLoss) and loss.average_logprobs
 
 
 def trained(part: TokenBatch, *, single: bool, num: int | None = None) -> Bool[Tensor, "items"]:
-    """Return which pairs have a token to train on in both responses (`single`: which responses)."""
+    """Return which pairs (`single`: responses) have tokens to train on."""
     found = by_sequence(part.loss_mask.float(), part, num=num) > 0
     return found if single else found[0::2] & found[1::2]
 
@@ -139,10 +139,7 @@ def by_sequence(
     average: bool = False,
     num: int | None = None,
 ) -> Float[Tensor, "sequences"]:
-    """Return the sum or mean of the values over each response's trained tokens.
-
-    num: so many results, with zeros at the end. Default: one for each response.
-    """
+    """Return the sum or mean over each response's trained tokens, with zeros up to `num`."""
     return sequence_logprobs(
         values,
         part.loss_mask,
@@ -153,5 +150,5 @@ def by_sequence(
 
 
 def num_sequences(part: TokenBatch) -> int:
-    """Return the number of responses in all rows; on a GPU the host waits for it."""
+    """Count the responses; a GPU's host waits."""
     return int(num_segments(part.segment_ids).sum())

@@ -74,7 +74,7 @@ Results = Sequence[tuple[Mapping[str, Metric | float], Int[Tensor, "_"]]]
 
 
 def read_at_once(results: Results) -> Results:
-    """Return the same with metrics in main memory: the host waits for the device once."""
+    """Return metrics in main memory, read at once."""
     found = {
         f"{number} {name}": each
         for number, (metrics, _) in enumerate(results)
@@ -90,7 +90,7 @@ def read_at_once(results: Results) -> Results:
 
 def sampled_hashes(rollouts: Rollouts) -> tuple[Int[Tensor, "batch"], Int[Tensor, "batch"]]:
     """Return for each conversation the sum of `token_hashes` of its sampled tokens, modulo 2^32,
-    and their number: from its turns, not from a batch.
+    and their number.
     """
     ids, places, logprobs, owners = list[int](), list[int](), list[float](), list[int]()
     for row, conversation in enumerate(rollouts.conversations):
@@ -122,9 +122,7 @@ class TokenReceipt:
     """The tokens of a step, as they were sampled and as the loss had them."""
 
     def __init__(self, rollouts: Rollouts, kept: Bool[Tensor, "batch"] | None = None) -> None:
-        """kept: conversations whose tokens are trained on, others are left out for a reason; None:
-        all.
-        """
+        """kept: conversations whose tokens are trained on."""
         kept = torch.ones(len(rollouts), dtype=torch.bool) if kept is None else kept
         self.hashes, self.counts = (torch.where(kept, each, 0) for each in sampled_hashes(rollouts))
         self.hash = self.tokens = 0
@@ -135,10 +133,7 @@ class TokenReceipt:
     def add(
         self, metrics: Mapping[str, Metric | float], rows: Int[Tensor, "rows"]
     ) -> dict[str, Metric | float]:
-        """Add the metrics of an optimizer step on some conversations; return those of no receipt.
-
-        metrics: numbers are of a backend that has read them itself; only tokens and hash are taken.
-        """
+        """Add an optimizer step's metrics on some conversations; return those of no receipt."""
         self.hash += int(self.hashes[rows].sum())
         self.tokens += int(self.counts[rows].sum())
         for name, each in metrics.items():

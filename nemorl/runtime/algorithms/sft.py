@@ -32,14 +32,14 @@ def sft(run: OpenRun) -> None:
 def demonstrations(
     run: OpenRun, name: str, rows: Sequence[Any]
 ) -> tuple[Sequence[Example], Sequence[Any]]:
-    """Return demonstrations as tokens within the longest sequence, and the row of each."""
+    """Return demonstrations as tokens, and their rows."""
     items = to_examples(rows, run.tokenizer)
     found, kept, run.lengths[name] = within_limit("examples", run.config, rows, items)
     return found, kept
 
 
 def validation(run: OpenRun) -> Validate | None:
-    """Return the validation that the rows allow: the loss on demonstrations, and greedy answers."""
+    """Return the validation that the rows allow."""
     rows = run.validation_rows
     shown = [
         row for row in rows if row.get("messages") is not None or row.get("response") is not None
@@ -64,13 +64,13 @@ def validation(run: OpenRun) -> Validate | None:
 
 
 def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
-    """Return the negative log-likelihood of a part of a batch."""
+    """Return the negative log-likelihood."""
     assert batch.loss_weights is not None
     return nll(output.token_logprobs, batch.loss_weights)
 
 
 def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
-    """Return the batch with weights as `reduction` says."""
+    """Weight tokens as `reduction` says."""
     build = token_mean_weights if config.reduction == "token_mean" else sequence_mean_weights
     return replace(batch, loss_weights=build(batch.loss_mask))
 

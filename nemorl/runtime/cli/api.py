@@ -79,7 +79,7 @@ def train(
 
 
 def pop_reward(overrides: dict[str, Any], reward_fn: Reward | None) -> Reward | None:
-    """Return `reward_fn`, or the `reward` of the overrides that is not a name, and remove it."""
+    """Return `reward_fn`, or a `reward` among the overrides that is no name; remove it."""
     if not is_reward(reward := overrides.get("reward")):
         return reward_fn
     remedy = "reward and reward_fn are the same; keep one"
@@ -109,11 +109,11 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
 def from_keywords(
     cls: type[Any], command: str, overrides: Mapping[str, Any], tree: Mapping[str, Any] = {}
 ) -> Any:
-    """Return the config of a command with overrides as `train` takes them, laid over `tree`."""
+    """Return the config of a command with overrides laid over `tree`."""
     mapping: dict[str, Any] = {}
     for name, value in overrides.items():
         key, now = _nested(cls, command, name, value)
-        if key in mapping:  # loss="gspo", clip_low=0.1
+        if key in mapping:
             before, now = (
                 {"name": part} if isinstance(part, str) else part or {}
                 for part in (mapping[key], now)
@@ -127,7 +127,6 @@ def from_keywords(
 
 
 def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
-    """Return the top-level key of an override, and its value there."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
     if name in ("loss", "advantage") and callable(value) and cls is GRPOConfig:
@@ -142,7 +141,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         raise ConfigError(
             f"reward must be a name here, but it is {short(value)}: pass it as reward_fn=", name
         )
-    if name in {key.partition(".")[0] for key in own}:  # a whole section, or a setting in none
+    if name in {key.partition(".")[0] for key in own}:
         return name, value
     found = [MAIN.get(name, name.replace("__", "."))]
     if found[0] not in own:
@@ -167,7 +166,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
 
 
 def is_reward(value: Any) -> bool:
-    """Return whether a value is a reward that is not a name: functions, environments, a mapping."""
+    """Return whether a value is a reward that is not a name."""
     parts = value if isinstance(value, list | tuple) else [value]
     return any(
         callable(part) or hasattr(part, "step") or isinstance(part, Mapping) for part in parts
@@ -201,16 +200,15 @@ TRL = {
     "eval_dataset": "validation",
     "processing_class": "tokenizer",
 }
-"""What arguments of TRL's trainers are called here: a trainer takes either name."""
+"""Arguments of TRL's trainers, which a trainer takes, too."""
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Trainer:
     """A model with the settings of an algorithm, and what it is trained on.
 
-    The arguments are as in `nemorl.train`; the four that TRL calls otherwise have its names,
-    too. Nothing is loaded before `train` or `fit`. Subclasses are refused a method that a
-    trainer does not have, as nothing would call it.
+    The arguments are as in `nemorl.train`; four have TRL's names, too. Nothing is loaded before
+    `train` or `fit`. Subclasses are refused methods that nothing would call.
     """
 
     algorithm: ClassVar[str]
@@ -280,9 +278,7 @@ class Trainer:
         validation: Rows = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
-        """Train, with arguments and result as of `nemorl.train`; what is not given here is as the
-        trainer was made.
-        """
+        """Train as `nemorl.train`; what is not given here is as the trainer was made."""
         now = {"dataset": dataset, "reward_fn": reward_fn, "validation": validation}
         now |= {"callbacks": callbacks or None}
         given = {**self.given, **{name: value for name, value in now.items() if value is not None}}

@@ -89,7 +89,6 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
 
 
 def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:
-    """Print statistics as a table, shares in percent."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -84,9 +84,7 @@ def evaluate(
 def evaluate_config(
     config: EvalConfig, dataset: Rows = None, reward: Reward | None = None, environment: Any = None
 ) -> dict[str, Any]:
-    """Return the result of `evaluate`, for the settings' data, reward and environment unless they
-    are given.
-    """
+    """Return the result of `evaluate`."""
     sets = _sets(config, dataset, reward, environment or config.rollout.environment)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
@@ -133,7 +131,6 @@ def evaluate_config(
 
 
 def _warn_of_cuts(answers: Sequence[Mapping[str, Any]], limit: int) -> None:
-    """Warn of data sets of which more than 1 % of the responses reached the limit on tokens."""
     all_of, setting = Counter(answer["data"] for answer in answers), "generation.max_new_tokens"
     cut = Counter(answer["data"] for answer in answers if answer.get("cut_by") == setting)
     most = [f"{cut[x]} of {all_of[x]} responses to {x}" for x in cut if cut[x] > all_of[x] / 100]
@@ -146,8 +143,6 @@ def _warn_of_cuts(answers: Sequence[Mapping[str, Any]], limit: int) -> None:
 
 @dataclass(frozen=True)
 class _Set:
-    """One of the data sets that are answered."""
-
     name: str
     rows: Sequence[Row]
     environment: Environment
@@ -155,7 +150,6 @@ class _Set:
 
 
 def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any) -> list[_Set]:
-    """Return the data sets, read and checked, each with what judges it."""
     source = config.data.validation if dataset is None else dataset
     print_known(source)
     rows, sets = read_rows(config.data, "validation", dataset) or [], list[_Set]()
@@ -181,14 +175,12 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
 
 
 def _metrics(rollouts: Rollouts, prefix: str) -> dict[str, float]:
-    """Return what an environment measures, and the mean number of turns where it is not 1."""
     turns = float(rollouts.num_turns.float().mean())
     found = rollouts.metrics if turns == 1 else {**rollouts.metrics, "turns": turns}
     return {prefix + name: value for name, value in found.items()}
 
 
 def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
-    """Return what is kept of each response."""
     records = []
     for i, completion in enumerate(rollouts.completions):
         row, read = rollouts.rows[i], rollouts.answers[i]
@@ -319,7 +311,6 @@ def _config(
     rewarded: bool = False,
     known: Collection[bool] = (False,),
 ) -> Answers:
-    """Return the config of a command with overrides, over the settings of the run `model`."""
     trust = Trust(runs="all" if trust_code else "given")
     of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, {}, nested(of_run))
@@ -369,7 +360,7 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
-    """Yield slices of the prompts of nearly equal size: in a small one a few that fail are most."""
+    """Yield slices of nearly equal size: in a small one a few that fail are most."""
     from rich.progress import track
 
     total, count = len(prompts), -(-len(prompts) // size)

@@ -33,12 +33,10 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is shown of a data set."""
-
     kind: Kind
     rows: Sequence[Row]
     items: Sequence[Any]
-    """For each row, its token ids, an Example, a Pair, or an Example with its verdict."""
+    """Token ids, Examples, Pairs, or Examples with their verdicts."""
     statistics: LengthStatistics
     tokenizer: Any
 
@@ -96,9 +94,7 @@ def kind_of(row: Mapping[str, Any]) -> Kind:
 def print_inspection(
     config: InspectConfig, found: Inspection, console: "Console | None" = None
 ) -> None:
-    """Print the first rows, what is trained on in color (without one, between brackets), and the
-    lengths of all.
-    """
+    """Print the first rows, trained tokens in color or brackets, and the lengths of all."""
     from rich.console import Console
     from rich.text import Text
 
@@ -131,7 +127,7 @@ def print_inspection(
 
 
 def shown(example: Example, tokenizer: Any, *, styled: bool) -> "Text":
-    """Return an example as text: what is trained on is green if `styled`, else in brackets."""
+    """Return an example as text, what is trained on green if `styled`, else in brackets."""
     from rich.text import Text
 
     text, begin = Text(), 0
@@ -148,7 +144,6 @@ def shown(example: Example, tokenizer: Any, *, styled: bool) -> "Text":
 
 
 def _parts(kind: Kind, item: Any) -> list[tuple[str, Example]]:
-    """Return the sequences of an item, each with its name."""
     if isinstance(item, Pair):
         return [(", chosen", item.chosen), (", rejected", item.rejected)]
     if kind == "labels":

@@ -84,7 +84,7 @@ COMMON = {
     "advantage.name",
     "kl.coef",
 }
-"""The settings of sections that `--help` shows without being asked for their section."""
+"""The settings of sections that `--help` shows."""
 RARE = {
     "reward_weights",
     "reward_kwargs",
@@ -98,7 +98,7 @@ RARE = {
     "sft_reduction",
     "reference",
 }
-"""The settings of training, in no section, that it does not show."""
+"""The settings in no section that it does not show."""
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -224,11 +224,10 @@ def _execute(
     *,
     typed: tuple[str, ...],
 ) -> int:
-    """Execute a known command, or `use` its config, and return its exit code."""
     prog, config = _prog(command), None
     try:
         config = parse(command, args, typed)
-        if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
+        if config is None or (is_follower() and command in COMMANDS):
             return 0
         _require_inputs(command, config)
         if use is not None:
@@ -240,7 +239,7 @@ def _execute(
         return 0
     except Terminated as stop:
         return _fail(prog, "\n".join(["terminated", *_notes(stop)]), 143)
-    except SystemExit as stop:  # --help, and flags that tyro refuses
+    except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:
         return _fail(prog, "\n".join(["interrupted", *_notes(stop)]), 130)
@@ -257,12 +256,12 @@ def _execute(
 
 
 def _unprintable() -> str | None:
-    """Return why what was printed can't be written, "" if nobody reads it, else None; drop it."""
+    """Return why output can't be written, "" if nobody reads it, else None; drop it."""
     try:
         print(end="", flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        closed = isinstance(error, BrokenPipeError)  # nemorl … | head
+        closed = isinstance(error, BrokenPipeError)
         return "" if closed else f"the standard output can't be written to: {error.strerror}"
     return None
 
@@ -274,7 +273,6 @@ def _train(config: BaseConfig) -> None:
 
 
 def _message(error: Exception, *, parsed: bool) -> str:
-    """Return an error with its notes; of a reward's error print the user's frames."""
     kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
     if of_a_reward(error):
         kind, own = f"{type(error).__name__}: ", str(Path(__file__).parents[2])
@@ -291,7 +289,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def of_a_reward(error: BaseException) -> bool:
-    """Return whether an error was raised by a user's reward function."""
+    """Return whether a user's reward raised it."""
     return any(note.startswith("This was reward ") for note in _notes(error))
 
 
@@ -360,7 +358,6 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
 
 
 def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    """Return the sets that data.validation will name."""
     from nemorl.runtime.config.flags import peek
 
     flag = "--data.validation"
@@ -371,7 +368,6 @@ def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) ->
 
 
 def _trust(args: Sequence[str], typed: tuple[str, ...]) -> Trust:
-    """Return what a command line allows of the code that files name."""
     from nemorl.runtime.config.flags import given
 
     last = {argument.replace("-no-", "-"): argument for argument in args}
@@ -392,7 +388,6 @@ def _config_of(command: str) -> type[Any]:
 
 
 def _extra(cls: type) -> "list[Extra]":
-    """Return the flags of a command that are not settings."""
     from tyro.conf import UseAppendAction
 
     from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS
@@ -420,7 +415,7 @@ def _extra(cls: type) -> "list[Extra]":
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for what is missing or in the way, without importing torch."""
+    """Refuse what is missing or in the way, without importing torch."""
     from nemorl.models.pretrained import model_folder
 
     if isinstance(config, BaseConfig):
@@ -439,7 +434,7 @@ def _require_inputs(command: str, config: Any) -> None:
     _require_names_and_rows(config)
     if command in ALGORITHMS:
         require_rows(config.data.train)
-        if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
+        if config.run.dir and not config.run.resume and torchrun_size() is None:
             RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):
         RunDirectory.open(config.run).require_checkpoint()
@@ -448,7 +443,7 @@ def _require_inputs(command: str, config: Any) -> None:
 
 
 def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
-    """Raise ValueError for wrong names and first rows; only warn of files `elsewhere`."""
+    """Refuse wrong names and first rows; only warn of files `elsewhere`."""
     require_names(config)
     data = getattr(config, "data", DataConfig())
     for name, source in {"data.train": data.train, "data.validation": data.validation}.items():
@@ -470,7 +465,7 @@ def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
 def _help(
     command: str, cls: type, args: Sequence[str], usual: Collection[str]
 ) -> Callable[[str], bool] | None:
-    """Return which flags --help shows: the `usual` ones, a section's or all; None without it."""
+    """Return which flags --help shows; None without it."""
     asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
     if not asked:
         return None
@@ -494,7 +489,6 @@ def _help(
 
 
 def _sections(command: str, cls: type) -> dict[str, int]:
-    """Return the number of settings in each section; the rest are the command's own."""
     found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
     return {} if len(found) == 1 else dict(found)
 
@@ -511,7 +505,6 @@ def _more_help(command: str, cls: type) -> str:
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
-    """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
     from nemorl.runtime.store.record import check_algorithm, script_with
 
@@ -519,13 +512,12 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
     if not asked or not directory.config.exists():
         return []
-    own = SCRIPTS.get(command)  # which may use `open_run` or `run`
+    own = SCRIPTS.get(command)
     check_algorithm(directory, *([script_with(own), algorithm_of(own)] if own else [command]))
     return [str(directory.config)]
 
 
 def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
-    """Raise ValueError for a flag of another variant."""
     keys = {
         name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
         for name, member in unions(cls)[section].items()
@@ -535,7 +527,7 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
-            other = key.replace("_", ".", 1)  # kl_coef
+            other = key.replace("_", ".", 1)
             instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
                 f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
@@ -544,7 +536,6 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
 
 
 def _commands(names: Sequence[str] = ()) -> str:
-    """Return a line for each command: the first sentence of its config's docstring."""
     configs = {name: _config_of(name) for name in names or [*ALGORITHMS, *COMMANDS]}
     width = max(map(len, configs))
     docs = {name: " ".join((config.__doc__ or "").split()) for name, config in configs.items()}

@@ -99,16 +99,14 @@ def settings_of_run(
 ) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
 
-    rewarded: there is another reward, so the run's with its weights and parameters, and its
-        environment, is of no use.
-    known: the rows are of known data sets, which have columns, prompts and rewards of their own.
+    rewarded, known: another reward, or known data sets, take the place of the run's.
     """
     directory = RunDirectory(Path(model))
     if not (model and directory.config.exists() and directory.holds_results()):
         return {}
     config, lines = read(directory.config)
     theirs, usual = flat(config), flat(defaults(cls))
-    theirs["reward_kwargs"] = config.get("reward_kwargs")  # one value, not a section
+    theirs["reward_kwargs"] = config.get("reward_kwargs")
     found = {}
     for key in OF_RUN:
         own = known and key in OF_SET
@@ -130,8 +128,7 @@ def print_settings_of_run(
 ) -> None:
     """Print to standard error which settings of a run a config has kept.
 
-    Raises: ValueError where they are prompts or rewards for known data sets and others together;
-    `known` says which are.
+    Raises: ValueError where they are for `known` data sets and others together.
     """
     final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
     kept = {key: value for key, value in of_run.items() if final[key] == value}
@@ -148,9 +145,7 @@ def print_settings_of_run(
 
 
 def used_by_plan(file: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `plan` uses of a file for training: no other settings of runs, and no default of
-    theirs where `plan` has none.
-    """
+    """Return what `plan` uses of a file for training."""
     own, hidden, usual = defaults(PlanConfig), unused(PlanConfig), flat(defaults(BaseConfig))
     free = {key: usual.get(key) for key, value in flat(own).items() if value is None}
     of_runs = {

@@ -1,8 +1,4 @@
-"""The sections that every algorithm has.
-
-A choice between variants is a union of dataclasses: a setting that a variant does not use can't be
-written.
-"""
+"""The sections that every algorithm has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,7 +73,7 @@ class BaseConfig:
         )
 
     def planned_steps(self, num_rows: int) -> int | None:
-        """Return the number of steps of a run on `num_rows` rows; None where no setting says it."""
+        """Return the number of steps on `num_rows` rows, or None if unknown."""
         return getattr(self, "max_num_steps", None)
 
     @property
@@ -86,10 +82,7 @@ class BaseConfig:
         return 1
 
     def generates(self, *, answers: bool) -> bool:
-        """Return whether a run samples from its model.
-
-        answers: whether the rows to validate on have an answer.
-        """
+        """Return whether a run samples; answers: whether the rows to validate on have one."""
         return hasattr(self, "reward")
 
     def doubts(self) -> Iterator[str]:
@@ -107,7 +100,7 @@ class BaseConfig:
             )
 
     def refuse_replay(self) -> None:
-        """Raise ValueError with trainer.router_replay, where what is trained on was not sampled."""
+        """Refuse trainer.router_replay where what is trained on was not sampled."""
         require(
             not self.trainer.router_replay,
             "trainer.router_replay",
@@ -117,7 +110,7 @@ class BaseConfig:
         )
 
     def require_room(self, tokens: int, what: str) -> None:
-        """Raise ValueError if a microbatch or packed row can't hold `tokens`."""
+        """Refuse microbatches and packed rows that can't hold `tokens`."""
         for name in ("micro_batch_tokens", "packed_row_tokens"):
             size = getattr(self.trainer, name)
             require(

@@ -1,7 +1,6 @@
 """Settings as command-line flags: `--section.key` for each key, its docstring as help.
 
-The parser is made for one tree of values, which --help shows as defaults; of a union, only the
-variant that the tree names has flags. The result is a tree again.
+Defaults are those of one tree of values; of a union, only the variant that it names has flags.
 """
 
 import contextlib
@@ -53,10 +52,9 @@ def parse_flags(
     extra: Sequence[Extra] = (),
     visible: Callable[[str], bool] = lambda key: True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tree with the flags of `args` laid over it, and the values of `extra`. Values of a
-    wrong type are kept as texts.
+    """Return `tree` with `args` laid over it, wrong types as texts, and the values of `extra`.
 
-    --help (which shows the `visible` keys) and bad flags raise SystemExit.
+    --help, which shows the `visible` keys, and bad flags raise SystemExit.
     """
     options = [
         (
@@ -84,9 +82,7 @@ def parse_flags(
 
 
 def names_of(cls: type) -> dict[str, str]:
-    """Return the key that each name of a setting stands for: its own, its last part where that is
-    unique and not a wish for another setting, a section's name.
-    """
+    """Return the key of each name: a key, its last part where unique, a section."""
     keys = leaves(cls)
     times = Counter(map(_last, keys))
     return (
@@ -104,10 +100,9 @@ def names_of(cls: type) -> dict[str, str]:
 def in_full(
     cls: type, args: Sequence[str], names: Mapping[str, str], *, lenient: bool = False
 ) -> list[str]:
-    """Return the arguments with the key of every flag for its name (see `names_of`), and `--flag`
-    for `--flag=true`.
+    """Return the arguments with keys for names, and `--flag` for `--flag=true`.
 
-    Raises ValueError for a flag that is not a setting, with what was meant, unless `lenient`.
+    Raises ValueError for a flag that is not a setting, unless `lenient`.
     """
     full, rest, switches = list[str](), list(args), ("print_config", "trust_code")
     hints: dict[str, Any] = {**dict.fromkeys(switches, bool), **leaves(cls)}
@@ -154,7 +149,6 @@ def in_full(
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    """Return the values of a setting whose flag may stand alone, true and false first."""
     others = [kind for kind in kinds(hint) if kind is not bool]
     others = [Literal["null"] if kind is NoneType else kind for kind in others]
     if bool not in kinds(hint) or any(typing.get_origin(kind) is not Literal for kind in others):
@@ -163,12 +157,11 @@ def _words(hint: Any) -> tuple[str, ...]:
 
 
 def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value: str) -> None:
-    """Raise ValueError for a name that no or several settings have, but for unknown `a=b`."""
     if name in names:
         keys = [names[name]]
     else:
         keys = [key for key in names if _last(key) == name and not means_another(name, key)]
-        last = _last(name)  # of a section that this command does not have
+        last = _last(name)
         if not keys and names.get(last) == last != name and not in_a_table(name):
             keys = [last]
     if keys:
@@ -198,7 +191,7 @@ def flag_of(key: str) -> str:
 
 
 def peek(args: Sequence[str], flag: str) -> list[str]:
-    """Return the values that a flag will have, before there is a parser; the last one counts."""
+    """Return the values that a flag will have; the last one counts."""
     found: list[str] = []
     for i, argument in enumerate(args):
         name, equals, value = argument.partition("=")
@@ -208,7 +201,7 @@ def peek(args: Sequence[str], flag: str) -> list[str]:
 
 
 def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
-    """Return which keys have a flag among arguments `in_full`, with the value after the last."""
+    """Return the keys with a flag among arguments `in_full`, and the value after the last."""
     found = {}
     for key in keys:
         section, dot, last = key.rpartition(".")
@@ -225,7 +218,7 @@ def _with_defaults(
     prefix: str = "",
     members: Mapping[str, type] | None = None,
 ) -> type:
-    """Return a subclass of `cls` with the values of `tree` as defaults, without checks."""
+    """Return a subclass with the values of `tree` as defaults, without checks."""
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     tree, fields = defaults(cls) | dict(tree), []
     for name in (field.name for field in dataclasses.fields(cls)):
@@ -272,7 +265,6 @@ def _with_defaults(
 
 
 def _required(cls: type) -> bool:
-    """Return whether a section has a setting that must be given."""
     return any(
         field.default is field.default_factory is dataclasses.MISSING
         for field in dataclasses.fields(cls)
@@ -280,7 +272,6 @@ def _required(cls: type) -> bool:
 
 
 def _hint(value: Any) -> str:
-    """Return what --help says of a default; the text explains that there is none."""
     if value in (None, "") or (not value and isinstance(value, list | tuple | dict)):
         return ""
     if isinstance(value, bool):
@@ -298,7 +289,6 @@ def _setting(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
     """Read a value as YAML has it (null, true, a number, {…}); the config checks its type."""
-    # Flags, sections and what may be repeated are tyro's.
     append = tyro.conf.UseAppendAction in info.markers
     if info.type is bool or dataclasses.is_dataclass(info.type) or append:
         return None
@@ -329,7 +319,6 @@ def _word(kind: Any) -> str:
 
 
 def _value(text: str, members: Sequence[Any]) -> Any:
-    """Return a text as a value of one of some types, or itself."""
     if type(None) in members and text in ("null", "None"):
         return None
     if str in members:

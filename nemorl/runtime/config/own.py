@@ -25,15 +25,13 @@ class OwnFunction:
     function: ClassVar[Callable[..., Any]]
     takes: ClassVar[frozenset[str]] = frozenset()
     """Which of `extra` it has."""
-    _unchecked = False  # True where the function was not imported, as settings are only printed
+    _unchecked = False
 
 
 def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
     """Return a section derived from `base` with the parameters of `function` as settings.
 
-    Its first parameters are the data of `base`; of the others, those in `extra` are given, and the
-    rest are settings, typed by their annotation or default.
-
+    The first are the data of `base`, those in `extra` are given, the rest are settings.
     Raises: ValueError, about `setting`, for a function with other parameters.
     """
     wanted = f"fn({', '.join(base.data)}, *, your_setting=0.1)"
@@ -43,7 +41,7 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
         )
     try:
         signature = inspect.signature(function, eval_str=True)
-    except NameError as error:  # of an annotation
+    except NameError as error:
         raise ValueError(
             f"{setting} must have annotations that exist, but of {name} {error}: import it"
         ) from None
@@ -87,9 +85,7 @@ def _derived(base: type[Section], name: str, settings: Sequence[Any], **others: 
 
 
 def unchecked_section(base: type[Section], name: str, given: Mapping[str, Any]) -> type[Section]:
-    """Return a section derived from `base` with settings as they are given, of a function that is
-    not imported.
-    """
+    """Return a section with settings as given, of a function that is not imported."""
     return _derived(
         base,
         name,

@@ -46,7 +46,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reduction": "token_mean",
     },
 }
-"""What each preset changes, as nested sections."""
 
 DESCRIPTIONS = {
     "grpo": "group mean and deviation, KL penalty (DeepSeekMath, arXiv 2402.03300)",

@@ -1,6 +1,4 @@
-"""The section `run`, and its rules about metrics: when a run has learned enough, and which of its
-checkpoints is best. Metrics of the validation have `val_` before their names of metrics.jsonl.
-"""
+"""The section `run`, and its rules about metrics: those of a validation begin with `val_`."""
 
 import operator
 import re
@@ -77,8 +75,6 @@ class Ranking:
 
 
 class MetricWatch:
-    """Picks one metric out of all that a run measures."""
-
     def __init__(self, field_name: str, metric: str) -> None:
         self.field_name, self.metric = field_name, metric
         self.seen = False
@@ -88,8 +84,9 @@ class MetricWatch:
         return self.metric.startswith(VALIDATION)
 
     def look(self, metrics: Mapping[str, Any], *, validation: bool) -> float | None:
-        """Return the finite value in the metrics of a step or of a validation (there without
-        `val_`), or None. Raises ValueError if it is missing the first time.
+        """Return the finite value in the metrics of a step or a validation, or None.
+
+        Raises ValueError if it is missing the first time.
         """
         if validation != self.of_validation:
             return None
@@ -191,17 +188,16 @@ class RunConfig:
         self.stop_condition()
 
     def ranking(self) -> Ranking | None:
-        """Return the order of the checkpoints, if there is a metric for it."""
         if self.metric is None:
             return None
         return Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
 
     def stop_condition(self) -> Condition | None:
-        """Return `stop_when` parsed. Raises ValueError for what is not a condition."""
+        """Return `stop_when` parsed."""
         return None if self.stop_when is None else Condition.parse(self.stop_when)
 
     def require_training_metrics(self) -> None:
-        """Raise ValueError if `metric` or `stop_when` is about a validation."""
+        """Refuse a `metric` or `stop_when` about a validation."""
         for name, rule in (("metric", self.metric), ("stop_when", self.stop_when)):
             require(
                 rule is None or not rule.strip().startswith(VALIDATION),

@@ -1,7 +1,6 @@
 """Settings from nested mappings and YAML files to frozen dataclasses, and back.
 
-A dataclass is a section; a union of dataclasses is a section whose `name` chooses one. Pydantic
-checks keys and types; the dataclasses check the rest.
+A union of dataclasses is a section whose `name` chooses one. Pydantic checks keys and types.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 from nemorl.checks import closest, require
 from nemorl.runtime.config.own import OwnFunction, section_of, unchecked_section
-from nemorl.runtime.config.spellings import VALUES, advice, meaning_of, means_another
+from nemorl.runtime.config.spellings import advice, meaning_of, means_another, table
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
 from nemorl.user_code import function_of, same_function
@@ -89,7 +88,7 @@ def _comments(config: Any, prefix: str = "") -> dict[str, str]:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, as one line."""
+    """Return the docstring below each field, as one line."""
     from docstring_parser import parse_from_object
 
     return {
@@ -115,7 +114,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key as sections: the inverse of `flat`, two levels deep."""
+    """Return the inverse of `flat`, two levels deep."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
@@ -134,7 +133,7 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
         old = merged.get(key)
         if isinstance(old, Mapping):
             if value is None:
-                continue  # a section with nothing but comments in it
+                continue
             if isinstance(value, str) and "name" in old:
                 value = {"name": value}
             if isinstance(value, Mapping) and value.get("name", name := old.get("name")) == name:
@@ -148,8 +147,7 @@ def layer(
 ) -> dict[str, Any]:
     """Return `mapping` laid over `tree` (over the defaults if that is empty).
 
-    Only keys and types are checked: a later layer may change the rest. The functions of the
-    sections `printed` are not imported.
+    Only keys and types are checked. Functions of the sections `printed` are not imported.
     """
     merged = merge(tree or defaults(cls), mapping)
     _import_own(cls, mapping, printed)
@@ -159,7 +157,6 @@ def layer(
 
 
 def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str]) -> None:
-    """Make each function that a mapping names as module:function a variant of its section."""
     for section, members in own_sections(cls).items():
         name, base = name_in(mapping, section), members[OwnFunction.name]
         known = members.get(name, base)
@@ -174,23 +171,20 @@ def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str])
 
 
 def own_sections(cls: type) -> dict[str, dict[str, Any]]:
-    """Return the sections that may be a function of the user's, with their variants by name."""
+    """Return the sections that may be a function, with their variants by name."""
     found = unions(cls).items()
     return {section: members for section, members in found if OwnFunction.name in members}
 
 
 def name_in(tree: Mapping[str, Any], section: str) -> str:
-    """Return the name of the variant that a tree gives to a section, "" without one."""
+    """Return the name of the variant of a section, "" without one."""
     chosen = tree.get(section)
     name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
     return name if isinstance(name, str) else ""
 
 
 def add_own(cls: type, section: str, name: str, function: Any) -> None:
-    """Make a function of the user's a variant of a section of a config; see `section_of`.
-
-    Raises: ValueError for the name of a variant that is ours.
-    """
+    """Make a function a variant of a section of a config; see `section_of`."""
     members = unions(cls)[section]
     base = members[OwnFunction.name]
     taken = name in members and not issubclass(members[name], base)
@@ -218,9 +212,9 @@ def yaml_layer(
     *,
     used: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """Return `layer` of what is `used` of a YAML file; errors name the file and line.
+    """Return `layer` of what is `used` of a YAML file.
 
-    Raises: ConfigError, besides, for code that the file names and that `trust` does not allow.
+    Raises: ConfigError with file and line, also for code that `trust` does not allow.
     """
     mapping, lines = read(path)
     with located(path, lines):
@@ -238,7 +232,7 @@ def yaml_layer(
                 chosen = mapping[section] if isinstance(mapping[section], Mapping) else {}
                 mapping[section] = {**chosen, "name": flag}
             else:
-                del mapping[section]  # not used, so it is not imported
+                del mapping[section]
         return layer(cls, tree, mapping, printed=printed)
 
 
@@ -253,12 +247,12 @@ def located(path: str | Path, lines: Mapping[str, int]) -> Iterator[None]:
 
 
 def construct(cls: type[Config], tree: Mapping[str, Any]) -> Config:
-    """Return the config of a tree, checked in every way."""
+    """Return the checked config of a tree."""
     return typing.cast(Config, _validated(cls, tree))
 
 
 def fields_of(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
-    """Return every field of a config dataclass with its resolved type."""
+    """Return every field of a dataclass with its resolved type."""
     hints = typing.get_type_hints(cls)
     return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
 
@@ -270,7 +264,7 @@ def kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def variants(hint: Any) -> tuple[type, ...]:
-    """Return the dataclasses that a field may hold: several for a union, none for a value."""
+    """Return the dataclasses of a field: several for a union, none for a value."""
     members = kinds(hint)
     return members if all(map(dataclasses.is_dataclass, members)) else ()
 
@@ -281,7 +275,7 @@ def by_name(section: tuple[type, ...]) -> dict[str, type]:
 
 
 def unions(cls: type) -> dict[str, dict[str, type]]:
-    """Return the sections that have several variants, with these by name."""
+    """Return the sections that have several variants, by name."""
     found = {field.name: variants(hint) for field, hint in fields_of(cls)}
     return {name: by_name(members) for name, members in found.items() if len(members) > 1}
 
@@ -293,9 +287,7 @@ def unused(cls: type) -> set[str]:
 
 
 def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every setting by its dotted key, with the settings of all variants, but
-    for the `unused` ones.
-    """
+    """Return the type of every used setting by its dotted key, of all variants."""
     found: dict[str, Any] = {}
     for field, hint in fields_of(cls):
         key = prefix + key_of(field.name)
@@ -308,12 +300,12 @@ def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def command_of(cls: type) -> str:
-    """Return what errors call the command of a config: "grpo" for GRPOConfig."""
+    """Return what errors call the command of a config."""
     return cls.__name__.removesuffix("Config").lower()
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Return the settings that have a default, as nested plain values."""
+    """Return the defaults as nested plain values."""
     found = {}
     for field in dataclasses.fields(cls):
         if field.default is not dataclasses.MISSING:
@@ -326,7 +318,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(cls: type) -> Any:
-    from pydantic import ConfigDict, TypeAdapter  # not needed for --help
+    from pydantic import ConfigDict, TypeAdapter
 
     # The union is there because pydantic takes no config for a dataclass by itself.
     return TypeAdapter(typing.cast(Any, cls | None), config=ConfigDict(extra="forbid", strict=True))
@@ -344,7 +336,6 @@ def _validated(cls: type, tree: Mapping[str, Any], ignored: tuple[str, ...] = ()
 
 
 def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
-    """Return our words for a problem that pydantic found."""
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind == "value_error":
         return context["error"]
@@ -373,7 +364,7 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
         names = (context.get("expected") or context["expected_tags"]).replace(" or ", ", ")
         names = names.replace("'", "").split(", ")
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
-        message += closest(str(VALUES.get(str(value), value)), names)
+        message += closest(table()["values"].get(str(value), str(value)), names)
     elif variants(hint):
         remedy = (
             meaning_of(key, leaves(cls), command_of(cls)) or "write its keys below it, indented"
@@ -420,7 +411,7 @@ def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
 
 
 def _foreign(cls: type, key: str, value: Any) -> ConfigError | None:
-    """Return the error for a key of another library, or a section with one; None for others."""
+    """Return the error for a key of another library, or None."""
     for each in flat({key: value}):
         if meaning := meaning_of(each, leaves(cls), command_of(cls)):
             return ConfigError(f"unknown key {each}: {meaning}", each)

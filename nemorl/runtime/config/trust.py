@@ -9,18 +9,16 @@ from typing import Any, Literal
 from nemorl.runtime.config.yaml_io import ConfigError
 
 FUNCTIONS = ("reward", "loss", "advantage")
-"""Settings that may name functions, as module:function."""
 CODE = (
     *(*FUNCTIONS, "rollout.environment", "rollout.worker", "generation.python"),
     *("generation.engine", "model.trust_remote_code", "trust_remote_code"),
 )
-"""All settings that may name code."""
 WORDS = ("dtype", "kv_cache_dtype", "quantization")
 """Arguments of vLLM that are words of its own."""
 
 
 def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
-    """Return the code that settings run, and its flag, by the setting. Nothing is imported."""
+    """Return the code that settings run, and its flag, by the setting."""
     found = {}
     for setting in CODE:
         value: Any = tree
@@ -50,7 +48,7 @@ def _may_name(value: Any) -> bool:  # vLLM and Ray import several texts
 class Trust:
     """What may run of it."""
 
-    given: Mapping[str, str] = field(default_factory=dict)  # as flags
+    given: Mapping[str, str] = field(default_factory=dict)
     runs: Literal["given", "all", "none"] = "given"
     """none: settings are only printed or compared."""
     typed: tuple[str, ...] = ()

@@ -28,10 +28,9 @@ class ConfigError(ValueError):
 
 
 def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Return nested plain values as YAML that parsers of versions 1.1 and 1.2 read alike, with
-    comments above their dotted keys. `read` returns the same values (a tuple as a list).
+    """Return nested plain values as YAML that versions 1.1 and 1.2 read alike.
 
-    Raises: ConfigError for values that YAML does not have or that `read` would refuse.
+    comments: lines above dotted keys. Raises: ConfigError for what `read` would refuse.
     """
     size = _size(mapping)
     text = _section(mapping, comments or {}, "", "") if size <= MAX_VALUES else ""
@@ -44,7 +43,6 @@ def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) 
 
 
 def _size(value: Any, depth: int = 1) -> int:
-    """Return how many values `read` will count."""
     if depth > MAX_DEPTH:
         raise ConfigError(f"settings must be nested at most {MAX_DEPTH} deep: use fewer levels")
     if isinstance(value, Mapping):
@@ -95,7 +93,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
             )
         loader = _Loader(text)
         node = loader.get_single_node()
-        _count(node, {})  # before aliases are written out
+        _count(node, {})
         lines = _lines(node)
         tree = {} if node is None else loader.construct_document(node)
         plain = json.loads(json.dumps(tree, default=str))
@@ -108,7 +106,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
         where = f", line {min(mark.line, last) + 1}" if mark else ""
         why = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise ConfigError(f"{path}{where}: not valid YAML: {why}") from None
-    except (ValueError, TypeError, KeyError) as error:  # of a value
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold keys and sections (`key: value`), not {plain!r:.40}")

@@ -112,7 +112,6 @@ def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
 
 
 def _as_numbers(metrics: dict[str, Any], who: str) -> None:
-    """Make what a hook added to the metrics numbers. Raises ValueError, and drops what is none."""
     for name, value in list(metrics.items()):
         try:
             metrics[name] = float(value)
@@ -125,7 +124,7 @@ def _as_numbers(metrics: dict[str, Any], who: str) -> None:
 
 
 def notify_of_error(callbacks: Sequence[Callback], trainer: Run, error: BaseException) -> None:
-    """Call `on_exception` of every callback. An error of its own becomes a note on `error`."""
+    """Call `on_exception` of every callback; an error of its own becomes a note on `error`."""
     for callback in callbacks:
         try:
             callback.on_exception(trainer, error)
@@ -135,7 +134,7 @@ def notify_of_error(callbacks: Sequence[Callback], trainer: Run, error: BaseExce
 
 @contextmanager
 def closing(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Close every callback at the end of the block, the last first."""
+    """Close every callback after the block, the last first."""
     with ExitStack() as stack:
         for callback in callbacks:
             stack.callback(callback.close)

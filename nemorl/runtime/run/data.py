@@ -66,10 +66,7 @@ def read_data(
 def read_rows(
     data: DataConfig, which: str, given: Rows = None, *, seed: int = 0
 ) -> Sequence[Row] | None:
-    """Return the rows of `given`, else the rows of `data.train` or `data.validation`, else None.
-
-    seed: of a stream's order.
-    """
+    """Return the rows of `given`, else of `data.train` or `data.validation`, else None."""
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None
@@ -89,7 +86,7 @@ def read_rows(
 
 
 def print_known(*sources: Rows) -> None:
-    """Print to standard error what is known of the data sets among the sources."""
+    """Print what is known of the sources' data sets."""
     for name in dict.fromkeys(part for part in _parts(*sources) if known_set(part)):
         known = vars(known_set(name))
         shown = ", ".join(f"{key} {known[key]!r}" for key in known if known[key] and key != "build")
@@ -112,7 +109,7 @@ def reward_for(reward: Any, *sources: Rows) -> Any:
 
 
 def first_of_each(rows: Sequence[Row], count: int) -> list[Row]:
-    """Return the first `count` rows of each data set."""
+    """Return the first `count` rows of each set."""
     sets = groupby(rows, key=lambda row: row.source)
     return [row for _, part in sets for row in islice(part, count)]
 
@@ -122,7 +119,7 @@ def _parts(*sources: Rows) -> list[Any]:
 
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
-    """Return the rows' prompts as token ids that leave room for an answer, and their lengths."""
+    """Return prompts as token ids that leave room for an answer, and their lengths."""
     longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
     require(
         not rows or answer < longest,
@@ -139,7 +136,7 @@ def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple
 
 
 def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:
-    """Warn of prompts of which the tokenizer knows no word: their tokens are unknown or special."""
+    """Warn of prompts whose tokens are all unknown or special."""
     names = ("unk_token_id", "bos_token_id", "eos_token_id")
     unknown, *others = (getattr(tokenizer, name, None) for name in names)
     if unknown is None or unknown in others:  # GPT-2's stands for nothing that it can't write
@@ -158,9 +155,7 @@ def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], token
 def within_limit(
     what: str, config: Any, rows: Sequence[Any], items: Any, *, room: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any], Lengths]:
-    """Return the items that leave `room` tokens of the longest sequence, their rows and lengths;
-    `data.too_long` says what happens to the others.
-    """
+    """Return the items that leave `room` tokens of the longest sequence, their rows and lengths."""
     limit = max(1, config.data.max_total_sequence_length - room)
     if isinstance(rows, StreamedRows):
         first, policy = (first_of(rows), first_of(items)), config.data.too_long
@@ -194,7 +189,7 @@ def within_limit(
 def row_order(
     config: Any, rows: Sequence[Any], *, weighted: bool = True
 ) -> RowOrder | StreamedRows:
-    """Return the order in which training visits the rows; weighted: by data.weights, if any."""
+    """Return the order in which training visits rows."""
     if isinstance(rows, StreamedRows):
         return rows
     weights = config.data.weights if weighted else ()

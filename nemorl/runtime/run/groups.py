@@ -48,7 +48,6 @@ class GroupStream:
         n: int,
         params: SamplingParams,
     ) -> None:
-        """run, prompts: an `OpenRun` and a `PromptStream` of it."""
         self.run, self.prompts, self.environment = run, prompts, environment
         self.count, self.n, self.params = count, n, params
         self.settings: AsyncConfig = getattr(run.config, "async_", AsyncConfig())
@@ -89,7 +88,6 @@ class GroupStream:
         return found
 
     def _taken(self, count: int) -> tuple[Sequence[int], list[Conversation]]:
-        """Wait for the next groups; return their numbers and what was sampled for them."""
         step = self.run.step
         with self.run.sampling(), step.timed("generate"):
             try:
@@ -104,7 +102,6 @@ class GroupStream:
         return groups, talks
 
     def _wait_for(self, count: int) -> Sequence[int]:
-        """Return the places of the next groups, once they are done."""
         if self._failed is not None:
             raise RuntimeError(
                 "run.groups must not be read after an error ended what it sampled ahead: resume the"
@@ -141,7 +138,6 @@ class GroupStream:
             self._feed(Dropped(tuple(places)))
 
     def before_update(self) -> None:
-        """Stop what is in flight, if it is drawn again."""
         if self._background is None or self.settings.in_flight != "abort":
             return
         self._background.stop([*self._in_flight()])
@@ -149,12 +145,10 @@ class GroupStream:
             self._note(group, talks)
 
     def _in_flight(self) -> dict[int, int]:
-        """Return the places of the groups that are not done, by number."""
         open_ones = [group.number for group in self._admission.open if not group.done]
         return {self._prompts[place].groups[0]: place for place in open_ones}
 
     def after_update(self, *, changed: bool) -> None:
-        """Begin what may begin with the weights that engines have now, and what was stopped."""
         if self._background is None:  # nobody has asked for groups yet
             return
         state = replace(self._admission, step=self.run.state.step, last=self.run.num_steps)
@@ -163,23 +157,19 @@ class GroupStream:
         self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
 
     def pause(self) -> None:
-        """Have new requests wait while the engine sleeps."""
         if self._background is not None:
             self._background.pause()
 
     def end_step(self) -> None:
-        """Note that the present step has trained on what it took."""
         if self._background is not None:
             self._forget([group.number for group in self._admission.open if group.handed])
             self._feed(Trained())
 
     def close(self) -> None:
-        """End what is in flight."""
         if self._background is not None:
             self._background.close()
 
     def _note(self, group: int, talks: list[Conversation]) -> None:
-        """Take in a group that has ended, unless it was dropped meanwhile."""
         place = self._in_flight().get(group)
         if place is not None:
             self._found[place] = talks
@@ -225,7 +215,6 @@ class Sampler:
     """The generator of a run between the trainer's steps, and the streams that sample ahead."""
 
     def __init__(self, run: Any) -> None:
-        """run: an `OpenRun`."""
         self.run = run
         self.streams: list[GroupStream] = []
         self.synced: dict[int, int] = {}
@@ -236,7 +225,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[GenerationBackend]:
-        """Have the generator awake with the trainer's present weights (`OpenRun.sampling`)."""
+        """See `OpenRun.sampling`."""
         run, nested = self.run, self._awake
         generator: GenerationBackend = run.generator
         # Of what is in flight, no token may have the trainer's new weights and the old version:
@@ -276,17 +265,14 @@ class Sampler:
         return self.synced[max(known)]
 
     def end_step(self) -> None:
-        """Note that the present step has ended."""
         for stream in self.streams:
             stream.end_step()
 
     def close(self) -> None:
-        """End what is in flight."""
         for stream in self.streams:
             stream.close()
 
     def _update(self, generator: GenerationBackend) -> bool:
-        """Give the generator the trainer's weights, and return whether they changed."""
         run = self.run
         changed = generator.policy_version != run.trainer.step
         for stream in self.streams if changed else ():
@@ -299,7 +285,6 @@ class Sampler:
         return changed
 
     def _rest(self, generator: GenerationBackend) -> None:
-        """Have the generator sleep, and what is sampled ahead wait for it."""
         for stream in self.streams if getattr(generator, "sleeps", True) else ():
             stream.pause()
         generator.sleep()

@@ -79,10 +79,7 @@ class Maker(Protocol):
         """Load the trainer as the last checkpoint left it, and start the generator."""
 
     def prepared(self, run: "OpenRun", order: BackendOrder) -> BackendOrder:
-        """Check an order before anything is loaded for it, and return it with what it begins with.
-
-        Raises: ValueError for what the training backend can't do.
-        """
+        """Check an order before anything is loaded, and return it with what it begins with."""
 
     def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
         """Load another backend, of a prepared order."""
@@ -297,7 +294,6 @@ class OpenRun:
     def asked(
         self, environment: Environment | None, params: SamplingParams | None
     ) -> tuple[Environment, SamplingParams]:
-        """Return what responses are sampled with: the run's own where nothing is given."""
         environment = environment or self.environment
         if environment is None:
             raise ValueError(
@@ -341,24 +337,19 @@ class OpenRun:
         return Run(self.config, *live, self.directory, self._models.trained)
 
     def begin(self) -> None:
-        """Begin the loop: all parts are there now, those of the last checkpoint among them."""
         self._models.require_all_of(self._live().resumed_from)
         self.callbacks = self._maker.callbacks(self)
 
     def finish(self) -> None:
-        """End the run in order, after its loop."""
         if self._steps is not None:
             self._steps.finish()
 
     def end_step(self) -> None:
-        """Advance the state by the present step."""
         self.state = self.taken = self.taken.advance()
         self.sampler.end_step()
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the callbacks of an error, and return the one to raise: a signal that waited comes
-        first.
-        """
+        """Tell the callbacks of an error, and return the one to raise."""
         check_writer(self.directory)
         if self._steps is not None:
             error = self._steps.leave_update(error)
@@ -389,7 +380,6 @@ class OpenRun:
 def _answered(
     run: OpenRun, prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
-    """Return measurements of greedy answers to prompts, and some of the answers."""
     params = run.config.generation.sampling_params(greedy=True)
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
     with run.sampling() as generator:
@@ -697,7 +687,6 @@ class Steps(Iterator[Step]):
             self._validation()
 
     def _finish_step(self) -> None:
-        """Close the present step, which is recorded though a signal ends the run."""
         step = self.step
         if step is None:
             return
@@ -721,7 +710,6 @@ class Steps(Iterator[Step]):
             self._call("on_epoch_end", passed, self._metrics)
 
     def _note_groups(self) -> None:
-        """Append what became of the groups of the present step to groups.jsonl."""
         run, taken = self.run, self.run.taken
         closed = taken.closing()
         missed = tuple(group.ordinal for group in closed if not group.sampled)
@@ -736,7 +724,6 @@ class Steps(Iterator[Step]):
             RunDirectory(run.directory).append_groups(taken.step + 1, line)
 
     def _epoch(self) -> int:
-        """Return how often the finished steps have passed over the data."""
         state = self.run.state
         open_ones = sum(group.stream == "train" for group in state.open_groups)
         done = state.cursors.get("train", 0) - open_ones

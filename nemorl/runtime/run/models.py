@@ -27,7 +27,7 @@ class BackendOrder:
 
 
 def require_length(schedule: str, num_updates: int | None) -> None:
-    """Raise ValueError for a schedule of the learning rate over an unknown number of steps."""
+    """Refuse a schedule over an unknown number of steps."""
     require(
         schedule == "constant" or num_updates is not None,
         "optimizer.schedule",
@@ -52,9 +52,7 @@ class Models:
         return [*self.trained.values(), *self.frozen.values()]
 
     def check(self, order: BackendOrder, *, begun: bool, num_updates: int | None) -> None:
-        """Raise ValueError for a name that is taken, for an optimizer that nothing uses or whose
-        schedule needs `num_updates`, and for one that trains once the loop has `begun`.
-        """
+        """Raise ValueError for what can't be ordered now."""
         taken = [POLICY, *self.trained, *self.frozen]
         require(
             order.name.isidentifier() and order.name not in taken,
@@ -81,14 +79,12 @@ class Models:
             require_length(order.optimizer.schedule, num_updates)
 
     def add(self, order: BackendOrder, backend: Any) -> Any:
-        """Keep a backend under its name, and return it."""
         if order.optimizer is not None and self.schedule == "constant":
             self.schedule = order.optimizer.schedule
         (self.trained if order.trains else self.frozen)[order.name] = backend
         return backend
 
     def remove(self, name: str) -> None:
-        """Forget a frozen backend. Raises ValueError if there is none of that name."""
         known = ", ".join(self.frozen) or "none"
         requirement = f"must name a backend that does not train ({known})"
         require(name in self.frozen, "name", requirement, name, "give the name it was made with")

@@ -10,7 +10,7 @@ FAILED = "does not hold"
 
 
 class ReceiptError(RuntimeError):
-    """Raised where a receipt does not hold: what the run computed is not what it says."""
+    """Raised where a receipt does not hold."""
 
 
 class Receipts:
@@ -21,10 +21,8 @@ class Receipts:
         self._failures = Counter[str]()
 
     def require(self, holds: bool, name: str, step: int, found: str, remedy: str) -> None:
-        """Raise ReceiptError unless a receipt holds, or warn of the first, second, fourth, eighth,
-        … step in which it does not.
-
-        name: of the receipt, one word. found: what was found. remedy: what to do.
+        """Raise ReceiptError unless a receipt holds, or warn of the first, second, fourth, … such
+        step.
         """
         if holds:
             return

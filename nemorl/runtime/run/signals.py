@@ -74,7 +74,7 @@ def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[Non
 
 
 def _leave() -> int | None:
-    """Let signals raise again, and return the number of one that waits."""
+    """Let signals raise again, and return one that waits."""
     number, _STATE.pending, _STATE.waits = _STATE.pending, None, bool
     return number
 

@@ -106,7 +106,7 @@ WAITING = {*own_methods(FullTrainingBackend, object)} - {
 
 
 def exclusive(trainer: Any) -> threading.RLock:
-    """Return the lock under which all of the trainer's `WAITING` methods run from now on."""
+    """Return the lock that the trainer's `WAITING` methods hold."""
     lock = vars(trainer).get("_exclusive")
     if lock is None:
         lock = trainer._exclusive = threading.RLock()

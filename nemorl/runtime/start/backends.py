@@ -45,7 +45,7 @@ class Backends:
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
-        """Set up the policy's backend, and shut it down at the end."""
+        """Set up the policy's backend for the block."""
         launch, run, config = self.launch, self.run, self.launch.config
         trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
         setup = self._policy_config()
@@ -61,15 +61,13 @@ class Backends:
                 config.trainer.backend,
                 "add it",
             )
-            seed_generators(config.run.seed)  # the generators that a reward or a loop may use
+            seed_generators(config.run.seed)
             if model is not None:
                 check_vocabulary(model, launch.tokenizer)
             yield trainer
 
     def prepared(self, order: BackendOrder) -> BackendOrder:
-        """Check an order, which may come before or after anything is loaded, and return it with a
-        copy of the policy's model, if that is what it begins with.
-        """
+        """Check an order, and return it with a copy of the policy's model if it begins with it."""
         if isinstance(order.model, nn.Module):
             self.launch.devices.check_given(order.model)
         if order.own_ranks:
@@ -94,9 +92,7 @@ class Backends:
 
     @contextmanager
     def other(self, order: BackendOrder) -> Iterator[Any]:
-        """Set up another backend, of a prepared order, and shut it down at the end. No random
-        number is drawn: whenever it is loaded, a run has the same ones.
-        """
+        """Set up another backend for the block, without drawing a random number."""
         given = order.model if isinstance(order.model, nn.Module) else order.initial
         if order.own_ranks:
             backend = ranks_of(self.launch, order.name)
@@ -111,7 +107,6 @@ class Backends:
             yield backend
 
     def _proved(self, config: BackendConfig, given: nn.Module | None) -> BackendConfig:
-        """Return settings with what is proved of the model, now if it was not checked before."""
         launch, trust = self.launch, {"trust_remote_code": config.model.trust_remote_code}
         of_model = model_config_of(given or config.model.path, **trust)
         if of_model is None or not limits_of(config.trainer.backend).traits.proves:
@@ -145,13 +140,11 @@ class Backends:
         )
 
     def _other_config(self, order: BackendOrder) -> BackendConfig:
-        """Return the settings of a model beside the policy."""
         config, given = self._config(), self.launch.config
         if order.model is not None:
             named = isinstance(order.model, str | Path)
             path = model_folder(str(order.model)) if named else ""
             config = replace(config, model=replace(config.model, path=path, from_scratch=False))
-        # Its experts are not the sampler's, if it has any.
         options: Any = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
         trainer = replace(config.trainer, router_replay=False, **options)
         policys = order.model is None and not order.trains and order.head == "lm"
@@ -183,7 +176,6 @@ class Backends:
         )
 
     def _copy_for(self, order: BackendOrder) -> nn.Module | None:
-        """Return a copy of the policy's model, if it was given and an order begins with it."""
         if order.model is not None or self.launch.model is None:
             return None
         require(
@@ -203,7 +195,6 @@ class Backends:
         return copy.deepcopy(self.launch.model)
 
     def _needs_of_policy(self, setup: BackendConfig) -> dict[str, tuple[str, bool]]:
-        """Return for what the run needs methods of the policy's backend, and whether it does."""
         config = self.launch.config
         return {
             "offload": (
@@ -216,7 +207,6 @@ class Backends:
         }
 
     def _require_methods(self, trainer: Any, needs: Mapping[str, tuple[str, bool]]) -> None:
-        """Raise ValueError where a backend, not made yet if it is None, lacks what is needed."""
         config = self.launch.config
         for method, (what, needed) in needs.items():
             if needed and not has_method(self.launch, trainer, method):
@@ -228,11 +218,7 @@ class Backends:
 
 
 def proofs_of(of_model: Any, quiet: bool) -> Proofs:
-    """Return what is proved of models with a Hugging Face configuration, which are checked now if
-    they were not before.
-
-    Raises: ValueError for a model that is not supported.
-    """
+    """Return what is proved of models with a configuration, checking them now if need be."""
     check_supported(of_model)
     if (proofs := known(of_model)) is not None:
         return proofs
@@ -242,9 +228,7 @@ def proofs_of(of_model: Any, quiet: bool) -> Proofs:
 
 
 def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of the policy's backend; in one process on a CPU nothing is
-    said.
-    """
+    """Return `waiting` for the set-up of the policy's backend."""
     devices = launch.devices
     if devices.ranked:
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
@@ -255,22 +239,17 @@ def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
 
 
 def ranks_of(launch: Launch, name: str = "") -> Any:
-    """Return a backend on ranks, of which none is started yet; None in one process.
-
-    name: of a backend besides the policy, whose logs are in a folder of that name.
-    """
+    """Return a backend on ranks, none started yet; None in one process. name: not the policy's."""
     if not launch.devices.ranked:
         return None
     make = training_backend_class(launch.config.trainer.backend)
     logs = launch.directory.path / "logs" / name
-    engines = None if name else launch.config.generation  # which get the policy's weights alone
+    engines = None if name else launch.config.generation
     return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
 
 
 def has_method(launch: Launch, trainer: Any, name: str) -> bool:
-    """Return whether a training backend has a method. Of one on ranks, or not made yet (None), the
-    class alone is known, which may have methods of another object.
-    """
+    """Return whether a training backend has a method; on ranks or unmade, its class."""
     if trainer is not None and not launch.devices.ranked:
         return hasattr(trainer, name)
     backend = training_backend_class(launch.config.trainer.backend)
@@ -278,7 +257,7 @@ def has_method(launch: Launch, trainer: Any, name: str) -> bool:
 
 
 def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
-    """Return what is profiled, in profile/ of the run unless another folder was given."""
+    """Return what is profiled, in profile/ of the run by default."""
     profile: ProfileConfig = launch.config.profile
     span = profile.span()
     if span is None:

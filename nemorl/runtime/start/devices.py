@@ -30,7 +30,6 @@ class Devices:
     plan: ParallelPlan
     """Without an open degree, and with the precision that the devices take."""
     config: BaseConfig = field(default_factory=BaseConfig)
-    """Settings of the run, with that precision."""
     ranked: bool
     """Whether the model is on ranks in other processes; a single rank counts."""
     torchrun: bool = False
@@ -38,11 +37,9 @@ class Devices:
     restarted: bool = False
     """Whether it has started them again after a failure."""
     on_gpus: bool = False
-    """Whether this machine's GPUs train."""
     accelerated: bool = False
     """Whether GPUs train, be they this machine's or a Ray cluster's."""
     machine: Machine = field(default_factory=lambda: Machine(gpus=0))
-    """What there is for generation."""
 
     @classmethod
     def of(
@@ -52,9 +49,7 @@ class Devices:
         *,
         num_gpus: int | None = None,
     ) -> "Devices":
-        """Return the devices that `config` asks for: under torchrun all of its processes, otherwise
-        as many as the plan's degrees say. `num_gpus` are this machine's (default: looked up).
-        """
+        """Return the devices that `config` asks for: torchrun's, or as many as the degrees say."""
         started = torchrun_size(environ)
         torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
         plan, limits = config.parallel.on(num_ranks), limits_of(config.trainer.backend)
@@ -140,15 +135,11 @@ class Devices:
 
     @property
     def free_gpu(self) -> int | None:
-        """The number of a GPU of this machine on which nothing trains, if there is one: torchrun
-        and Ray take the first.
-        """
+        """A GPU of this machine on which nothing trains, as torchrun and Ray take the first."""
         return self.machine.gpus - 1 if self.machine.gpus > self.machine.taken else None
 
     def check_model(self, model: Any) -> None:
-        """Raise ValueError if a model of this Hugging Face configuration, if any, can't be trained
-        on these devices or sampled from.
-        """
+        """Refuse a model that can't be trained on these devices or sampled from."""
         if model is not None:
             check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
             check_generation(self.config.generation, model, self.machine)
@@ -156,9 +147,7 @@ class Devices:
                 warn_of_quadratic_memory(self.config, model, self.plan)
 
     def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
-        """Raise ValueError where the Ray cluster at RAY_ADDRESS has no room for ranks and engines
-        together: engines come last, after the model has been loaded.
-        """
+        """Refuse a Ray cluster without room for ranks and engines together."""
         if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
             return
         from nemorl.runtime.cluster.connection import connect, has_gpus, release
@@ -187,12 +176,12 @@ class Devices:
             release()
 
     def check_more_ranks(self) -> None:
-        """Raise ValueError where another model can't have ranks of its own."""
+        """Refuse other models' own ranks where Ray places none."""
         remedy = "remove it: the model then shares the policy's devices"
         require(self.placed, "own_ranks", "needs ranks that Ray places", True, remedy)
 
     def check_given(self, model: Any) -> None:
-        """Raise ValueError for a model in memory where ranks have to load their parts of it."""
+        """Refuse a model in memory where ranks have to load their parts."""
         require(
             model is None or not self.ranked,
             "model",
@@ -204,7 +193,7 @@ class Devices:
 
 
 def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ranked: bool) -> None:
-    """Raise ValueError for settings of the plan and of the ranks that nothing would use."""
+    """Refuse settings of the plan and of the ranks that nothing would use."""
     for name, used, purpose in (
         ("cp_method", plan.cp > 1, "parallel.cp above 1"),
         ("sequence_parallel", plan.tp > 1, "parallel.tp above 1"),
@@ -229,7 +218,7 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
 
 
 def check_time(config: BaseConfig, *, ranked: bool) -> None:
-    """Raise ValueError where ranks would count as hung before an engine that takes no weights."""
+    """Refuse engine timeouts by which ranks would count as hung before."""
     engines, limit = config.generation, config.runtime.timeout_s
     require(
         not (ranked and engines.traits.engines) or engines.timeout_s < limit,
@@ -241,10 +230,7 @@ def check_time(config: BaseConfig, *, ranked: bool) -> None:
 
 
 def check_groups(tp: int, environ: Mapping[str, str]) -> None:
-    """Raise ValueError where a group of tp consecutive ranks is on several of torchrun's machines.
-
-    A launcher that does not say how many processes a machine has is not checked.
-    """
+    """Refuse groups of tp consecutive ranks on several of torchrun's machines, if known."""
     size, local_rank = environ.get("LOCAL_WORLD_SIZE"), environ.get("LOCAL_RANK")
     if size is None or local_rank is None:
         return
@@ -260,7 +246,7 @@ def check_groups(tp: int, environ: Mapping[str, str]) -> None:
 
 
 def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
-    """Raise ValueError for a trainer.device that torch can't use."""
+    """Refuse a trainer.device that torch can't use."""
     if ranked:
         require(
             device in (None, "cpu", *["cuda"] * has_gpus),
@@ -279,11 +265,7 @@ def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
 
 
 def computes_on_accelerator(device: str | None, *, gpus: int, address: str | None) -> bool:
-    """Return whether a trainer.device, or None for the best there is, is an accelerator.
-
-    gpus: this machine's. address: of the Ray cluster that places what computes, which is asked
-    where this machine has none.
-    """
+    """Return whether a trainer.device, or the best there is, is an accelerator."""
     import torch
 
     from nemorl.accelerator import is_accelerator
@@ -294,7 +276,7 @@ def computes_on_accelerator(device: str | None, *, gpus: int, address: str | Non
 
 
 def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan) -> None:
-    """Warn where PyTorch has no attention kernel on GPUs that takes memory linear in the length."""
+    """Warn where no attention kernel takes memory linear in the length."""
     heads = getattr(model, "num_attention_heads", None)
     kv_heads = getattr(model, "num_key_value_heads", None) or heads
     if heads is None or heads == kv_heads or plan.precision == "bfloat16":
@@ -310,9 +292,7 @@ def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan)
 
 
 def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
-    """Raise ValueError for more ranks than this machine has GPUs or (0 GPUs) cores for, or more
-    cores for each than it has.
-    """
+    """Refuse more ranks than this machine has GPUs or (0 GPUs) cores for."""
     cores = os.cpu_count() or 1
     require(
         runtime.cpus_per_rank <= cores,
@@ -357,12 +337,11 @@ def _cluster_has_gpus(address: str) -> bool:
 
 
 def _num_gpus(device: str | None = None) -> int:
-    """Return the number of GPUs of a device's kind; of NVIDIA's for a CPU."""
     import torch
 
     kind = (device or "cuda").partition(":")[0]
     try:
         module = torch.get_device_module("cuda" if kind == "cpu" else kind)
-    except RuntimeError:  # which `check_device` explains
+    except RuntimeError:
         return 0
     return module.device_count() if module.is_available() else 0

@@ -59,19 +59,16 @@ class Launch:
     folder: str
     """Folder or hub name of the model."""
     model: nn.Module | None
-    """A loaded model that was given."""
     of_model: Any
     """The model's Hugging Face configuration; None where it can't be read."""
     tokenizer: Any
     environment: Environment | None
     rows: Sequence[Row]
     data: Sequence[Digest]
-    """Digests of the training data sets."""
     validation_rows: Sequence[Row]
     log: RunLog
     loggers: Mapping[str, LoggerFactory]
     callbacks: Sequence[Callback]
-    """The caller's own."""
 
     @property
     def quiet(self) -> bool:
@@ -91,10 +88,7 @@ def launched(
     environment: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
-    """Check and read everything but the model, and hold the run's directory in the block.
-
-    algorithm: its name, or the script, that may resume the run.
-    """
+    """Check and read all but the model, and hold the run's directory in the block."""
     require(
         model is None or not config.model.from_scratch,
         "model.from_scratch",
@@ -164,7 +158,6 @@ def _require_same_rows(
     saved: list[Digest],
     *rows: Sequence[Row],
 ) -> None:
-    """Raise ValueError for rows that differ from the earlier ones, or warn if accepted."""
     sources = sources_of(config.data.train if train is None else train)
     found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
     if not found:
@@ -185,10 +178,7 @@ def _require_same_rows(
 
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
-    """Make the folder of a new run, or return the folder of the run to resume.
-
-    Raises ValueError where it holds another run, or none to resume.
-    """
+    """Make or, to resume, find the folder of a run. Raises ValueError where it is of another."""
     directory = RunDirectory.create(
         str(config.run.dir),
         dump_yaml(kept(config)),

@@ -21,7 +21,7 @@ def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, An
 
 
 def print_lengths(console: "Console", statistics: Mapping[str, LengthStatistics]) -> None:
-    """Print a line for each data set, and one for what a limit has cut or dropped."""
+    """Print a line for each data set."""
     from rich.table import Table
 
     table = Table("data", title="lengths in tokens", title_justify="left")

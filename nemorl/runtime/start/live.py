@@ -75,7 +75,7 @@ class Live:
         self.make_room(run, [trainer], keep_weights=shared)  # engines take what they find
         generator = self.stack.enter_context(live_generator(launch, engines, trainer, model))
         if generator is not None and in_turns:
-            generator.sleep()  # what is loaded now needs the memory
+            generator.sleep()
         state, resumed_from = resumed(launch, run, trainer)
         with writing("the tokenizer", directory.path / "tokenizer"):
             launch.tokenizer.save_pretrained(directory.path / "tokenizer")
@@ -101,7 +101,6 @@ class Live:
         )
 
     def prepared(self, run: OpenRun, order: BackendOrder) -> BackendOrder:
-        """Check an order, and return it with what it begins with."""
         return self._of(run).prepared(order)
 
     def backend(self, run: OpenRun, order: BackendOrder) -> Any:
@@ -130,7 +129,7 @@ class Live:
                 backend.empty_cache()
 
     def sharing(self, run: OpenRun) -> Sharing | None:
-        """Return how trainer and engines share GPUs, if they do and the model's sizes are known."""
+        """Return how trainer and engines share GPUs, if known."""
         if self._sharing is None:
             launch, engines, found = self.launch, self._engines(run), None
             if engines is not None and self._share(run):
@@ -147,19 +146,16 @@ class Live:
         return self._sharing[0]
 
     def _share(self, run: OpenRun) -> bool:
-        """Return whether engines are on GPUs on which the model trains."""
         engines = self._engines(run)
         return engines is not None and self.launch.devices.shares_gpus(engines)
 
     def _engines(self, run: OpenRun) -> GenerationConfig | None:
-        """Return what an engine is set up with, if the run samples."""
         launch = self.launch
         if not run.generates:
             return None
         return generation_config(launch.config, launch.directory, launch.devices)
 
     def callbacks(self, run: OpenRun) -> list[Callback]:
-        """Return the callbacks of the loop, which end with the run."""
         launch = self.launch
         launch.log.total_steps = run.num_steps
         before, after = own_callbacks(launch, exported(launch, run.view.backends))
@@ -181,7 +177,7 @@ class Live:
 
 
 def exported(launch: Launch, backends: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return the models of backends that can export their weights, by name."""
+    """Return the models that can export their weights, by name."""
     models = {name: getattr(each, "model", None) for name, each in backends.items()}
     return {
         name: model
@@ -193,11 +189,7 @@ def exported(launch: Launch, backends: Mapping[str, Any]) -> dict[str, nn.Module
 def own_callbacks(
     launch: Launch, models: Mapping[str, nn.Module]
 ) -> tuple[list[Callback], list[Callback]]:
-    """Return the callbacks that show and record, and the ones that save, which come last: a
-    checkpoint covers all that was recorded before it.
-
-    models: to export at the end, by name.
-    """
+    """Return the callbacks that record, then those that save all that was recorded before."""
     config, directory = launch.config, launch.directory
     logged = LoggedRun(
         directory=directory,
@@ -235,14 +227,14 @@ def own_callbacks(
     elif config.run.export:
         after.append(ExportCallback(directory, models, adapter=config.lora.export == "adapter"))
     if config.run.plots:
-        from nemorl.runtime.watch.plots import PlotCallback  # slow to import
+        from nemorl.runtime.watch.plots import PlotCallback
 
         after.append(PlotCallback(directory))
     return before, after
 
 
 def check_generation(launch: Launch, run: OpenRun) -> None:
-    """Raise ValueError for settings about generation that do not fit the run."""
+    """Refuse settings about generation that do not fit the run."""
     config = launch.config
     recording = [name for name, traits in TRAITS.items() if traits.records_experts]
     require(
@@ -270,9 +262,7 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
 
 
 def smallest_gpu(launch: Launch) -> int | None:
-    """Return the memory in bytes of the smallest GPU that this process sees; where Ray places ranks
-    on the cluster at RAY_ADDRESS, of those that it has for them, if it knows.
-    """
+    """Return the bytes of the smallest GPU of this process, or of Ray's ranks; None if unknown."""
     devices, config = launch.devices, launch.config
     if devices.placed and os.environ.get("RAY_ADDRESS"):
         from nemorl.runtime.cluster import connection, placement
@@ -289,7 +279,7 @@ def smallest_gpu(launch: Launch) -> int | None:
 
 
 def show(found: object, *, quiet: bool) -> None:
-    """Print how trainer and engines share GPUs, or how new weights get to engines."""
+    """Print how engines share GPUs, or how new weights get to them."""
     if not quiet:
         from rich.console import Console
 
@@ -305,10 +295,7 @@ def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:
 def live_generator(
     launch: Launch, engines: GenerationConfig | None, trainer: Any, model: Any
 ) -> Iterator[GenerationBackend | None]:
-    """Set up the engine that the run samples with, if any, and shut it down at the end.
-
-    model: the trainer's, which may be offloaded.
-    """
+    """Set up the engine that the run samples with, if any, for the block."""
     if engines is None:
         yield None
         return
@@ -318,7 +305,6 @@ def live_generator(
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
         replays = config.trainer.router_replay
-        # Ray has given the ranks their GPUs, and counts them as taken.
         devices = launch.devices
         shares = devices.placed and devices.shares_gpus(engines)
         beside = {"beside": trainer.places} if shares else {}
@@ -338,9 +324,7 @@ def live_generator(
 
 
 def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> ModelSource:
-    """Return the model as engines get it. Of a model on ranks an embedded engine makes a copy, in
-    the type that the ranks compute in, on a GPU without a rank if there is one.
-    """
+    """Return the model as engines get it: a copy of one on ranks, on a free GPU if there is one."""
     config = devices.config
     name = devices.plan.precision
     dtype = DTYPES[name]
@@ -361,10 +345,7 @@ def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> Mod
 
 
 def resumed(launch: Launch, run: OpenRun, trainer: Any) -> tuple[LoopState, Path | None]:
-    """Return the state where the last whole checkpoint left the run, if it is to be resumed, and
-    that checkpoint; load its weights, and make the directory show this state and these settings.
-    Changed settings are a warning.
-    """
+    """Load the last whole checkpoint, if the run is resumed, and return its state and folder."""
     config, directory, state = launch.config, launch.directory, run.state
     found = None
     if config.run.resume:

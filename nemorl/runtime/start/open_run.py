@@ -104,7 +104,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
             warn(f"the run {where} with new ranks ({times}): {reason}")
-            generators.restore()  # a new beginning draws the same numbers
+            generators.restore()
             resume = point is not None or config.run.resume
             launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))
 
@@ -113,7 +113,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 def opened(
     launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
 ) -> Iterator[OpenRun]:
-    """Open a launched run; its backends and its generator end with the block."""
+    """Open a launched run for the block."""
     with ExitStack() as stack:
         run = OpenRun(
             config=launch.config,
@@ -143,7 +143,7 @@ def opened(
         metrics = final_metrics(history)
         run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
         if launch.devices.torchrun and run.live is not None:
-            trainer: Any = run.live.trainer  # on ranks
+            trainer: Any = run.live.trainer
             trainer.result = run.result
 
 
@@ -155,13 +155,12 @@ def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | No
 
 
 def _follow(config: BaseConfig) -> TrainResult:
-    """Serve rank 0's trainer until its run is over."""
     from nemorl.runtime.ranks.torchrun import follow
 
     return follow(training_backend_class(config.trainer.backend), config)
 
 
 def _kernels(launch: Launch) -> Any:
-    """Deterministic kernels where an engine may compute in this process while ranks train."""
+    """Deterministic kernels where an engine may compute here while ranks train."""
     ranked = launch.devices.ranked and launch.config.trainer.deterministic
     return deterministic_kernels if ranked else nullcontext()

@@ -55,9 +55,7 @@ GENERATION_BACKENDS: dict[str, str | type] = {
 }
 GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
 GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
-"""Checks of generation backends that have one: check(config, model, machine), where `model` is a
-Hugging Face configuration, or None before it is known.
-"""
+"""check(config, model, machine); model: a configuration, None before it is known."""
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.watch.loggers.services:TensorBoardLogger",
     "wandb": "nemorl.runtime.watch.loggers.services:WandbLogger",
@@ -152,7 +150,7 @@ def register_generation_backend(name: str) -> Callable[[type[Registered]], type[
         TRAITS[name] = getattr(cls, "traits", GenerationTraits())
         if getattr(cls, "check", None) is not None:
             GENERATION_CHECKS[name] = cls.check
-        else:  # of a class that had the name before
+        else:
             GENERATION_CHECKS.pop(name, None)
 
     return _register(name, GENERATION_BACKENDS, check)
@@ -171,8 +169,7 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(config: Any) -> str:
-    """Return the name of the algorithm that a config, or a class of them, is of; of one that is not
-    registered, its class's.
+    """Return the name of a config's algorithm; of one that is not registered, its class's.
 
     >>> algorithm_of(SFTConfig())
     'sft'
@@ -190,7 +187,7 @@ def algorithm_of(config: Any) -> str:
 
 
 def loop_of(config: Any) -> Loop:
-    """Return the training loop that a config is of."""
+    """Return the training loop of a config."""
     name = algorithm_of(config)
     require(
         name in ALGORITHMS,
@@ -227,7 +224,7 @@ def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
 
 
 def training_backend_class(name: str) -> "type[TrainingBackend]":
-    """Return the class of a training backend as it was registered."""
+    """Return the registered class."""
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 
@@ -239,21 +236,14 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
 
 
 def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> None:
-    """Raise ValueError for settings or a model that a generation backend refuses.
-
-    model: the Hugging Face configuration of the model; None: it is not known yet.
-    """
+    """Refuse settings or a model (None: unknown) that a generation backend can't use."""
     if check := GENERATION_CHECKS.get(config.backend):
         with checked_by(f"generation backend {config.backend}"):
             check(config, model, machine)
 
 
 def require_names(config: Any) -> None:
-    """Raise ValueError for a function, backend or logger of a config that does not exist.
-    Without torch, and without running code of the user's.
-
-    A reward of a resumed run that was given in Python passes: its script gives it again.
-    """
+    """Refuse a function, backend or logger that does not exist, without running code."""
     rewards = getattr(config, "reward", ())
     for reward in (rewards,) if isinstance(rewards, str) else rewards:
         if not reward.startswith(GIVEN):
@@ -277,9 +267,7 @@ def require_names(config: Any) -> None:
 
 
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
-    """Return the loggers that `run.loggers` names (None: TensorBoard where it is installed), after
-    the one of the run's own files.
-    """
+    """Return the loggers that `run.loggers` names, after the one of the run's own files."""
     from nemorl.runtime.watch.loggers.base import JsonlLogger
 
     if names is None:
@@ -300,7 +288,7 @@ def installed(package: str) -> bool:
 
 
 def load(target: Any) -> Any:
-    """Return the object at "module:name", or the target itself if it is not a string."""
+    """Return the object at "module:name", or the target itself."""
     return resolve_name(target) if isinstance(target, str) else target
 
 
@@ -313,7 +301,6 @@ def _register_own(section: str, name: str) -> Callable[[Any], Any]:
 
 
 def _require_description(cls: type, kind: type) -> None:
-    """Raise ValueError for wrong `traits`, or a `check` that needs an instance."""
     traits, check = getattr(cls, "traits", kind()), getattr_static(cls, "check", None)
     field, remedy = f"{cls.__name__}.traits", f"write traits = {kind.__name__}(…) in the class"
     require(isinstance(traits, kind), field, f"must be a {kind.__name__}", traits, remedy)

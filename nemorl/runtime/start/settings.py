@@ -37,9 +37,7 @@ def as_given(
     reward: Reward | None,
     environment: Any = None,
 ) -> Config:
-    """Return the config with the names of what was given in Python. A reward or an environment
-    without a name is noted, so that a resume without it is an error.
-    """
+    """Return the config with the names, or notes, of what was given in Python."""
 
     def named(value: Any) -> Any:
         if isinstance(value, list | tuple) and value:
@@ -62,7 +60,7 @@ def as_given(
     if not hasattr(config, "reward"):
         return config
     if reward is None:
-        if not config.generates(answers=False):  # it judges only what is validated on
+        if not config.generates(answers=False):
             sources = sources[:1] if config.data.held_out else sources[1:]
         own: Any = config
         return replace(own, reward=reward_for(own.reward, *sources))
@@ -72,7 +70,6 @@ def as_given(
 
 
 def _given(parts: Sequence[Any]) -> str:
-    """Return what config.yaml keeps of functions and classes given in Python."""
     names = [
         part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         for part in parts
@@ -81,15 +78,12 @@ def _given(parts: Sequence[Any]) -> str:
 
 
 def kept(config: Config) -> Config:
-    """Return the config as config.yaml keeps it, without what is about one start of the run."""
+    """Return the config without what is about one start of the run."""
     return replace(config, run=replace(config.run, resume=False, accept_changed_data=False))
 
 
 def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) -> Any:
-    """Return the Hugging Face configuration of a model, folder or hub name.
-
-    None where it can't be read: loading the model will say what is wrong.
-    """
+    """Return a model's Hugging Face configuration, None where it can't be read."""
     if not isinstance(model, str):
         return model.config
     try:
@@ -110,7 +104,7 @@ def warn_of_spinning() -> None:
 
 
 def within_positions(config: Config, of_model: Any) -> Config:
-    """Return the config with data.max_total_sequence_length lowered to the model's positions."""
+    """Return the config with lengths lowered to the model's positions."""
     positions = None if of_model is None else max_positions(of_model)
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
@@ -126,9 +120,7 @@ def within_positions(config: Config, of_model: Any) -> Config:
 
 
 def with_response_length(config: Config) -> Config:
-    """Return the config with generation.max_new_tokens set, unless it was given, to leave room for
-    a prompt.
-    """
+    """Return the config with a default of generation.max_new_tokens."""
     if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
         return config
     usual, longest = config.generation.longest_response, config.data.max_total_sequence_length
@@ -139,9 +131,7 @@ def with_response_length(config: Config) -> Config:
 def environment_of(
     config: BaseConfig, reward: Reward | None, environment: Any = None
 ) -> Environment | None:
-    """Return the given environment and reward or the configured ones; None for an algorithm without
-    rewards.
-    """
+    """Return the given or configured environment and reward; None without rewards."""
     rollout = getattr(config, "rollout", None)
     require(
         environment is None or rollout is not None,
@@ -172,7 +162,7 @@ def environment_of(
 
 
 def workers_of(rollout: RolloutConfig) -> Callable[[], Workers] | None:
-    """Return what makes the processes of an environment; None where it needs none."""
+    """Return what makes the processes of an environment, if it needs any."""
     if not rollout.workers:
         return None
     try:
@@ -191,9 +181,7 @@ def _default_reward(config: BaseConfig) -> Any:
 def generation_config(
     config: BaseConfig, directory: RunDirectory, devices: Devices
 ) -> GenerationConfig:
-    """Return what an engine is set up with: longest sequence, logs and the GPUs that it leaves to
-    the trainer are the run's, unless they were given.
-    """
+    """Return what an engine is set up with: the run's lengths, logs and GPUs, unless given."""
     given, longest = config.generation, config.data.max_total_sequence_length
     if given.traits.embedded:
         return given
@@ -213,9 +201,7 @@ def generation_config(
 
 
 def changes(path: str | Path, config: BaseConfig) -> list[str]:
-    """Return the settings, other than the run's length, that numbers depend on and that differ from
-    those in a file.
-    """
+    """Return the settings that numbers depend on and that differ from those in a file."""
     try:
         tree = yaml_layer(type(config), {}, path, Trust(runs="none"))
         before, now = flat(to_dict(construct(type(config), tree))), flat(to_dict(config))

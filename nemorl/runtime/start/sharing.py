@@ -25,11 +25,9 @@ def sharing_of(
     can_offload: bool,
     can_empty: bool,
 ) -> Sharing | None:
-    """Return how engines share the GPUs of the ranks; None where they don't, and for a model (a
-    Hugging Face configuration) or GPUs whose sizes are not known.
+    """Return how engines share the GPUs of the ranks; None where they don't, or sizes are unknown.
 
-    card: bytes of the smallest GPU, if known. can_offload, can_empty: whether the training backend
-    has `offload`, and `empty_cache`.
+    card: bytes of the smallest GPU. can_offload, can_empty: methods of the training backend.
     Raises: ValueError where engines have too little memory.
     """
     if engines is None or not devices.shares_gpus(engines) or model is None:
@@ -65,9 +63,7 @@ def sharing_of(
 
 
 def with_room(step: Step, room: float, *, longest: int) -> Step:
-    """Return a step with the largest default microbatch for which training has room, halved until
-    it would not hold the longest sequence; with sizes that were given, as it is.
-    """
+    """Return a step with the largest default microbatch for which training has room."""
     trainer = step.work.trainer
     if trainer.micro_batch_tokens or trainer.train_micro_batch_size:
         return step
@@ -99,6 +95,5 @@ def keeps_reference(config: BaseConfig) -> bool:
 
 
 def _without(section: Any, names: tuple[str, ...]) -> Any:
-    """Return a section with the defaults of settings that have no effect on a plan."""
     usual = type(section)()
     return replace(section, **{name: getattr(usual, name) for name in names})

@@ -79,7 +79,6 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls) -> "RandomState":
-        """Return the present state."""
         kind, keys, *rest = np.random.get_state()
         values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
         tensors = {"cpu": torch.get_rng_state()}
@@ -172,8 +171,8 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of the checkpoint of `step`; keep the newest `keep`, or by `ranking` the
-    best `keep` and the newest, and none of later steps. An error is a warning.
+    """Record measurements of the checkpoint of `step`, and remove those that are not to be kept. An
+    error is a warning.
     """
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
@@ -205,9 +204,7 @@ def latest(directory: Path, *, quiet: bool = False) -> Path | None:
 
 
 def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
-    """Load the checkpoint to go on from, an older one if that is damaged; None if none is whole.
-    Raises as `load`.
-    """
+    """Load the checkpoint to go on from, an older one if that is damaged; None if none is whole."""
     return _first(directory, lambda path: load(path, run))
 
 
@@ -226,19 +223,19 @@ def _first(
 
 
 def best(directory: Path) -> Path | None:
-    """Return the best checkpoint, if the run ranks them."""
+    """Return the best checkpoint, if ranked."""
     path = _pointed_at(Path(directory) / "checkpoints" / "best")
     return path if path is not None and path.exists() else None
 
 
 def present(directory: Path) -> dict[int, Path]:
-    """Return every checkpoint by its step, the oldest first, whole or not."""
+    """Return every checkpoint by its step, the oldest first."""
     found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
     return {step: found[step] for step in sorted(found) if step >= 0}
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the measurements at each checkpoint's step, the oldest first."""
+    """Return the measurements at each checkpoint's step."""
     found: Any = None
     with suppress(OSError, ValueError):
         found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
@@ -248,13 +245,13 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def data_of(directory: Path | str) -> list[Digest]:
-    """Return the digests of the run's rows; none without a checkpoint."""
+    """Return the digests of the run's rows."""
     found = latest(Path(directory), quiet=True)
     return json.loads((found / "state.json").read_bytes())["data"] if found else []
 
 
 def backends_of(path: Path) -> list[str]:
-    """Return the names of the backends that a checkpoint holds."""
+    """Return the backends in a checkpoint."""
     return json.loads((path / "state.json").read_bytes())["backends"]
 
 
@@ -293,10 +290,7 @@ def load(path: Path, run: Run) -> LoopState:
 
 
 def load_backend(path: Path, name: str, backend: Any) -> None:
-    """Restore the backend `name` from a checkpoint of a run that has it. No random number is drawn.
-
-    Raises ValueError where the checkpoint holds no such backend.
-    """
+    """Restore the backend `name` from a checkpoint, without drawing a random number."""
     names = backends_of(path)
     require(
         name in names,
@@ -312,10 +306,8 @@ def load_backend(path: Path, name: str, backend: Any) -> None:
 
 
 def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
-    """Return the checksums of a checkpoint's files.
-
-    Raises CheckpointError unless all have their size, and files of up to `largest` bytes their
-    CRC-32.
+    """Return the checksums of a checkpoint's files. Raises CheckpointError for a wrong size, and
+    for a wrong CRC-32 of files of up to `largest` bytes.
     """
     with _as_checkpoint_error(path):
         files = {path / name: expected for name, expected in read_manifest(path).items()}
@@ -328,7 +320,7 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed processes left unfinished, there and in the temporary folder."""
+    """Remove what killed processes left."""
     sweep_temporary()
     check_writer(directory)
     for folder in (Path(directory), Path(directory) / "checkpoints"):
@@ -351,7 +343,6 @@ def _algorithm(run: Run) -> str:
 
 
 def _seal(folder: Path) -> None:
-    """Add the manifest, with everything on the disk, as files in a backend's own manifest are."""
     paths = set(folder.rglob("*"))
     paths -= {file for part in folder.iterdir() for file in _own_files(part)}
     files = sorted(path for path in paths if path.is_file())

@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -33,11 +33,10 @@ from typing import Any, Literal, get_args
 
 from filelock import FileLock, Timeout
 
-from nemorl.checks import require
+from nemorl.checks import is_number, require
 from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.store.files import HOLDERS, check_writer, write_atomically, writing
-from nemorl.runtime.store.shapes import Shape, is_count, is_time, without_wrong, wrong_fields
 from nemorl.warn import warn
 
 Phase = Literal["train", "validation"]
@@ -103,12 +102,10 @@ class RunDirectory:
         raise AssertionError
 
     def write_config(self, config_yaml: str) -> None:
-        """Write config.yaml: environment and settings."""
         header = dump({"environment": environment()})
         write_atomically(self.config, f"{header}\n{config_yaml}", "the settings")
 
     def write_data(self, lengths: Mapping[str, Any]) -> None:
-        """Write data.json."""
         write_atomically(self.data, json.dumps(lengths, indent=1) + "\n", "the lengths of the data")
 
     @classmethod
@@ -123,7 +120,6 @@ class RunDirectory:
         return directory
 
     def require_no_results(self) -> None:
-        """Raise ValueError where a new run would spoil another."""
         if self.holds_results():
             raise ValueError(
                 f"run.dir must be a folder without a run, but {self.path} already holds one: go on"
@@ -147,7 +143,6 @@ class RunDirectory:
 
     @classmethod
     def check_missing(cls, run: RunConfig) -> None:
-        """Raise ValueError where a run to resume has no folder, before it is made."""
         if run.dir is not None and not Path(run.dir).exists():
             cls(Path(run.dir)).check_resume(run.resume)
 
@@ -156,7 +151,6 @@ class RunDirectory:
         return any(step_of(path) >= 0 for path in self.checkpoints.glob("step_*"))
 
     def require_checkpoint(self) -> None:
-        """Raise ValueError where there is none to export."""
         if not self.has_checkpoint():
             raise ValueError(
                 f"run must have a checkpoint, but {self.path} has none: it is saved at the end of a"
@@ -171,17 +165,15 @@ class RunDirectory:
     def append_metrics(
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
-        """Append a line to metrics.jsonl."""
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
         with writing("the metrics", self.metrics):
             append_lines(self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""
-        return read_lines(self.metrics, {"step": is_count, "time": is_time, "phase": is_phase})
+        return read_lines(self.metrics, {"step": is_count, "time": is_number, "phase": is_phase})
 
     def append_groups(self, step: int, groups: Mapping[str, Any]) -> None:
-        """Append a line to groups.jsonl."""
         with writing("the numbers of the groups", self.groups):
             append_lines(self.groups, [{"step": step, **groups}])
 
@@ -195,7 +187,6 @@ class RunDirectory:
             append_lines(file, samples)
 
     def append_log(self, line: Mapping[str, Any]) -> None:
-        """Append a line to log.jsonl."""
         append_lines(self.log, [line])
 
     def sample_files(self, folder: str = "samples") -> dict[int, Path]:
@@ -228,7 +219,7 @@ class RunDirectory:
 
 @contextmanager
 def writing_below(path: Path | str) -> Iterator[None]:
-    """Raise a ValueError that names run.dir where the block can't write to this folder."""
+    """Raise a ValueError that names run.dir for an error of the block."""
     try:
         yield
     except OSError as error:
@@ -287,7 +278,7 @@ def step_of(path: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return system, hardware, versions and, if any, the working directory's git commit."""
+    """Return versions, hardware and commit."""
     found = {"python": platform.python_version(), "system": platform.platform(), **hardware()}
     found |= {name: version_of(name) for name in ("nemorl", "torch", "transformers")}
     commit = git_commit()
@@ -295,7 +286,7 @@ def environment() -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """Return the version of a package, which a source tree on PYTHONPATH does not have."""
+    """Return the version of a package, if installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -303,7 +294,7 @@ def version_of(package: str) -> str:
 
 
 def hardware() -> dict[str, str]:
-    """Return processors, memory and, if torch is loaded, GPUs."""
+    """Return processors, memory and GPUs."""
     import psutil
 
     found = {"cpus": str(os.cpu_count()), "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB"}
@@ -315,7 +306,7 @@ def hardware() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the checked-out commit, if any, marked if files differ from it."""
+    """Return the commit, marked if files differ."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty= with changes"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -325,7 +316,7 @@ def git_commit() -> str | None:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines in one write, on a line of their own after one that a kill has torn."""
+    """Append JSON lines in one write, apart from a torn one."""
     check_writer(path)
     text = "".join(json.dumps(to_json(record), ensure_ascii=False) + "\n" for record in records)
     with path.open("ab+") as file:
@@ -341,11 +332,16 @@ def is_phase(value: Any) -> bool:
     return value in get_args(Phase)
 
 
+def is_count(value: Any) -> bool:
+    """Return whether a value is a step's number."""
+    return type(value) is int and value >= 0
+
+
 def read_lines(
-    path: Path, needed: Mapping[str, Shape] = {}, known: Mapping[str, Shape] = {}
+    path: Path, needed: Mapping[str, Callable[[Any], bool]] = {}
 ) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file that have the `needed` fields, without wrong values
-    of the `known` ones and a torn last line; what is omitted is warned of.
+    """Return the objects of a JSON lines file whose `needed` fields are right, without a torn last
+    line; what is omitted is warned of.
     """
     if not path.exists():
         return []
@@ -354,11 +350,11 @@ def read_lines(
     for number, line in enumerate(lines, start=1):
         try:
             record = {**json.loads(line)}
-            wrong = wrong_fields(record, needed)
+            wrong = [name for name, fits in needed.items() if not fits(record.get(name))]
         except (ValueError, TypeError, RecursionError):
             wrong = None
         if not wrong and wrong is not None:
-            records.append(without_wrong(record, known, f"{path}, line {number}"))
+            records.append(record)
         elif number < len(lines):
             what = "is not a JSON object" if wrong is None else f"has a wrong {wrong[0]}"
             warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}")

@@ -34,14 +34,14 @@ MEMORY_ADVICE = (
 
 
 def memory_advice(error: BaseException) -> str | None:
-    """Return what takes less memory, for a failed allocation of torch's, here or in a worker."""
+    """Return advice for a failed allocation."""
     texts = ("out of memory", "can't allocate memory")
     failed = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return MEMORY_ADVICE if failed else None
 
 
 def in_words(error: BaseException) -> dict[str, str]:
-    """Return an exception for a process in which its class may not exist."""
+    """Return an exception for another process."""
     builtin = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     return {
         "kind": type(error).__name__,
@@ -52,7 +52,7 @@ def in_words(error: BaseException) -> dict[str, str]:
 
 
 def raised(error: Mapping[str, str], rank: int) -> Exception:
-    """Return a worker's exception as the built-in type that it is, its traceback as a note."""
+    """Return a worker's exception, its traceback as a note."""
     kind = getattr(builtins, error["builtin"], Exception)
     found: Exception = WorkerError(f"{error['kind']}: {error['message']}")
     if kind not in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
@@ -63,12 +63,12 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
 
 
 def death(who: str, said: str, log: Path | None, doing: str = "") -> WorkerDied:
-    """Return the error for a worker that died, from Ray's account of it, with its log's end."""
+    """Return the error for a worker that died."""
     return WorkerDied(with_log(f"{who} died{doing}: {reason_of(said)}", log))
 
 
 def with_log(text: str, log: Path | None) -> str:
-    """Return what is wrong with a worker, with its log's end."""
+    """Return a text with a log's end."""
     lines = last_lines(log) if log else []
     return "\n  | ".join([f"{text}; its log ends:", *lines] if lines else [text])
 
@@ -91,7 +91,7 @@ def reason_of(told: str) -> str:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the end of a log; nothing where there is none."""
+    """Return the end of a log, if any."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]

@@ -27,10 +27,7 @@ EXPORT = "nemorl_export.json"
 def write_pretrained(
     directory: Path, weights: Iterable[tuple[str, Tensor]], model: nn.Module, tokenizer: Any
 ) -> None:
-    """Write a folder that `transformers` loads; one file of weights at a time is in memory.
-
-    Raises ValueError if something other than an earlier export is in its place.
-    """
+    """Write a folder that `transformers` loads, one file of weights at a time."""
     with replacing(directory) as aside:
         write_model_files(aside, weights)
         copy_code(aside, model)
@@ -105,7 +102,6 @@ def _write_merged(
 
 
 def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
-    """Write weights tensor by tensor; their files are checked while they are read."""
     checksums = checkpoint.verify(saved.parent, largest=checkpoint.SMALL)
     files = saved_weights(saved)
     if not files or not (saved / "config.json").exists():
@@ -123,7 +119,7 @@ def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `directory` at the end of the block."""
+    """Yield a folder that replaces `directory` after the block."""
     directory = directory.resolve()
     if directory.exists():
         folder, marker = directory.is_dir(), directory / EXPORT

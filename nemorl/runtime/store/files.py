@@ -13,10 +13,7 @@ HOLDERS: dict[str, int] = {}
 
 
 def check_writer(path: Path) -> None:
-    """End this process if it is a fork of the one that holds the run to which a file belongs.
-
-    It came back from a function of the user's; with two writers the run's files would be torn.
-    """
+    """End this process if it is a fork of the one that holds the run: two would tear its files."""
     place = os.path.abspath(path)  # noqa: PTH100, as links stay
     for folder, holder in list(HOLDERS.items()):
         if holder != os.getpid() and f"{place}/".startswith(f"{folder}/"):
@@ -35,9 +32,7 @@ class NotWritten(OSError):
 
 @contextmanager
 def writing(what: str, path: Path | str) -> Iterator[None]:
-    """Raise NotWritten, with `what` was to be written to `path`, for an error of the system in the
-    block: the error of a full disk names no file.
-    """
+    """Raise NotWritten, with what and where, for an error of the system in the block."""
     try:
         yield
     except Exception as error:
@@ -53,7 +48,7 @@ def writing(what: str, path: Path | str) -> Iterator[None]:
 
 
 def free_space(path: Path | str) -> str:
-    """Return how much room there is for a file, as the end of a sentence; nothing if unknown.
+    """Return the room for a file, as the end of a sentence.
 
     >>> free_space("missing/file")
     ''
@@ -64,7 +59,7 @@ def free_space(path: Path | str) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have a file's contents, or a folder's list of names, on the disk."""
+    """Sync a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,24 +6,15 @@ import platform
 import secrets
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import psutil
 
 from nemorl.checks import require
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import write_atomically
-from nemorl.runtime.store.shapes import (
-    Shape,
-    is_count,
-    is_text,
-    is_time,
-    list_of,
-    optional,
-    wrong_fields,
-)
 from nemorl.warn import warn
 
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -77,17 +68,13 @@ class RunRecord:
             return None
         try:
             values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
-            wrong = wrong_fields(values, SHAPES)
-        except (OSError, ValueError, TypeError, RecursionError):
-            warn(f"{directory.record} is not a JSON object, and is omitted")
+            known = {field.name: values[field.name] for field in fields(cls)}
+            return cls(**{**known, "sessions": tuple(values["sessions"])})
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            warn(f"{directory.record} is not the record of a run, and is omitted")
             return None
-        if wrong:
-            warn(f"{directory.record} has a wrong {wrong[0]}, and is omitted")
-            return None
-        return cls(**{name: values[name] for name in SHAPES} | {"sessions": (*values["sessions"],)})
 
     def write(self, directory: RunDirectory) -> None:
-        """Replace run.json."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
         write_atomically(directory.record, text + "\n", "the status of the run")
 
@@ -104,21 +91,6 @@ class RunRecord:
         return "running" if began <= max(self.sessions, default=0) + 1 else "interrupted"
 
 
-SHAPES: dict[str, Shape] = {
-    "run_id": is_text,
-    "algorithm": is_text,
-    "script": is_text,
-    "status": lambda value: value in get_args(Status),
-    "error": optional(is_text),
-    "total_steps": optional(is_count),
-    "sessions": list_of(is_time),
-    "ended": optional(is_time),
-    "pid": lambda value: is_count(value) and value < 2**31,
-    "host": is_text,
-}
-"""Checks of the fields in run.json, by name."""
-
-
 def script_with(config: type) -> str:
     """Return what stands for an algorithm's name where a script has a training loop of its own.
 
@@ -129,7 +101,7 @@ def script_with(config: type) -> str:
 
 
 def script_name() -> str:
-    """Return the name of the file that Python runs, "" in a notebook."""
+    """Return the script's name, "" in a notebook."""
     return Path(getattr(sys.modules["__main__"], "__file__", None) or "").name
 
 

@@ -34,7 +34,6 @@ class OpenGroup:
 
     @property
     def waits(self) -> bool:
-        """Whether a resumed run has yet to take it again."""
         return self.step is None and not self.sampled
 
 
@@ -135,7 +134,6 @@ class LoopState:
         return replace(self, open_groups=left, dropped=dropped)
 
     def closing(self) -> list[OpenGroup]:
-        """Return the groups that the end of the present step closes."""
         return [g for g in self.open_groups if g.step is not None and g.step <= self.step + 1]
 
     def advance(self) -> "LoopState":
@@ -172,5 +170,4 @@ class Run:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of all backends: while they stand still, so do the weights."""
         return sum(backend.step for backend in self.backends.values())

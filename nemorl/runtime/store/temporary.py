@@ -15,7 +15,7 @@ OURS = "nemorl-*"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder for the block; a later call removes it where the process was killed."""
+    """Make a folder for the block, which a later call removes after a kill."""
     sweep_temporary()
     folder = Path(tempfile.mkdtemp(prefix=OURS.rstrip("*")))
     owner = claim(folder)
@@ -27,7 +27,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def claim(folder: Path) -> int:
-    """Mark a folder as one to remove once no process has the returned file descriptor open."""
+    """Mark a folder for removal once no process has the returned descriptor open."""
     hidden = folder / f"{MARK}-{os.getpid()}"
     owner = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with suppress(OSError):  # of file systems without locks
@@ -37,7 +37,7 @@ def claim(folder: Path) -> int:
 
 
 def sweep_temporary() -> None:
-    """Remove folders of this user that were claimed, by processes that are all dead."""
+    """Remove this user's folders whose owners are dead."""
     for parent in {tempfile.gettempdir(), os.environ.get("RAY_TMPDIR") or "/tmp"}:
         for mark in Path(parent).glob(f"{OURS}/{MARK}"):
             with suppress(OSError):
@@ -45,7 +45,6 @@ def sweep_temporary() -> None:
 
 
 def _remove_if_dead(mark: Path) -> None:
-    """Raises OSError where the owner lives, or it is another user's."""
     descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         users = {os.fstat(descriptor).st_uid, mark.parent.lstat().st_uid}

@@ -9,16 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import is_number
-from nemorl.runtime.store.directory import RunDirectory, read_lines, step_of
+from nemorl.runtime.store.directory import RunDirectory, is_count, read_lines, step_of
 from nemorl.runtime.store.reading import RunFiles, read_run
-from nemorl.runtime.store.shapes import is_count, is_mapping, list_of
 
-LINE = {
-    **dict.fromkeys(("trained", "open"), list_of(is_count)),
-    "step": is_count,
-    "dropped": lambda value: is_mapping(value) and all(map(list_of(is_count), value.values())),
-}
-"""Shapes of the values in groups.jsonl."""
 RECORDED: dict[str, tuple[str, Any, str, str | None]] = {
     "weights": ("generation/weights/proved", min, "{:,.0f} tensors or more in each update", ""),
     "tokens": ("receipts/tokens", sum, "{:,.0f} tokens", "receipts/tokens_unproved"),
@@ -71,7 +64,9 @@ def _recorded(name: str, lines: Sequence[Mapping[str, Any]], said: Sequence[str]
 
 
 def _prompts(directory: RunDirectory, last: int) -> tuple[bool | None, str]:
-    lines = [line for line in read_lines(directory.groups, LINE) if line["step"] <= last]
+    lines = [
+        line for line in read_lines(directory.groups, {"step": is_count}) if line["step"] <= last
+    ]
     if not lines:
         return None, "not recorded"
     ends, total = Counter({"trained on": 0}), Counter[int](lines[-1]["open"])

@@ -36,7 +36,7 @@ STYLE: Any = {
 
 
 def svg(name: str, *courses: Course) -> tuple[str, tuple[float, float]]:
-    """Return a picture of one metric for the report, and the steps at its left and right edge."""
+    """Return a metric's picture, and its first and last step."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 2.0))
         axes = figure.add_axes((BOX[0], BOX[1], BOX[2] - BOX[0], BOX[3] - BOX[1]))
@@ -48,7 +48,7 @@ def svg(name: str, *courses: Course) -> tuple[str, tuple[float, float]]:
 
 
 def svg_of(figure: Figure) -> str:
-    """Return a picture as a part of the page, in the page's colors."""
+    """Return a picture in the page's colors."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
@@ -59,10 +59,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def panel(axes: Axes, name: str, *courses: Course) -> None:
-    """Draw a metric's course: a smoothed line over faint values, and markers for validations.
-
-    Of several runs, each has one color.
-    """
+    """Draw a metric's course: values, smoothed, and markers for validations."""
     alone = len(courses) == 1
     for (train, validation), color in zip(courses, RUNS, strict=False):
         steps, values = train

@@ -30,7 +30,7 @@ def make_display(
     total_steps: int | None = None,
     console: Console | None = None,
 ) -> Callback:
-    """Return the display that `run.display` names; auto is live in a capable terminal."""
+    """Return the display that `run.display` names."""
     console = console or Console()
     if mode == "none":
         return Callback()
@@ -59,7 +59,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def on_one_line(value: Any, width: int) -> Text:
-    """Return a value without line breaks, cut to `width`."""
+    """Return a value on one line of `width`."""
     text = Text(" ".join(str(value).split()))
     text.truncate(width, overflow="ellipsis")
     return text
@@ -83,8 +83,6 @@ def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
 
 
 class Display(Callback):
-    """The steps done and to do, and the time that they take."""
-
     def __init__(self, total_steps: int | None, console: Console) -> None:
         self.console, self.total_steps = console, total_steps
         self.progress = Progress(speed_estimate_period=3600.0, get_time=time.monotonic)
@@ -186,7 +184,6 @@ class LiveDisplay(Display):
         self.open()
 
     def open(self) -> None:
-        """Show the panel for the first time."""
         self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         self.live.start()
         self.console.show_cursor(True)  # so that it is there after a kill, too
@@ -215,7 +212,6 @@ class LiveDisplay(Display):
             self.live = None
 
     def render(self) -> Panel:
-        """Return the panel as it is now."""
         width = self.console.width - 6
         parts: list[Any] = [self._progress(), Text(), self._metrics(width)]
         if self.validations:
@@ -283,9 +279,8 @@ class LiveDisplay(Display):
 
 
 class NotebookDisplay(LiveDisplay):
-    """Show the panel and the course of the first metric below a notebook's cell, in place.
-
-    rich's own way needs ipywidgets; a display that is updated needs nothing but the kernel.
+    """Show the panel and the course of the first metric below a notebook's cell, without
+    ipywidgets.
     """
 
     handle: Any = None
@@ -314,7 +309,6 @@ class NotebookDisplay(LiveDisplay):
             self.handle = None
 
     def draw(self) -> None:
-        """Show the panel and the curve as they are now."""
         display = import_module("IPython.display").display  # in a notebook it is there
 
         self.console.print(self.render())
@@ -329,7 +323,6 @@ class NotebookDisplay(LiveDisplay):
         self.drawn = time.monotonic()
 
     def curve(self) -> str:
-        """Return the course of the first metric as a picture, once there are two values."""
         from nemorl.runtime.watch.curves import COLORS, svg  # slow to import
 
         name = next(iter(self.latest), "")

@@ -26,10 +26,7 @@ LIBRARIES = ("transformers", "datasets")
 
 
 class LogFile(logging.Handler):
-    """Append what is logged to log.jsonl: everything of nemorl's own, the warnings of others.
-
-    A line that can't be written (a full disk) is dropped: a log is not a reason to end a run.
-    """
+    """Append what is logged to log.jsonl: everything of nemorl's own, the warnings of others."""
 
     def __init__(self, directory: RunDirectory, fields: dict[str, Any]) -> None:
         super().__init__(logging.INFO)
@@ -57,10 +54,7 @@ class LogFile(logging.Handler):
 
 
 class RunLog(Callback):
-    """Log the events of a run, and keep its run.json.
-
-    It comes before all other callbacks, so that what they log has the right step.
-    """
+    """Log the events of a run, and keep its run.json. Comes before all other callbacks."""
 
     def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
         self.directory, self.record, self.fields = directory, record, fields
@@ -92,12 +86,12 @@ class RunLog(Callback):
 
 
 def event(name: str, message: str, **details: Any) -> None:
-    """Log a line that a program finds by its name."""
+    """Log a line with a name."""
     LOGGER.info(message, extra={"event": name, "details": details})
 
 
 def changed_settings(config: Any) -> dict[str, Any]:
-    """Return the settings (dotted) that are not at their default, with that default."""
+    """Return the settings (dotted) that are not at their default, with it."""
     try:
         defaults = flat(to_dict(type(config)()))
     except TypeError:  # no dataclass, or one with fields that must be given
@@ -111,9 +105,7 @@ def changed_settings(config: Any) -> dict[str, Any]:
 
 @contextmanager
 def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
-    """Keep run.json and log.jsonl while the block runs: its begin, all that is logged and warned
-    of, and how it ends. Warnings and messages also go where they went before.
-    """
+    """Keep run.json and log.jsonl while the block runs."""
     before = RunRecord.read(directory) if directory.holds_results() else None
     record = RunRecord.begin(directory, algorithm=algorithm, previous=before)
     fields = {"run_id": record.run_id, "step": 0, "rank": int(os.environ.get("RANK", 0))}
@@ -145,9 +137,7 @@ def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
 
 @contextmanager
 def _listening(handler: logging.Handler) -> Iterator[None]:
-    """Let a handler hear what is logged or warned of; those who hear it already still do, unlike
-    with `logging.captureWarnings`.
-    """
+    """Let a handler hear what is logged or warned of, besides those who hear it already."""
     root, show, level = logging.getLogger(), warnings.showwarning, LOGGER.level
     handlers = [handler]
     if logging.lastResort is not None and not root.handlers:

@@ -35,7 +35,7 @@ class PlotCallback(Callback):
 
 
 def draw(directory: RunDirectory) -> list[Path]:
-    """Draw plots/NAME.png for each metric of the live table, and plots/overview.png with all."""
+    """Draw plots/NAME.png of each metric, and plots/overview.png."""
     records, present = directory.read_metrics(), {}
     for name in LABELS:
         pair = series_of(records, name, "train"), series_of(records, name, "validation")

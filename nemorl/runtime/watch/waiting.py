@@ -13,7 +13,7 @@ from nemorl.runtime.watch.log import event
 
 @contextmanager
 def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Announce something slow, and say how long it took. A terminal has a spinner meanwhile."""
+    """Announce something slow, and how long it took."""
     console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
     event("waiting", what)
     console.print(f"{what} …")
@@ -28,7 +28,7 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
 def waiting_for_engines(
     config: GenerationConfig, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of engines; other generation backends need none."""
+    """`waiting` for engines, if any."""
     if not config.traits.engines:
         return nullcontext()
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
@@ -39,7 +39,7 @@ def waiting_for_engines(
 def waiting_for_ranks(
     plan: ParallelPlan, who: str, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of a trainer on ranks."""
+    """`waiting` for a trainer on ranks."""
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep")
     degrees = {name: getattr(plan, name) for name in axes}
     spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]

@@ -58,9 +58,6 @@ def test_the_gradient_is_hugging_faces(
 
 @pytest.mark.slow
 def test_the_load_is_of_the_experts_that_routers_choose_themselves(tmp_path: Path):
-    """Where the sampler's are trained, the model balances its own choice; others' tokens come after
-    these, which replay changes.
-    """
     model = written("qwen3_moe", tmp_path)
     batch = sampled(model, BATCH)
     plan, layouts = ParallelPlan(dp_shard=2, ep=2), [{"router_replay": True}]

@@ -1,6 +1,5 @@
 """Plans that the conformance suite of generation does not run, against engines of one process."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,6 @@ def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend
 
 
 def sampled(folder: Path, plan: ParallelPlan) -> list[Completion]:
-    """After a step of training that changes little, and whose state must not be in the way."""
     backend = started(folder, plan)
     backend.get_logprobs(random_batch([9, 2, 30, 17], seed=0))
     return answers(backend, PROMPTS, PARAMS)
@@ -81,24 +79,7 @@ def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path:
         assert one.finish_reason == other.finish_reason
 
 
-def with_cudnn(folder: Path, plan: ParallelPlan) -> list[bool]:
-    """Whether cuDNN may compute attention: before, while a model trains or decodes, and after."""
-    gc.collect()  # earlier models of this process, which nobody shut down
-    found = [torch.backends.cuda.cudnn_sdp_enabled()]
-    backend = started(folder, plan)
-    found.append(torch.backends.cuda.cudnn_sdp_enabled())
-    backend.shutdown()
-    return [*found, torch.backends.cuda.cudnn_sdp_enabled()]
-
-
-def test_cudnn_makes_no_plans(tmp_path: Path):
-    tiny_model(num_hidden_layers=4).save_pretrained(tmp_path)
-    before, *found = run_ranks(2, with_cudnn, tmp_path, PLANS["dp"])[0]
-    assert found == [False, before]
-
-
 def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:
-    """Before and after a step, whose weights are saved."""
     backend, params = started(folder, plan), [greedy(12, seed=0)] * len(PROMPTS)
     before = answers(backend, PROMPTS, params)
     backend.train_step(random_batch([9, 2, 30, 17], seed=0), nll_loss)
@@ -116,7 +97,6 @@ def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:
     ],
 )
 def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
-    """Replicas that have nothing to do compute along; and a step's weights are the engine's."""
     tiny_model("qwen3_moe", scale=3.0).save_pretrained(tmp_path)
     before, after = run_ranks(plan.num_ranks, trained, tmp_path, plan)[0]
     for folder, found in ((tmp_path, before), (exported(tmp_path / "after"), after)):
@@ -129,7 +109,6 @@ def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
 
 
 def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
-    """In the middle of each answer its cache is computed anew."""
     backend = started(folder, plan, router_replay=True)
     params = [SamplingParams(n=2, seed=i, max_new_tokens=3 + i) for i in range(9)]
     return answers(backend, PROMPTS, params, anew=True)
@@ -145,7 +124,6 @@ def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
     ],
 )
 def test_the_experts_of_each_token_are_recorded(plan: ParallelPlan, tmp_path: Path):
-    """Of prompt and response, but for the last token, as transformers chooses them."""
     model = tiny_model("qwen3_moe", scale=3.0, num_hidden_layers=5)
     model.save_pretrained(tmp_path)
     found = run_ranks(plan.num_ranks, recorded, tmp_path, plan)[0]

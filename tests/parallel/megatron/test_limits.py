@@ -32,9 +32,6 @@ def devices(plan: dict[str, Any], **options: Any) -> Devices:
     ("plan", "options", "message"),
     [
         ({"compile": True}, {}, "parallel.compile must be off with trainer.backend megatron"),
-        ({"cpu_offload": True}, {}, "parallel.cpu_offload must be off"),
-        ({"dp_replicate": 2}, {}, "parallel.dp_replicate must be 1 .* it is 2: parallel.dp_shard"),
-        ({"reduce_dtype": "bfloat16"}, {}, "parallel.reduce_dtype must be float32 unless"),
         (
             {},
             {"optimizer": nemorl.OptimizerConfig(name="muon")},
@@ -53,25 +50,13 @@ def test_settings_that_would_do_nothing(plan, options, message):
     ("plan", "sizes", "message"),
     [
         ({"pp": 4}, {"num_hidden_layers": 3}, "pp 4 has more stages than .* 3: .* at most 3 here"),
-        ({"tp": 3}, {}, "tp 3 does not divide the model's num_attention_heads 4; .*tp may be 1, 2"),
         ({"tp": 2}, {"vocab_size": 43}, "tp 2 does not divide the model's vocab_size 43"),
         ({"cp": 3}, {}, "cp 3 · tp 1 does not divide .*num_attention_heads 4, .* take .*allgather"),
         ({}, {"attention_bias": True}, "the model's attention_bias must be False"),
-        ({}, {"attention_dropout": 0.1}, "attention_dropout must be 0.0 .* it is 0.1"),
-        (
-            {"pp": 2, "vpp": 3},
-            {"num_hidden_layers": 4},
-            "pp 2 · vpp 3 has more stages than .* 4: remove parallel.vpp",
-        ),
         (
             {"pp": 2, "num_layers_in_first_pipeline_stage": 4},
             {"num_hidden_layers": 4},
             "first_pipeline_stage 4 leave 0 of .* 4 for the other 1 stages: change these, or remov",
-        ),
-        (
-            {"activation_checkpointing": "selective", "recompute_modules": ("core_attn", "moe")},
-            {},
-            r"recompute_modules must not have moe, which a dense model lacks",
         ),
         ({"dp_shard": 2, "ep": 2}, {}, "parallel.ep 2 is for mixtures of experts: .* remove it"),
     ],
@@ -103,11 +88,6 @@ def test_what_is_recomputed_is_there():
     devices(chosen).check_model(tiny_model().config)
     with pytest.raises(ValueError, match="must not have mlp, which a mixture of experts lacks"):
         devices(chosen).check_model(tiny_model("mixtral").config)
-    with pytest.raises(ValueError, match=r"recompute_modules must be empty with .* dtensor, but"):
-        devices(chosen, backend="dtensor")
-    for how in ("none", "full"):
-        with pytest.raises(ValueError, match=r"recompute_modules needs .*checkpointing selective"):
-            ParallelPlan(**{**chosen, "activation_checkpointing": how})
 
 
 def test_fsdp2_overlaps_by_itself():
@@ -122,16 +102,10 @@ def test_fsdp2_overlaps_by_itself():
 @pytest.mark.filterwarnings("ignore:parallel asks for")
 def test_experts_that_do_not_fit():
     model = tiny_model("qwen3_moe").config
-    with pytest.raises(ValueError, match=r"ep must divide the 2 devices of dp_shard · cp · tp"):
-        devices({"dp_shard": 2, "ep": 3})
     with pytest.raises(ValueError, match=r"ep 3 does not divide the model's num_local_experts 4"):
         devices({"dp_shard": 3, "ep": 3}).check_model(model)
     with pytest.raises(ValueError, match=r"experts with parallel.tp 2 need .*sequence_parallel"):
         devices({"tp": 2, "sequence_parallel": False}).check_model(model)
-    narrow = tiny_model("qwen3_moe", moe_intermediate_size=25).config
-    devices({"tp": 2, "ep": 2}).check_model(narrow)
-    with pytest.raises(ValueError, match=r"tp 2 does not divide the model's moe_intermediate_size"):
-        devices({"tp": 2}).check_model(narrow)
     with pytest.raises(ValueError, match=r"mlp_only_layers must be \[\]"):
         devices({}).check_model(tiny_model("qwen3_moe", mlp_only_layers=[1]).config)
     other = GemmaConfig(num_hidden_layers=2)
@@ -147,25 +121,17 @@ def test_what_is_for_experts():
         trainer = nemorl.TrainerConfig(backend=backend, device="cpu", **options)
         return nemorl.GRPOConfig(trainer=trainer)
 
-    for name, value, others in (
-        ("router_replay", True, None),
-        ("router_aux_loss_coef", 0.1, None),
-        ("router_bias_update_rate", 0.1, "dtensor"),
-    ):
+    with pytest.raises(ValueError, match=r"trainer.router_bias_update_rate needs .*dtensor"):
+        Devices.of(of("megatron", router_bias_update_rate=0.1), {}, num_gpus=0)
+    for name, value in (("router_replay", True), ("router_aux_loss_coef", 0.1)):
         for backend in ("dtensor", "megatron"):
-            config = of(backend, **{name: value})
-            if others not in (backend, None):
-                with pytest.raises(ValueError, match=f"trainer.{name} needs .*{others}"):
-                    Devices.of(config, {}, num_gpus=0)
-                continue
-            found = Devices.of(config, {}, num_gpus=0)
+            found = Devices.of(of(backend, **{name: value}), {}, num_gpus=0)
             found.check_model(tiny_model("mixtral").config)
             with pytest.raises(ValueError, match=rf"trainer.{name} is for models with experts"):
                 found.check_model(tiny_model().config)
 
 
 def test_more_ranks_than_key_value_heads():
-    """Several ranks may have the same head, which dtensor's can't."""
     model = tiny_model(vocab_size=44).config
     devices({"tp": 4}).check_model(model)
     other = devices({"tp": 4}, backend="dtensor")
@@ -188,11 +154,8 @@ def test_it_says_how_to_install(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_generates_on_the_ranks_of_another_backend():
-    """Commands that only sample have no ranks at all."""
     generation = nemorl.GenerationConfig(backend="megatron")
     with pytest.raises(ValueError, match=r"generation.backend must be torch or vllm unless the tr"):
         devices({}, backend="dtensor", generation=generation)
     with pytest.raises(ValueError, match=r"that needs no ranks of a trainer"):
         nemorl.evaluate("model", "rows.jsonl", "exact", generation=generation)
-    with pytest.raises(ValueError, match=r"num_replicas is not for megatron, which computes where"):
-        nemorl.GenerationConfig(backend="megatron", num_replicas=2)

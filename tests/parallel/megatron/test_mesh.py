@@ -16,7 +16,6 @@ PLANS = (
 
 
 def places() -> list[tuple[int, float]]:
-    """Of each plan the number of groups, and a sum over one of them."""
     from nemorl.parallel.megatron.mesh import join
 
     found = []

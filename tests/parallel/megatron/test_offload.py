@@ -45,7 +45,6 @@ def start(folder: Path, way: str, *, device: str = "cpu", **options: Any) -> Meg
 
 
 def trained(backend: MegatronBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
-    """All numbers of steps with generation between them, of which one is amid an accumulation."""
     found, sizes, generate = generations(backend, held, offloads=offloads, keep=keep)
     backend.forward_backward(FIRST, nll_loss)
     generate()

@@ -1,4 +1,4 @@
-"""Recomputation by module: computed twice, with less memory, to the same bits."""
+"""Recomputation by module: computed twice, to the same bits."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.losses.types import LossOutput
-from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
@@ -30,10 +28,8 @@ KINDS = {
     "qwen3": [(), ("core_attn",), ("mlp",), ("core_attn", "mlp")],
     "qwen3_moe": [(), ("core_attn",), ("moe",), ("core_attn", "moe")],
 }
-Found = tuple[dict[str, Tensor], dict[str, int], int]
-"""Weights after a step, how often each part was computed in it, and the bytes that the first
-microbatch keeps for its backward pass, on the last stage.
-"""
+Found = tuple[dict[str, Tensor], dict[str, int]]
+"""Weights after a step, and how often each part was computed in it."""
 
 
 def step(folder: Path, modules: tuple[str, ...], *, experts: Tensor | None) -> Found:
@@ -43,27 +39,13 @@ def step(folder: Path, modules: tuple[str, ...], *, experts: Tensor | None) -> F
         device="cpu", train_micro_batch_size=2, router_replay=experts is not None
     )
     backend = start("pp 2", folder, trainer=trainer, parallel=plan)
-    counts, kept, sizes = Counter[str](), dict[int, Any](), list[int]()
+    counts = Counter[str]()
     for layer in backend._stages[0].decoder.layers:
         for name, part in PARTS.items():
             if name != ("mlp" if experts is not None else "moe"):
                 part(layer).register_forward_hook(lambda *_, name=name: counts.update([name]))
-    own = {parameter.untyped_storage()._cdata for parameter in backend._stages.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return tensor
-
-    def loss(output: ForwardOutput, part: Any) -> LossOutput:
-        sizes.append(sum(storage.nbytes() for storage in kept.values()))
-        return nll_loss(output, part)
-
-    batch = replace(random_batch(LENGTHS), routed_experts=experts)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        backend.train_step(batch, loss)
-    found = weights(backend), dict(counts), sizes[0] if sizes else 0
+    backend.train_step(replace(random_batch(LENGTHS), routed_experts=experts), nll_loss)
+    found = weights(backend), dict(counts)
     backend.shutdown()
     return found
 
@@ -82,8 +64,7 @@ def steps(folder: Path, kind: str) -> list[Found]:
 def test_what_is_recomputed_has_the_same_bits(kind: str, tmp_path: Path):
     tiny_model(kind, scale=2.0, num_hidden_layers=4).save_pretrained(tmp_path)
     of_ranks = run_ranks(2, partial(steps, kind=kind), tmp_path)
-    for rank, ((expected, once, most), *others) in enumerate(of_ranks):
-        for modules, (found, counts, kept) in zip(KINDS[kind][1:], others, strict=True):
+    for (expected, once), *others in of_ranks:
+        for modules, (found, counts) in zip(KINDS[kind][1:], others, strict=True):
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
             assert counts == {name: n * (1 + (name in modules)) for name, n in once.items()}
-            assert rank == 0 or 0 < kept < most

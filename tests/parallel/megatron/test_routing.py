@@ -20,47 +20,6 @@ from tests.tiny_models import tiny_model
 LENGTHS = [9, 2, 30, 17, 1, 12]
 
 
-def record(folder: Path) -> list[Tensor]:
-    """The experts of a batch's tokens, `[layers, seq, batch, topk]`, of ranks with other layers and
-    with other tokens.
-    """
-    from nemorl.parallel.megatron.routing import recorded_routes
-
-    found = []
-    for way in ("pp 2", "tp 2"):
-        backend = start(way, folder, trainer=TrainerConfig(device="cpu", share_prompts=False))
-        with recorded_routes(backend._stages) as routes:
-            with pytest.raises(RuntimeError, match="no routes are recorded: call the stage first"):
-                routes()
-            backend.get_logprobs(random_batch(LENGTHS))
-            own = routes()
-        assert all(
-            layer.mlp.router.router_replay.taken is None
-            for layer in backend._stages[0].decoder.layers
-        )
-        assert own.dtype == torch.int32
-        found.append(own.long().unflatten(0, (-1, len(LENGTHS))).movedim(2, 0))
-        backend.shutdown()
-    return found
-
-
-@pytest.mark.slow
-def test_recorded_routes_are_those_of_the_models_routers(tmp_path: Path):
-    model, batch = tiny_model("qwen3_moe", scale=2.0, num_experts_per_tok=3), random_batch(LENGTHS)
-    model.save_pretrained(tmp_path)
-    by_layers, by_tokens = zip(*run_ranks(2, record, tmp_path), strict=True)
-    chosen: list[Tensor] = []
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda *given: chosen.append(given[-1][2]))
-    for found in (torch.cat(by_layers), torch.cat(by_tokens, 1)):
-        for row, length in enumerate(LENGTHS):
-            chosen.clear()
-            with torch.no_grad():
-                model(batch.input_ids[row : row + 1, :length], use_cache=False)
-            expected = torch.stack(chosen).sort(-1).values
-            assert torch.equal(found[:, :length, row].sort(-1).values, expected)
-
-
 def of_reference(folder: Path, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     trainer = TrainerConfig(device="cpu", router_replay=True)
     backend = start("ep 2", folder, trainer=trainer, keep_reference=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nemorl.models.adapters import live_tensors
 from nemorl.models.stored import as_stored, stored_names
 from nemorl.parallel.megatron.backend import _box
-from nemorl.parallel.megatron.weights import Conversion, fused, split
+from nemorl.parallel.megatron.weights import Conversion
 from nemorl.parallel.plan import ParallelPlan
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS, OTHERS, tiny_model
@@ -146,24 +146,14 @@ def all_into_pieces(plan: ParallelPlan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
 def test_each_number_is_in_one_piece_of_one_rank(plan: ParallelPlan):
-    """Wherever the optimizer cuts parameters, in at most three pieces of a tensor."""
     run_ranks(4, all_into_pieces, plan)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", *EXPERTS, *OTHERS])
 def test_tensors_have_the_names_of_files(kind: str, tmp_path: Path):
-    """As transformers writes them, which has a mixture's experts in one tensor itself."""
     model = make(kind, tied=False)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     found = dict(as_stored(live_tensors(model).items(), stored_names(model)))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_queries_keys_and_values_are_joined_by_group():
-    parts = [torch.randn(8 * 3, 5), torch.randn(2 * 3, 5), torch.randn(2 * 3, 5)]
-    for found, given in zip(split(fused(parts, 2), 2, 4), parts, strict=True):
-        assert torch.equal(found, given)
-    whole = fused(parts, 2)
-    assert torch.equal(whole[:12], parts[0][:12]) and torch.equal(whole[12:15], parts[1][:3])

@@ -90,7 +90,6 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Processes that the case needs; 0: none but this one."""
         plan = PLANS[self.plan]
         return 0 if plan is None else plan.num_ranks
 
@@ -208,13 +207,11 @@ def _mixtures(plan: str) -> Iterator[Case]:
 
 
 def of_ends(first: int, last: int) -> tuple[tuple[str, Any], ...]:
-    """Settings with layers of the first and the last device of a pipeline."""
     ends = {"first": first, "last": last}
     return tuple((f"num_layers_in_{end}_pipeline_stage", count) for end, count in ends.items())
 
 
 def _uneven() -> Iterator[Case]:
-    """Of pipelines whose stages have unequally many layers."""
     for plan, layers in (
         *(("PP 2", 3), ("PP 2", 5), ("PP 4", 5), ("PP 4", 6), ("PP 4", 7), ("DP 2 × PP 2", 5)),
         *(("PP 2 × VPP 2", 5), ("PP 2 × VPP 2", 6), ("PP 2 × VPP 2", 7)),
@@ -251,12 +248,10 @@ def is_megatron(plan: str) -> bool:
 
 
 def has_lora(plan: str) -> bool:
-    """Adapters are refused by megatron."""
     return not is_megatron(plan)
 
 
 def of_modules(*modules: str) -> dict[str, Any]:
-    """Settings of a case that recomputes these."""
     settings = (("recompute_modules", modules),)
     return {"activation_checkpointing": "selective", "settings": settings}
 

@@ -40,8 +40,7 @@ BFLOAT16_LIMITS = {
     "between ranks": 1e-6,
 }
 """In bfloat16, of arrays: the root of the mean square difference to float32, as a multiple of that
-of plain PyTorch's autocast over the same problem (which keeps the residual stream in float32, where
-FSDP2 has it in bfloat16). Of loss and norm: what rounding may do to a single number, relative.
+of plain PyTorch's autocast. Of loss and norm: what rounding may do to a single number, relative.
 """
 
 OTHER_PARAMETERS = "of other parameters"
@@ -73,12 +72,10 @@ def errors(case: Case, results: list[Result]) -> Errors:
 
 
 def limits(case: Case) -> Mapping[str, float]:
-    """What `errors` may come to at most."""
     return LIMITS if case.problem.dtype == "float32" else BFLOAT16_LIMITS
 
 
 def beyond(case: Case, found: Errors) -> dict[str, tuple[float, float]]:
-    """What differs more than it may, with the limit."""
     allowed = limits(case)
     return {
         name: (value, allowed[name]) for name, value in found.items() if not value <= allowed[name]
@@ -99,7 +96,6 @@ def verdict(case: Case, found: Errors | str) -> tuple[bool, str]:
 def require_same_names(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str
 ) -> None:
-    """Raise ValueError unless both have tensors of the same names and shapes."""
     ours, theirs = (
         {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         for tensors in (found, expected)
@@ -128,12 +124,10 @@ def distances(outcome: Outcome, exact: Outcome, measure: Callable[[Tensor], Tens
 
 
 def greatest(difference: Tensor) -> Tensor:
-    """Infinite if one is not a number."""
     return difference.abs().max().nan_to_num(torch.inf)
 
 
 def mean_square(difference: Tensor) -> Tensor:
-    """Its root."""
     return difference.square().mean().sqrt()
 
 
@@ -152,7 +146,6 @@ def metric_error(found: Mapping[str, float], expected: Mapping[str, float]) -> f
 
 @cache
 def expected_metrics(problem: Problem) -> dict[str, float]:
-    """Those of the first step, from the loss over the whole batch with the reference's numbers."""
     exact, batch = reference(problem), golden_batch(problem)
     output = watched(problem.loss, lambda *_: None)(
         ForwardOutput(exact.token_logprobs, exact.entropy), batch

@@ -65,7 +65,6 @@ class Problem:
 
 
 def make_model(problem: Problem) -> nn.Module:
-    """With biases and norms off 0 and 1, so that one left out, or counted twice, shows."""
     sizes = {**SIZES, "num_hidden_layers": problem.layers}
     model = tiny_model(problem.model, seed=1, tied=problem.tied, scale=5.0, **sizes)
     generator = torch.Generator().manual_seed(2)

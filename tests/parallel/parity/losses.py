@@ -20,7 +20,6 @@ PAIR_WEIGHT = 2 / len(LENGTHS)
 
 
 def policy(output: ForwardOutput, part: TokenBatch) -> LossOutput:
-    """What looks at tokens, at whole sequences and at whole distributions."""
     assert (
         part.loss_weights is not None
         and part.prev_logprobs is not None
@@ -47,7 +46,6 @@ def policy(output: ForwardOutput, part: TokenBatch) -> LossOutput:
 
 
 def pairs(output: ForwardOutput, part: TokenBatch) -> LossOutput:
-    """Every row, or pair of packed segments, is a preference pair, the first one preferred."""
     assert part.reference_logprobs is not None
     count = int(num_segments(part.segment_ids).sum())
     ours, theirs = (
@@ -67,7 +65,6 @@ FUNCTIONS: dict[str, LossFn] = {"policy": policy, "pairs": pairs, "nll": likelih
 
 
 def watched(loss: str, seen: Callable[[ForwardOutput, TokenBatch], None]) -> LossFn:
-    """The loss of this name, which shows `seen` its arguments and counts the tokens."""
 
     @needs(entropy=True)
     def loss_fn(output: ForwardOutput, part: TokenBatch) -> LossOutput:

@@ -77,7 +77,6 @@ def run_chunk(cases: Sequence[Case], device: str = DEVICE) -> list[dict[str, flo
 
 
 def judge(case: Case, results: list[Result]) -> dict[str, float] | str:
-    """A case's errors; in words where it has other parameters."""
     try:
         return errors(case, results)
     except ValueError as error:
@@ -85,7 +84,6 @@ def judge(case: Case, results: list[Result]) -> dict[str, float] | str:
 
 
 def write_model(case: Case, folder: Path) -> None:
-    """The model that a case's ranks load; where a tied weight is to be two, with both."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -111,7 +109,6 @@ def chunks(cases: Iterable[Case]) -> list[list[Case]]:
 
 
 def known() -> dict[str, dict[str, float] | str]:
-    """The results so far, by the name of the case."""
     if not STATE.exists():
         return {}
     lines = [json.loads(line) for line in STATE.read_text().splitlines()]
@@ -119,7 +116,6 @@ def known() -> dict[str, dict[str, float] | str]:
 
 
 def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
-    """Run what is not known yet, a line for each case; returns all results."""
     results = known()
     missing = [case for case in cases if isinstance(results.get(str(case), ""), str)]
     print(f"{len(cases)} cases, {len(missing)} of them to be run", flush=True)

@@ -15,7 +15,6 @@ from torch import nn
 
 @contextmanager
 def no_reduction() -> Iterator[None]:
-    """Each rank keeps the gradient of its own rows (of its own tokens, with cp)."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     from nemorl.parallel.megatron.core import DistributedDataParallel
@@ -41,7 +40,6 @@ def no_reduction_over_replicas() -> AbstractContextManager[Any]:
 
 @contextmanager
 def mean_of_gradients() -> Iterator[None]:
-    """FSDP2's own way, and megatron-core's: gradients are averaged over ranks."""
     from torch.distributed.fsdp import FSDPModule
 
     from nemorl.parallel.megatron.optimizer import ShardedAdamW
@@ -61,7 +59,6 @@ def mean_of_gradients() -> Iterator[None]:
 
 
 def no_gradients_of_others(what: str) -> Callable[[], AbstractContextManager[Any]]:
-    """One of the sums with which megatron-core ends a backward pass is left out."""
 
     def broken() -> AbstractContextManager[Any]:
         module = import_module("megatron.core.distributed.finalize_model_grads")
@@ -72,9 +69,6 @@ def no_gradients_of_others(what: str) -> Callable[[], AbstractContextManager[Any
 
 @contextmanager
 def untied() -> Iterator[None]:
-    """As `parallelize_module` leaves a tied model: two parameters, which begin alike if the file
-    has both.
-    """
     from nemorl.parallel.dtensor import tensor_parallel
 
     whole = tensor_parallel.apply_tensor_parallel
@@ -118,14 +112,12 @@ def no_packed_mask() -> Iterator[None]:
 
 
 def own_experts() -> AbstractContextManager[Any]:
-    """Routers choose the experts, not the sampler."""
     from nemorl.parallel.megatron import backend
 
     return patch.object(backend, "routes_of", lambda *_: None)
 
 
 def any_prompt() -> AbstractContextManager[Any]:
-    """All sequences are taken for the same, as far as both go."""
     from nemorl.parallel import tokens
 
     once = tokens.once

@@ -49,7 +49,6 @@ much copies of a token's numbers on this rank, which the loss saw more than once
 
 
 def run_cases(cases: tuple[Case, ...], folders: tuple[Path, ...], device: str) -> list[Result]:
-    """Several cases in the same processes, each with the folder of its model."""
     return [run_case(case, folder, device) for case, folder in zip(cases, folders, strict=True)]
 
 
@@ -73,7 +72,6 @@ def run_case(case: Case, folder: Path, device: str) -> Result:
 
 @contextmanager
 def varlen_calls(device: str) -> Iterator[list[Any]]:
-    """Yield the calls of `varlen_attn`: of a GPU's kernel, or of its definition."""
     if not device.startswith("cuda"):
         with used_on_cpus() as calls:
             yield calls
@@ -144,7 +142,6 @@ def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
 
 
 def gradients_of(backend: DTensorBackend | MegatronBackend) -> dict[str, Tensor]:
-    """Of every parameter the whole gradient, under its Hugging Face name; a collective call."""
     if isinstance(backend, MegatronBackend):
         whole = backend.conversion.whole(partial(megatron_gradient, backend))
         return {name: gradient.cpu() for name, gradient in whole}
@@ -192,7 +189,6 @@ class Seen:
 
 
 def merged(seen: Seen) -> Tensor:
-    """What the ranks have seen between them: 0 on padding, NaN where nobody saw a token."""
     arrays = torch.stack([seen.logprobs, seen.entropy])
     if dist.is_initialized():
         parts: list[Any] = [None] * dist.get_world_size()

@@ -31,7 +31,6 @@ read_once = cache(read_shape)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with folders of configurations."""
     folder = tmp_path_factory.mktemp("models")
     for name, (kind, sizes) in MODELS.items():
         config: dict[str, Any] = {"model_type": kind, **dict(zip(SIZES, sizes, strict=True))}
@@ -58,7 +57,6 @@ def best(models: Path, name: str = "70b", **options: Any) -> Candidate:
 
 
 def shown(models: Path, name: str, *, width: int = 80, **options: Any) -> str:
-    """What `print_plans` prints."""
     output = io.StringIO()
     print_plans(find(models, name, **options), Console(file=output, width=width))
     return output.getvalue()

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
+from nemorl.parallel.planner.memory import Step, engine_memory
 from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing, states_of
 from nemorl.parallel.traits import TrainingTraits
-from tests.parallel.planner.plans import config_of, find, models, read_once, shown
+from tests.parallel.planner.plans import config_of, models, read_once, shown
 
 __all__ = ["models"]
-CARDS = [80e9, 80 * 2.0**30]
 BYTES = st.integers(0, 10**12)
 
 
@@ -83,32 +82,13 @@ def test_both_have_room_while_they_are_active(
         assert found.offloads == asked
 
 
-@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize(
-    ("name", "options", "kept"),
-    [
-        ("7b", {"lora__rank": 16}, 30.9e9),
-        ("1.5b", {}, 18.5e9),
-        ("7b", {"gpus": 8}, 11.4e9),
-    ],
-    ids=["7b with adapters", "1.5b", "7b on eight"],
+    ("options", "kept"), [({"lora__rank": 16}, 30.9e9), ({"gpus": 8}, 11.4e9)], ids=str
 )
-def test_defaults_work_on_cards_of_80_gb(card: float, name: str, options, kept: float, models):
-    found = shared(step_of(models, name, **options), card)
+def test_defaults_work_on_cards_of_80_gb(options: dict[str, Any], kept: float, models: Path):
+    found = shared(step_of(models, "7b", **options))
     assert not found.offloads and found.kept == pytest.approx(kept, rel=0.01)
-    assert 0.5 < found.share < 0.9 - kept / card
-    assert found.share * card > found.wanted, "a cache for 64 sequences"
-
-
-def test_a_model_too_large_for_the_gpu_says_what_to_do(models: Path):
-    with pytest.raises(
-        ValueError,
-        match=r"each would keep 121\.8 GB of its 80\.0 GB, but it is 1: add --lora\.rank 16, "
-        r"--parallel\.cpu-offload, or more devices",
-    ):
-        shared(step_of(models, "7b"))
-    with pytest.raises(ValueError, match=r"try --parallel.cpu-offload, --lora.rank 16, "):
-        shown(models, "7b", gpus=1, generation__backend="vllm")
+    assert found.wanted / 80e9 < found.share < 0.9 - kept / 80e9
 
 
 def test_offloading_is_on_where_both_do_not_fit_otherwise(models: Path):
@@ -118,28 +98,9 @@ def test_offloading_is_on_where_both_do_not_fit_otherwise(models: Path):
     found, without = shared(long), shared(long, can_offload=False)
     assert found.offloads and found.share > 0.85 and not without.offloads
     assert without.share == pytest.approx(0.328, abs=0.001)
-    assert "trainer.offload_during_generation is on: the trainer's 45.7 GB and an engine's" in str(
-        found
-    )
+    assert "offload_during_generation is on: the trainer's 45.7 GB and an engine's" in str(found)
     mine = step_of(models, "7b", gpus=2, seq_len=16384, offload_during_generation=False)
     assert shared(mine) == replace(without, chosen=False)
-    assert "offload" not in str(shared(mine))
-
-
-def test_an_engine_that_can_not_start_says_what_to_do(models: Path):
-    with pytest.raises(
-        ValueError,
-        match=r"generation\.colocated must be false where an engine needs 17\.3 GB .* the 45\.7 GB"
-        r" that the trainer keeps leave 10\.1 GB of the GPU's 62\.0 GB, but it is True: add"
-        r" --trainer\.offload-during-generation if it is off, a larger",
-    ):
-        shared(step_of(models, "7b", gpus=2), 62e9, can_offload=False)
-
-
-def test_a_share_of_the_users_decides_about_offloading(models: Path):
-    step = step_of(models, "7b", gpus=2)
-    assert [shared(step, given=share).offloads for share in (0.3, 0.5)] == [False, True]
-    assert shared(step, given=0.5).share == 0.5
 
 
 def test_engines_that_never_sleep_leave_all_that_training_takes(models: Path):
@@ -155,35 +116,9 @@ def test_a_trainer_that_empties_no_cache_keeps_its_peak(models: Path):
     assert emptied.kept == states_of(step).total
     assert kept.kept == kept.training == step.training_memory().total
     assert kept.share == pytest.approx(emptied.share - (kept.kept - emptied.kept) / 80e9, abs=1e-3)
-    offloaded = step_of(models, "1.5b", offload_during_generation=True)
-    one, other = shared(offloaded, can_empty=False), shared(offloaded)
-    assert (one.kept, one.share) == (other.kept, other.share)
-
-
-def test_the_plan_of_a_backend_of_yours_counts_the_cache_that_it_keeps(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-):
-    class Keeps:
-        traits = TrainingTraits()
-
-    class Empties(Keeps):
-        def empty_cache(self) -> None: ...
-
-    totals = {}
-    for name, backend in (("keeps", Keeps), ("empties", Empties)):
-        monkeypatch.setitem(LIMITS, name, OwnLimits(backend))
-        options: dict[str, Any] = {"trainer__backend": name, "dp_shard": 8, "gpu_memory": 800}
-        options["offload_during_generation"] = False
-        fitting = find(models, "7b", gpus=8, generation__backend="vllm", **options).fitting
-        totals[name] = {each.plan: each.fullest for each in fitting}
-    assert totals["keeps"].keys() == totals["empties"].keys() and totals["keeps"]
-    for plan, fullest in totals["keeps"].items():
-        assert fullest.cache > 0 == totals["empties"][plan].cache
-        assert fullest.total > totals["empties"][plan].total
 
 
 def test_gradients_of_megatron_are_freed_and_its_states_offloaded(models: Path):
-    """Of which dp_shard divides the optimizer's alone."""
     plan = ParallelPlan(dp_shard=1, tp=4, param_dtype="bfloat16")
     steps = [
         replace(step_of(models, "7b", gpus=4, trainer__backend="megatron", **options), plan=plan)
@@ -195,8 +130,6 @@ def test_gradients_of_megatron_are_freed_and_its_states_offloaded(models: Path):
     roomy, tight, asked = map(shared, steps)
     assert not roomy.offloads and roomy.kept == tight.resident == own
     assert tight.offloads and asked.offloads and asked.kept == tight.kept < own / 10
-    full = shared(steps[0], can_empty=False)
-    assert full.kept == full.training
 
 
 def test_a_backend_of_yours_is_offloaded_where_it_has_the_method(
@@ -224,5 +157,3 @@ def test_the_command_says_the_share(models: Path):
     said = shown(models, "1.5b", gpus=1, seq_len=2048, **options)
     assert "engines get 0.668 of each GPU's 80.0 GB (gpu_memory_utilization) beside 18.5 GB" in said
     assert "trainer.offload_during_generation is off" in said
-    assert "engines get" not in shown(models, "1.5b", gpus=1)
-    assert engine_memory(step_of(models, "1.5b"), 0) == pytest.approx(2 * 1.54e9 + ENGINE, rel=0.01)

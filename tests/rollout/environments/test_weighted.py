@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.rollout.answers import exact_match
-from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper, check_rows
+from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments import WeightedRewards, make_environment
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -93,10 +93,6 @@ def test_names():
 
 
 def test_an_error_calls_a_reward_as_the_metrics_do():
-    with pytest.raises(ValueError, match="reward 'broken' must be a finite number"):
-        make_environment({"right": exact_match, "broken": lambda response: None}).step(
-            [LOG], ROWS[:1]
-        )
     with pytest.raises(ValueError, match="reward 'lambda_2' must be a finite number"):
         make_environment([lambda response: 0.0, lambda response: None]).step([LOG], [{}])
 
@@ -131,37 +127,14 @@ def test_environments_among_functions():
 
 def test_an_environment_of_several_turns_stays_alone():
     environment = make_environment([exact_match, TwoTurns(brief)])
-    with pytest.raises(
-        ValueError,
-        match=(
-            "reward 'brief' must end every conversation after the first response to be one of"
-            " several rewards"
-        ),
-    ):
+    with pytest.raises(ValueError, match="'brief' must end every conversation after the first"):
         environment.step([LOG], ROWS[:1])
-
-
-def test_rows_are_checked_for_each_reward():
-    with pytest.raises(
-        ValueError, match="reward 'exact_match' wants the column 'answer', but row 2 has only"
-    ):
-        check_rows(make_environment([brief, exact_match]), [{"answer": 1}, {"solution": 1}])
-    check_rows(make_environment([brief, Counting(exact_match)]), ROWS)
 
 
 @pytest.mark.parametrize(
     ("reward", "weights", "message"),
     [
         ([], (), "reward must be at least one reward, but there is none"),
-        ({}, (), "reward must be at least one reward, but there is none"),
-        (
-            ["exact_match", brief],
-            (1.0,),
-            (
-                "reward_weights must be one number per reward, but there are 1 for exact_match,"
-                " brief: give 2"
-            ),
-        ),
         (
             "exact_match",
             (1.0, 2.0),
@@ -169,19 +142,8 @@ def test_rows_are_checked_for_each_reward():
         ),
         (
             ["exact_match", brief],
-            (1.0, float("nan")),
-            "reward_weights must be finite numbers that are not all 0",
-        ),
-        (
-            ["exact_match", brief],
             (0.0, 0.0),
             "reward_weights must be finite numbers that are not all 0",
-        ),
-        (["exact_match", "breif"], (), "reward must be one of .* but it is 'breif'"),
-        (
-            Counting,
-            (),
-            r"must be a function or an environment, but it is the class Counting: give Counting",
         ),
     ],
 )

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.algorithms.common import minibatches, of_this_batch
-from nemorl.runtime.algorithms.policy_loss import make_advantages, make_loss
+from nemorl.runtime.algorithms.policy_loss import make_loss
 from nemorl.runtime.config.presets import PRESETS, preset
 from nemorl.runtime.run.callbacks import Callback, StopTraining
 from tests.runtime.runs import addition_rows, grpo_config, of_phase, rollouts, sft_config, start
@@ -169,18 +168,7 @@ def test_minibatches_cover_the_batch_once_a_pass():
     assert nemorl.GRPOConfig().updates_on(3) == 1
 
 
-@pytest.mark.parametrize(("ddof", "expected"), [(0, 1.0), (1, (11 / 12) ** 0.5)])
-def test_the_deviation_of_reinforce_plus_plus_is_a_choice(ddof, expected):
-    """Rewards of ±1/2 around their mean, on twelve tokens."""
-    rolled = rollouts([1.0, 0.0, 0.0, 1.0])
-    choice = nemorl.ReinforcePlusPlusAdvantage(ddof=ddof)
-    batch = to_token_batch(rolled)
-    values = make_advantages(nemorl.GRPOConfig(advantage=choice))(rolled, batch)
-    assert batch.loss_mask.sum() == 12
-    assert values[:, 2].tolist() == pytest.approx([expected, -expected, -expected, expected], 1e-5)
-
-
-@pytest.mark.parametrize(("count", "expected"), [(3, [0]), (11, [0, 3]), (100, [*range(6)])])
+@pytest.mark.parametrize(("count", "expected"), [(3, [0]), (11, [0, 3])])
 def test_the_sample_log_keeps_whole_groups(tmp_path: Path, count, expected):
     """What GRPO compares: each group with all of its responses to one prompt, in order."""
     start(grpo_config(tmp_path, steps=1, run={"samples_per_step": count}))
@@ -197,7 +185,7 @@ def test_the_sample_log_keeps_whole_groups(tmp_path: Path, count, expected):
         "on_step_begin",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("on_samples", "on_validation_end", "on_epoch_end")
+            for name in ("on_validation_end", "on_epoch_end")
         ),
     ],
 )
@@ -232,15 +220,6 @@ def test_same_seed_same_run_other_seed_other_run(tmp_path: Path):
     assert numbers("a", 0) == numbers("b", 0) != numbers("c", 1)
 
 
-def test_a_loss_holds_no_settings():
-    """It goes to other processes in every optimizer step."""
-    config = preset("dapo")
-    off_policy = nemorl.OffPolicyConfig(mode="truncate")
-    loss_fn = make_loss(replace(config, kl=nemorl.KLConfig(coef=0.1), off_policy=off_policy))
-    assert len(cloudpickle.dumps(loss_fn)) < 1000
-    assert b"Config" not in cloudpickle.dumps(loss_fn)
-
-
 def test_logprobs_of_another_distribution_are_refused():
     batch = to_token_batch(rollouts([1.0], group=1))
     values = torch.zeros_like(batch.generation_logprobs)
@@ -271,7 +250,6 @@ def test_the_last_step_of_a_schedule_trains(make, schedule, share, tmp_path: Pat
     ("term", "constants", "message"),
     [
         (policy.clipped, {"clip_hihg": 0.3}, "'clip_hihg'"),
-        (policy.clipped, {"prev_logprobs": 2.0}, "multiple values for argument 'prev_logprobs'"),
         (lambda logprobs, prev, advantages, weights, *, c: 0.0, {}, "required argument: 'c'"),
     ],
 )

@@ -127,27 +127,12 @@ def test_each_setting_reaches_the_loss(section: dict[str, Any]):
     assert ("log_ratio_squared" in metrics) == (chosen.penalty > 0)
 
 
-def test_every_setting_makes_a_difference():
-    """So that the sections above test something."""
-    none, _ = run(make_loss(nemorl.GRPOConfig()), stale_batch())
-    found = [none]
-    for section in SECTIONS:
-        config = nemorl.GRPOConfig(off_policy=OffPolicyConfig(**section))
-        found.append(run(make_loss(config), stale_batch())[0])
-    for i, one in enumerate(found):
-        assert not any(torch.equal(one, other) for other in found[:i])
-
-
 def test_a_loss_of_the_users_gets_the_weights_or_is_refused():
     assert at(1, loss=own(with_weights)).off_policy_mode == "truncate"
     run(make_loss(at(1, loss=own(with_weights))), stale_batch())
     assert at(0, loss=own(without_weights)).off_policy_mode == "none"
     at(1, loss=own(without_weights), off_policy=OffPolicyConfig(mode="none"))
-    message = (
-        r"^off_policy\.mode must be none for the loss mine, which has no parameter"
-        r" importance_weights, but it is 'auto with async\.max_staleness 1': give it one and"
-        r" multiply the terms by it, or set none"
-    )
+    message = r"^off_policy\.mode must be none for the loss mine, which has no parameter"
     with pytest.raises(ValueError, match=message):
         at(1, loss=own(without_weights))
 
@@ -155,21 +140,10 @@ def test_a_loss_of_the_users_gets_the_weights_or_is_refused():
 @pytest.mark.parametrize(
     ("section", "others", "message"),
     [
-        ({"penalty": -0.1}, {}, r"^off_policy\.penalty must be at least 0, but it is -0\.1"),
         (
             {"mode": "mask", "token_bounds": (2.0, 0.5)},
             {},
             r"^off_policy\.token_bounds must be two numbers, the first at least 0 and below",
-        ),
-        (
-            {"mode": "mask", "probability_bounds": (0.2, -0.2)},
-            {},
-            r"^off_policy\.probability_bounds must be two numbers of at least 0, but it is \(0\.2",
-        ),
-        (
-            {"geometric_bounds": (0.5, 2.0)},
-            {},
-            r"^off_policy\.geometric_bounds needs off_policy\.mode truncate, mask or seq",
         ),
         (
             {"proximal": "interpolate"},

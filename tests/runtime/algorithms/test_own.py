@@ -11,7 +11,6 @@ import nemorl
 from nemorl.losses import policy
 from nemorl.losses.types import LossOutput
 from nemorl.rollout.answers import REWARDS
-from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
@@ -41,7 +40,6 @@ def close(response, answer, *, tolerance: float = 0.0) -> float:
 
 def one_reward(response): return 1.0
 def no_loss(x, y): return 0
-def undecided(a, b, c, d, e): return 0
 def strange(a, b, c, d, *, table: torch.Tensor = None): return 0
 def reserved(a, b, c, d, *, takes=1): return 0
 def mutable(a, b, c, d, *, sizes=[]): return 0
@@ -146,34 +144,19 @@ def test_settings_are_checked_written_and_read(tmp_path: Path, capsys):
 TAKES = r"must be a function fn\(token_logprobs, prev_logprobs, advantages, loss_weights, \*, your"
 REFUSED = [
     ({"loss": "my_pieces:no_loss"}, rf"^loss {TAKES}.* is fn\(x, y\)"),
-    ({"loss": "my_pieces:undecided"}, rf"^loss {TAKES}.* is fn\(a, b, c, d, e\)"),
     ({"loss": "my_pieces:A_NUMBER"}, rf"^loss {TAKES}.* is 3: name a function"),
     ({"loss": "my_pieces:strange"}, r"^loss\.table must be of a type that a setting can have"),
     ({"loss": "my_pieces:reserved"}, r"^loss\.takes can't be a setting, because name, data, "),
     ({"loss": "my_pieces:mutable"}, r"^loss\.sizes must have a default that can't be changed"),
     ({"loss": "my_pieces:nothing"}, r"^loss must name a function .* has no 'nothing'"),
     ({"loss": "./other.py:plain"}, r"^loss must name a module or a \.py file, but .* 'other' in"),
-    ({"loss": "module:function"}, "there is no module 'module'"),
-    (
-        {"loss": "mine"},
-        r"^loss\.name must be one of clipped, .*, module:function, but it is 'mine'",
-    ),
     ({"loss": {"name": "my_pieces:plain", "scal": 2}}, r"^unknown key loss\.scal; did you mean"),
-    ({"loss": {"name": "my_pieces:plain", "scale": "x"}}, r"^loss\.scale must be a valid number"),
     ({"advantage": "my_pieces:shifted"}, r"^advantage\.shift must be given"),
-    ({"advantage": "my_pieces:no_loss"}, None),  # two parameters are what it takes
-    (
-        {"loss": "my_pieces:plain", "off_policy": {"mode": "mask"}},
-        r"^off_policy\.mode must be none for the loss my_pieces:plain, which has no parameter",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_does_not_fit_is_refused(settings: Any, message: str | None, tmp_path: Path):
-    if message is None:
-        config(tmp_path, **settings)
-        return
+def test_what_does_not_fit_is_refused(settings: Any, message: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **settings)
 
@@ -184,15 +167,16 @@ def test_a_file_with_the_name_of_a_module(tmp_path: Path):
         config(tmp_path, loss="./json.py:plain")
 
 
-@pytest.mark.parametrize("setting", ["loss", "reward"])
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("setting", "text", "said"),
     [
-        ("x = 1\ndef fn(a, b, c, d):\n    return 1 +\n", "broken.py, line 3: invalid syntax"),
-        ("def fn(:\n", "broken.py, line 1: "),
-        ("import my_other as fn\n", "my_other.py, line 2: "),
-        ("import sys as fn\nfn.exit(3)\n", "must not end the run, but it called sys.exit(3)"),
-        ("fn = 1\nraise GeneratorExit\n", "must not end the run, but it raised GeneratorExit"),
+        ("loss", "import my_other as fn\n", "my_other.py, line 2: "),
+        ("reward", "def fn(:\n", "broken.py, line 1: "),
+        (
+            "loss",
+            "import sys as fn\nfn.exit(3)\n",
+            "must not end the run, but it called sys.exit(3)",
+        ),
     ],
 )
 def test_a_file_that_can_not_be_imported_is_one_line(
@@ -208,20 +192,6 @@ def test_a_file_that_can_not_be_imported_is_one_line(
     shown = capsys.readouterr().err
     assert shown.startswith(f"nemorl grpo: error: {setting} ") and shown.count("\n") == 1
     assert said in shown
-
-
-def test_two_files_of_one_name_are_refused(tmp_path: Path):
-    for folder in ("a", "b"):
-        Path(folder).mkdir()
-        Path(folder, "of_two.py").write_text(FILE)
-    message = (
-        r"whose name no other module has, but \./b/of_two\.py has the name of .*/a/of_two\.py: re"
-    )
-    with pytest.raises(ValueError, match=f"^advantage must be a file {message}"):
-        config(tmp_path, loss="./a/of_two.py:plain", advantage="./b/of_two.py:by_token")
-    with pytest.raises(ValueError, match=f"^reward must be a file {message}"):
-        make_environment(["./a/of_two.py:close", "./b/of_two.py:close"])
-    sys.modules.pop("of_two")
 
 
 @pytest.mark.parametrize(
@@ -269,9 +239,6 @@ def test_registered_by_name(tmp_path: Path):
     )
     log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     assert environment.step([log], [{"answer": "2"}]).rewards == [1.5]
-    nemorl.register_reward("asked")(FunctionalRewardWrapper(close, name="asked"))
-    asked = environment_of(config(tmp_path, reward=["asked", "close"]), None)
-    assert asked.step([log], [{"answer": "2"}]).rewards == [2.0]
     with pytest.raises(ValueError, match="loss must have a name of its own, but it is 'clipped'"):
         nemorl.register_loss("clipped")(mine)
 

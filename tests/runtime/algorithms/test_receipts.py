@@ -13,11 +13,10 @@ from torch import Tensor
 
 import nemorl
 from nemorl.data.batch import TokenBatch, take
-from nemorl.data.packing import pack, segments_apart
+from nemorl.data.packing import segments_apart
 from nemorl.losses import policy
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.masks import token_mean_weights
-from nemorl.losses.receipts import token_receipt
 from nemorl.losses.types import Sum
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -226,22 +225,6 @@ def test_the_sum_is_exact_however_many_parts_there_are():
     for each in parts[1:]:
         total = total + each
     assert int(total.finalize()) == 10_000 * (2**32 - 1)
-
-
-def test_a_sequence_has_one_hash_wherever_it_stands():
-    batch = to_token_batch(conversations())
-    apart = segments_apart(batch)[0]
-    receipt = TokenReceipt(conversations(), torch.ones(4, dtype=torch.bool))
-    sums = []
-    for plan in (((0,), (1,), (2,), (3,), (4,)), ((4, 2), (0, 1, 3)), ((3, 0, 2, 4, 1),)):
-        packed = pack(apart, plan)
-        assert packed.generation_logprobs is not None
-        found = token_receipt(
-            packed.input_ids, packed.position_ids, packed.generation_logprobs, packed.loss_mask
-        )
-        sums.append(int(found["receipts/hash"].finalize()))
-    expected = int(receipt.hashes.sum()) % 2**32
-    assert sums == [expected] * 3
 
 
 class Exchanging(DTensorBackend):

@@ -191,118 +191,6 @@ class Adder:
         self.said = a + b
         return self.said
 
-    def broken(self, a: int) -> int:
-        """Raise an error.
-
-        Args:
-            a: anything.
-        """
-        raise ZeroDivisionError("never")
-
-
-def calls(*texts: str):
-    """A policy that says these texts, and what it was given."""
-
-    class Says:
-        def __init__(self, row):
-            self.messages, self.prompt = [{"role": "user", "content": "1+2?"}], [1]
-            self.left, self.given = list(texts), []
-
-        async def chat(self, messages, *, tools=(), stop=()):
-            from nemorl.rollout.tool_calls import read_message
-
-            self.given.append(list(messages))
-            said = self.left.pop(0)
-            return read_message(said, said, tools, "<tool_call>")
-
-    return Says
-
-
-def used(*texts: str) -> tuple[list[Any], nemorl.Outcome]:
-    import asyncio
-
-    from nemorl.rollout.environments.tools import use_tools
-
-    async def call(method, *args, **named):
-        return method(*args, **named)
-
-    environment, policy = Adder(), calls(*texts)({})
-    return asyncio.run(use_tools(environment, list(policy.messages), policy, call, len(texts)))
-
-
-def call(name: str, **arguments: Any) -> str:
-    import json
-
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def test_tools_answer_until_the_model_does():
-    log, outcome = used(call("add", a=1, b=2), "It is 3.")
-    assert [message["role"] for message in log] == ["user", "assistant", "tool", "assistant"]
-    assert log[2] == {"role": "tool", "name": "add", "content": "3"}
-    assert outcome.answer == "It is 3." and not outcome.truncated
-    assert outcome.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ("<tool_call>{broken</tool_call>", "Error: the call can't be read: it is not JSON"),
-        ("<tool_call>{}", "Error: the call can't be read: it must end with </tool_call>"),
-        ("<tool_call>[1]</tool_call>", 'it must be an object with "name" and "arguments"'),
-        (call("ad", a=1, b=2), "Error: there is no tool 'ad'; there are add, broken"),
-        (call("add", a=1), "Error: add can't be called so: missing a required argument: 'b'"),
-        (call("add", a=1, b=2, c=3), "Error: add can't be called so: got an unexpected"),
-        (call("broken", a=1), "Error: ZeroDivisionError: never"),
-        (call("reset", answer="3"), "Error: there is no tool 'reset'"),
-    ],
-)
-def test_a_wrong_call_goes_back_to_the_model(said, error):
-    log, outcome = used(said, "Sorry.")
-    assert log[2]["role"] == "tool" and error in log[2]["content"]
-    assert outcome.metrics["tool_errors"] == 1.0
-
-
-def test_calls_without_end_are_truncated():
-    _, outcome = used(*[call("add", a=1, b=2)] * 3)
-    assert outcome.truncated and outcome.answer is None
-
-
-class Twice:
-    def step(self, response: str) -> tuple[str, float, bool]:
-        self.heard = [*getattr(self, "heard", []), response]
-        return "1+", float(len(response)), len(self.heard) == 2
-
-
-def test_a_class_with_turns_is_given_in_place_of_a_reward(tmp_path):
-    sizes = {"num_prompts_per_step": 3, "num_generations_per_prompt": 2, "max_new_tokens": 4}
-    run = {"dir": str(tmp_path), "display": "none", "plots": False, "export": False}
-    given = {"tokenizer": tiny_tokenizer(), "max_total_sequence_length": 64, **sizes}
-    result = nemorl.train(
-        tiny_model(scale=2.0), addition_rows(), Twice, max_num_steps=1, run=run, **given
-    )
-    assert result.history[0]["turns"] == 2.0
-
-
-def test_tools_are_evaluated(tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
-    tiny_model(scale=2.0).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    found = nemorl.evaluate(
-        tmp_path,
-        [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 3,
-        "last_number",
-        environment_factory="calculator",
-        chat_template=str(template),
-        max_new_tokens=4,
-        device="cpu",
-    )
-    assert len(found["answers"]) == 3 and found["metrics"]["tool_calls"] == 0.0
-
 
 def test_rewards_get_the_environments_of_tools(tmp_path):
     """TRL's environment_factory, on a model that knows no tools."""
@@ -342,12 +230,6 @@ def test_rewards_get_the_environments_of_tools(tmp_path):
     assert of_phase(result, "train")[0]["tool_calls"] == 0.0
 
 
-def test_an_environment_with_rewards_takes_no_others(tmp_path):
-    message = "reward must be left out with an environment that gives rewards"
-    with pytest.raises(ValueError, match=message):
-        run(grpo_config(tmp_path), environment=Digits, reward=lambda prompt, response: 1.0)
-
-
 def test_settings_of_turns_that_do_not_fit():
     config = nemorl.GRPOConfig(advantage=GroupAdvantage(level="turn"))
     with pytest.raises(ValueError, match=r"advantage\.level is not for overlong\.buffer"):
@@ -355,12 +237,6 @@ def test_settings_of_turns_that_do_not_fit():
     with pytest.raises(ValueError, match=r"advantage\.level is not for the loss gspo without"):
         replace(config, loss=nemorl.GSPOLoss())
     replace(config, loss=nemorl.GSPOLoss(token_gradient=True))
-    with pytest.raises(ValueError, match=r"rollout\.timeout_s must be positive, but it is 0"):
-        RolloutConfig(timeout_s=0)
-    with pytest.raises(ValueError, match=r"rollout\.discount must be from 0 to 1, but it is 2"):
-        RolloutConfig(discount=2.0)
-    with pytest.raises(ValueError, match=r"rollout\.max_turns must be at least 1"):
-        RolloutConfig(max_turns=0)
 
 
 def test_an_environment_by_name(tmp_path, monkeypatch):
@@ -378,19 +254,3 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
     wrong = replace(rollout, environment="./game_of_three.py:Gane")
     with pytest.raises(ValueError, match="has no 'Gane'"):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
-    wrong = replace(rollout, environment="no_such")
-    with pytest.raises(
-        ValueError,
-        match=r"rollout\.environment must be .* or name a class or an episode, but .* 'no_such'",
-    ):
-        run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
-
-
-def test_a_metric_of_an_environment_is_not_taken_for_the_trainers(tmp_path):
-    class Lost(Digits):
-        def step(self, response: str) -> nemorl.TurnResult:
-            return replace(super().step(response), metrics={"loss": 9.0, "seconds": 8.0})
-
-    lines = of_phase(run(grpo_config(tmp_path), reward=Lost), "train")
-    assert all(line["environment/loss"] == 9 and abs(line["loss"]) < 9 for line in lines)
-    assert all(line["environment/seconds"] == 8 and line["seconds"] != 8 for line in lines)

@@ -1,6 +1,4 @@
-"""`nemorl.train` and the trainers: what they accept, and that they are `nemorl.run` under another
-name.
-"""
+"""`nemorl.train` and the trainers are `nemorl.run` under another name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -65,19 +63,8 @@ def test_trainers_are_run(folder: Path, tmp_path: Path):
         str(folder), preset="dapo", num_prompts_per_step=2, num_generations_per_prompt=4, **SMALL
     )
     assert grpo.config.loss.clip_high == 0.28
-    seen = []
-
-    class Look(nemorl.Callback):
-        def on_step_end(self, trainer, step, metrics) -> None:
-            seen.append(step)
-
-    result = grpo.fit(
-        addition_rows(),
-        reward_fn="contains_answer",
-        validation=addition_rows(8),
-        callbacks=[Look()],
-    )
-    assert seen == [1, 2] and "val_accuracy" in result.metrics
+    result = grpo.fit(addition_rows(), reward_fn="contains_answer", validation=addition_rows(8))
+    assert len(losses(result)) == 2 and "val_accuracy" in result.metrics
 
 
 def test_overrides():
@@ -88,20 +75,10 @@ def test_overrides():
         data=nemorl.DataConfig(prompt_column="q"),
         run__dir=Path("there"),
         stop_strings=("\n",),
-        reward=["exact_match", "contains_answer"],
-        reward_weights=(1.0, 0.5),
     )
-    assert (
-        config.optimizer.lr,
-        config.loss.clip_low,
-        config.data.prompt_column,
-        config.run.dir,
-    ) == (1e-4, 0.1, "q", "there")
-    assert (config.generation.stop_strings, config.reward, config.reward_weights) == (
-        ("\n",),
-        ("exact_match", "contains_answer"),
-        (1.0, 0.5),
-    )
+    assert (config.optimizer.lr, config.loss.clip_low) == (1e-4, 0.1)
+    assert (config.data.prompt_column, config.run.dir) == ("q", "there")
+    assert config.generation.stop_strings == ("\n",)
     assert make_config("sft", num_epochs=3) == nemorl.SFTConfig(num_epochs=3)
 
 
@@ -109,12 +86,9 @@ def test_a_loaded_model_may_know_its_tokenizer(folder: Path):
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert (
-        nemorl.train(
-            model=loaded, dataset=addition_rows(), reward_fn=digits, **SMALL, num_prompts_per_step=2
-        ).metrics["num_tokens"]
-        > 0
-    )
+    options = {**SMALL, "num_prompts_per_step": 2}
+    result = nemorl.train(model=loaded, dataset=addition_rows(), reward_fn=digits, **options)
+    assert result.metrics["num_tokens"] > 0
 
 
 def test_a_trainer_is_made_as_in_trl(folder: Path, tmp_path: Path):
@@ -131,7 +105,7 @@ def test_a_trainer_is_made_as_in_trl(folder: Path, tmp_path: Path):
 
 
 def test_a_method_that_nothing_calls_is_refused():
-    for name in ("_compute_loss", "compute_loss", "data_collator", "training_step"):
+    for name in ("_compute_loss", "training_step"):
         with pytest.raises(ValueError, match=rf"Mine\.{name} must .*loss=.*nemorl\.open_run"):
             type("Mine", (nemorl.GRPOTrainer,), {name: lambda self: None})
 
@@ -162,33 +136,21 @@ REFUSED: dict[str, Callable[[], Any]] = {
     r"optimizer__lrr of grpo; did you mean optimizer__lr\?": lambda: make_config(
         "grpo", optimizer__lrr=1
     ),
-    "unknown setting zzz of grpo; nemorl grpo --help lists them": lambda: make_config(
-        "grpo", zzz=1
-    ),
-    r"unknown key optimizer\.lrr; did you mean optimizer\.lr\?": lambda: make_config(
-        "grpo", optimizer={"lrr": 1}
-    ),
-    "unknown key loss.clip_high": lambda: make_config("grpo", clip_high=0.3, loss="reinforce"),
     "optimizer__lr must be given once": lambda: make_config("grpo", lr=1e-3, optimizer__lr=1e-4),
     "several sections: write trainer__backend or generation__backend": lambda: make_config(
         "grpo", backend="torch"
     ),
-    r"unknown preset 'dappo'; did you mean dapo\?": lambda: make_config("grpo", preset="dappo"),
-    "preset is for grpo": lambda: make_config("sft", preset="dapo"),
     "loss must be a name, but it is a function: decorate": lambda: make_config("grpo", loss=digits),
     r"reward must be given once, .*: reward and reward_fn": lambda: nemorl.train(
         model="m", dataset=[{"prompt": "1+1="}], reward=digits, reward_fn=digits
     ),
     r"args must be a nemorl.GRPOConfig, but .* settings by name": lambda: trainer(args=object()),
     "TRL's learning_rate is optimizer.lr; write": lambda: trainer(learning_rate=1e-5),
-    "train_dataset must be given once": lambda: trainer(dataset=[], train_dataset=[]),
-    "args can't be given together with settings": lambda: trainer(args=nemorl.GRPOConfig(), lr=1),
     "model must be given, but it is None: name a folder, or": lambda: nemorl.GRPOTrainer(),
     r"train takes no resume_from_checkpoint: .* is made, run=": lambda: trainer().train(
         resume_from_checkpoint=True
     ),
     r"GRPOTrainer has no save_model: .* paths\.hf, the": lambda: trainer().save_model("there"),
-    "did you mean max_new_tokens": lambda: nemorl.generate("m", prompt="1", max_new_token=4),
     r"trainer\.sequence_packing is not used by this command": lambda: nemorl.evaluate(
         "m", "rows.jsonl", trainer={"sequence_packing": True}
     ),

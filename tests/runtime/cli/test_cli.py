@@ -1,7 +1,6 @@
 """The command line: every key is a flag, four layers, errors that help, and speed."""
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -18,20 +17,19 @@ import nemorl
 from nemorl import (
     ClippedLoss,
     GenerationConfig,
-    GroupAdvantage,
     GRPOConfig,
     GSPOLoss,
-    ReinforceLoss,
     ReinforcePlusPlusAdvantage,
-    SFTConfig,
 )
 from nemorl.runtime.cli import main as cli
+from nemorl.runtime.cli.inspect import inspect_data
 from nemorl.runtime.cli.settings import (
     CheckConfig,
     CompareConfig,
     EvalConfig,
     ExampleConfig,
     GenerateConfig,
+    InspectConfig,
     ReportConfig,
     VerifyConfig,
 )
@@ -48,7 +46,7 @@ from nemorl.runtime.config.tree import (
 )
 from nemorl.runtime.start.registry import ALGORITHMS
 from tests.examples import visiting
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_tokenizer
 
 NEEDED = {
     "sft": ["--model.path", "m", "--data.train", "d"],
@@ -102,16 +100,9 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
         for name in members
         if ":" not in name
     ] or [[]]
-    texts = []
-    for choice in choices:
-        assert cli.main([command, *choice, "--help", "all"]) == 0
-        texts.append(capsys.readouterr().out)
-    text = "\n".join(texts)
-    assert (
-        "--config" in text
-        and "--print-config" in text
-        and ("--preset" in text) == (command == "grpo")
-    )
+    assert all(cli.main([command, *choice, "--help", "all"]) == 0 for choice in choices)
+    text = capsys.readouterr().out
+    assert "--print-config" in text and ("--preset" in text) == (command == "grpo")
     undocumented = []
     for owner, field, flag, is_bool in flags(cls):
         if field.name == "name" and flag[2:].removesuffix(".name") in unions(cls):
@@ -150,8 +141,6 @@ def test_help_shows_defaults_and_the_selectors(capsys):
         "dr_grpo: ",
     ):
         assert part in text
-    assert cli.main(["grpo", "--help", "--preset", "dapo"]) == 0
-    assert "(default: 0.28)" in capsys.readouterr().out
 
 
 def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
@@ -170,28 +159,13 @@ def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
     optimizer = shown("grpo", "--help", "optimizer")
     assert len(optimizer) == 12 and all(flag.startswith("--optimizer.") for flag in optimizer)
     assert "--reduction" in shown("grpo", "--help", "grpo")
-    assert len(shown("grpo", "--help", "all")) > 130
-    for args in (["--help"], ["--help", "loss"]):
-        own = shown("grpo", "--loss", "gspo", *args)
-        assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
-    assert "--temperature" not in shown("eval", "--help")
+    own = shown("grpo", "--loss", "gspo", "--help")
+    assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
     assert "--generation.temperature" in shown("eval", "--help")
-    assert "--parallel.tp" in shown("plan", "--help")
-
-
-def test_help_says_each_default_once(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    for command in [*ALGORITHMS, *cli.COMMANDS]:
-        cli.main([command, "--help", "all"])
-        said = capsys.readouterr().out
-        assert not re.search(r"default: (None|''|True|False)?\)|\{None\}|\{\[|\]\}", said)
-        assert not re.search(r"Default: .*\(default: ", said)
-    for args in (["data"], ["data", "--help"]):
-        assert cli.main(args) == 0 and "data inspect  Show training" in capsys.readouterr().out
 
 
 def test_top_help_teaches(capsys):
-    for args in ([], ["--help"], ["-h"], ["help"]):
+    for args in ([], ["--help"]):
         assert cli.main(args) == 0
         text = capsys.readouterr().out
         assert all(f"  {command} " in text for command in [*ALGORITHMS, *cli.COMMANDS])
@@ -248,21 +222,10 @@ def test_four_layers(tmp_path: Path):
     assert grpo().loss == ClippedLoss()
     assert grpo("--preset", "dapo").loss == ClippedLoss(clip_high=0.28)
     config = grpo("--preset", "dapo", "--config", str(path), "--optimizer.lr", "2e-6")
-    assert config.loss == ClippedLoss(
-        clip_low=0.1, clip_high=0.28
-    )  # one key of the preset, one of the file
-    assert (config.reduction, config.dynamic_sampling, config.kl.coef, config.optimizer.lr) == (
-        "group_mean",
-        True,
-        0.5,
-        2e-6,
-    )
-    assert grpo("--config", str(path), "--loss.clip-high", "0.4").loss == ClippedLoss(
-        clip_low=0.1, clip_high=0.4
-    )
-    assert (
-        grpo(f"--config={path}", "--kl.coef=0.0").kl.coef == 0.0
-    )  # a flag wins with a default's value, too
+    assert config.loss == ClippedLoss(clip_low=0.1, clip_high=0.28)
+    assert (config.reduction, config.dynamic_sampling) == ("group_mean", True)
+    assert (config.kl.coef, config.optimizer.lr) == (0.5, 2e-6)
+    assert grpo(f"--config={path}", "--kl.coef=0.0").kl.coef == 0.0, "also a default's value"
 
 
 def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path):
@@ -281,33 +244,21 @@ def test_a_setting_by_its_last_name():
     assert grpo("--generation.stop-strings", "\n", "END").generation.stop_strings == ("\n", "END")
     assert grpo("--resume", "auto", *DIR, "--run.no-resume").run.resume is False
     assert grpo("--data.no-shuffle=false").data.shuffle is True
-    offloads = {"": True, "=null": None, "=false": False}
-    for value, expected in offloads.items():
+    for value, expected in {"": True, "=null": None, "=false": False}.items():
         config = grpo(f"--trainer.offload-during-generation{value}")
         assert config.trainer.offload_during_generation is expected
-    config = grpo("--trainer.no-offload-during-generation")
-    assert config.trainer.offload_during_generation is False
-    assert grpo("--clip-low", "0.1").loss == ClippedLoss(clip_low=0.1)
     assert grpo("--loss.name", "gspo", "--token-gradient").loss == GSPOLoss(token_gradient=True)
     assert grpo("--max-grad-norm", "null", "--gap.stop", "null").optimizer.max_grad_norm is None
     assert grpo("--reward", "a", "b", "--stop", "1.5").reward == ("a", "b")
     assert grpo("--data", "e", "--model", "n", "--run", "r").data.train == "e"
     assert cli.parse("dpo", ["--model", "m", "--beta", "0.3"]).loss.beta == 0.3
-    led = cli.parse("grpo", [*NEEDED["grpo"], "--environment", "./file.py:Class"])
-    assert led.rollout.environment == "./file.py:Class"
 
 
 def test_a_setting_has_its_flag_in_every_command():
-    args = ["--model.path", "m", "--data.prompt-column", "q", "--device", "cpu"]
-    lengths = ["--generation.max-new-tokens", "9", "--temperature", "0.5", "--param-dtype"]
-    given: list[str] = [*args, *lengths, "bfloat16"]
-    for config in (
-        cli.parse("eval", [*given, "--validation", "d", "--max-rows", "5"]),
-        cli.parse("grpo", given),
-    ):
+    given = ["--model.path", "m", "--prompt-column", "q", "--device", "cpu", "--temperature", "0.5"]
+    for config in (cli.parse("eval", [*given, "--validation", "d"]), cli.parse("grpo", given)):
         assert (config.model.path, config.data.prompt_column) == ("m", "q")
-        assert (config.trainer.device, config.parallel.param_dtype) == ("cpu", "bfloat16")
-        assert (config.generation.max_new_tokens, config.generation.temperature) == (9, 0.5)
+        assert (config.trainer.device, config.generation.temperature) == ("cpu", 0.5)
     template = ["--chat", "--model.chat-template", "t", "--prompt", "model.path=x", "--chat=true"]
     answer = cli.parse("generate", ["--model", "m", *template])
     assert (answer.model.chat_template, answer.prompt) == ("t", ("model.path=x",))
@@ -329,13 +280,9 @@ def test_unions(tmp_path: Path):
     assert grpo("--loss.clip-low", "0.1", "--loss=gspo", "--loss.token-gradient").loss == GSPOLoss(
         clip_low=0.1, token_gradient=True
     )
-    assert grpo("--loss", "gspo", "--loss", "reinforce").loss == ReinforceLoss()
     assert grpo(
         "--advantage", "reinforce_plus_plus", "--advantage.kl-coef", "0.1"
     ).advantage == ReinforcePlusPlusAdvantage(kl_coef=0.1)
-    assert grpo("--advantage.baseline", "leave_one_out").advantage == GroupAdvantage(
-        baseline="leave_one_out"
-    )
     path = tmp_path / "my.yaml"
     path.write_text("loss: {name: gspo, clip_low: 0.1}\n")
     assert grpo("--config", str(path), "--loss", "gspo").loss == GSPOLoss(clip_low=0.1)
@@ -346,22 +293,9 @@ def test_unions(tmp_path: Path):
 @pytest.mark.parametrize(
     "args",
     [
-        [
-            "grpo",
-            *NEEDED["grpo"],
-            "--preset",
-            "dapo",
-            "--loss",
-            "gspo",
-            "--advantage",
-            "reinforce_plus_plus",
-            "--generation.stop-strings",
-            "\n",
-            "1e-5",
-        ],
+        ["grpo", *NEEDED["grpo"], "--preset=dapo", "--loss=gspo", "--stop-strings", "\n", "1e-5"],
         ["sft", *NEEDED["sft"], "--max-num-steps", "3", "--trainer.sequence-packing"],
         ["eval", *NEEDED["eval"], "-n", "2", "--temperature", "0.5"],
-        ["generate", *NEEDED["generate"], "--prompt", "12:30"],
     ],
     ids=lambda args: " ".join(args)[:50],
 )
@@ -382,32 +316,23 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
     Path("mine.py").write_text("import os\nos._exit(9)\nif True:\n    def right(): ...\n")
     Path("broken.py").write_text("a = 1\ndef right(:\n")
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
-    Path("list.jsonl").write_text('{"prompt": "1+1="}\n[1]\n')
     for flags, message in {
         "--reward nope": "reward must be one of choice, code, contains_answer",
         "--reward ./mine.py:wrong": "but mine.py has no 'wrong'",
         "--reward broken:right": "can read, but broken.py, line 2: invalid syntax",
         "--reward no_such_module:right": "there is no module 'no_such_module'",
-        "--generation.backend vlm": "unknown generation backend 'vlm'; did you mean vllm?",
         "--data.train rows.jsonl": "rows.jsonl, line 2: a row needs a prompt",
-        "--data.train list.jsonl": "list.jsonl, line 2: a row must be a dict",
         "--data.train rows.jsonl --data.prompt-column q": "but rows.jsonl, line 1 has the columns",
     }.items():
         assert message in refused(capsys, "grpo", *flags.split(), "--print-config")
-    for settings, message in {
-        "loss: ./nope.py:right": "loss must name a module or a .py file, but there is no module",
-        "advantage: {name: './mine.py:wrong'}": "advantage must name a function as module:function",
-    }.items():
-        Path("given.yaml").write_text(settings)
-        with visiting():
-            assert message in refused(capsys, "grpo", "--config", "given.yaml", "--print-config")
+    Path("given.yaml").write_text("loss: ./nope.py:right")
+    with visiting():
+        said = refused(capsys, "grpo", "--config", "given.yaml", "--print-config")
+    assert "loss must name a module or a .py file, but there is no module" in said
     for reward in ("./mine.py:right", "mine:right", "math", "json:loads", "os.path:join"):
         assert cli.main(["grpo", "--reward", reward, "--print-config"]) == 0
         assert yaml.safe_load((said := capsys.readouterr()).out)["reward"] == reward
         assert not said.err
-    given = ["eval", "--model", "m", "--validation", "rows.jsonl"]
-    assert "rows.jsonl, line 2: a row needs a prompt" in refused(capsys, *given, "--print-config")
-    assert cli.main([*given, "--max-rows", "1", "--print-config"]) == 0
 
 
 def test_print_config_for_another_machine(capsys):
@@ -422,27 +347,9 @@ def test_print_config_for_another_machine(capsys):
 
 BAD = [
     (["grpo", "--optimizer.lrr", "3"], "--optimizer.lrr; did you mean --optimizer.lr?"),
-    (
-        ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
-        ("is not a setting of loss clipped: it belongs to gspo; add --loss gspo"),
-    ),
-    (["grpo", "--loss"], "Missing value for argument '--loss'"),
-    (["sft", "--preset", "dapo"], "preset is for grpo, but it is 'dapo': remove it"),
-    (
-        ["grpo", "--advantage.baseline", "mean"],
-        "advantage.baseline must be one of group_mean, leave_one_out",
-    ),
-    (["grpo", "--max-num-steps", "1.5"], "max_num_steps must be a valid integer, but it is 1.5"),
-    (["grpo", "--reward-weights", "1", "x"], "reward_weights must be a valid number"),
-    (["grpo", "--chat-template-kwargs", "[1]"], "chat_template_kwargs must be a mapping"),
     (["grpo", "--run.resume=maybe"], "run.resume must be true or false or auto, but it is 'maybe'"),
     (["grpo", "--temprature", "1"], "unknown setting --temprature; did you mean --temperature?"),
     (["sft", "lr=1e-5"], "unknown setting lr: write --optimizer.lr 1e-5"),
-    (
-        ["grpo", "--kl-coef", "0.1"],
-        "belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus, or write --kl.coef",
-    ),
-    (["grpo", "++optimizer.lr=3"], "unknown setting ++optimizer.lr: write --optimizer.lr 3"),
     (
         ["grpo", "--backend", "vllm"],
         "unknown setting --backend: write --trainer.backend or --generation.backend",
@@ -453,19 +360,8 @@ BAD = [
         "unknown setting --generation.colocated: eval does not use it",
     ),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
-    (["--import", "nope_of_cli", "grpo"], "--import must name a module or a .py file"),
-    (
-        ["data", "inspekt"],
-        "unknown command 'data inspekt'; did you mean data inspect? Commands: da",
-    ),
-    (["eval", "--model", "m"], "data.validation must be given"),
     (["export", "--run", "r"], "--output STR"),
-    (["export", *NEEDED["export"], "--step", "-1"], "step must be at least 0"),
     (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),
-    (
-        ["data", "inspect", "--model.path", "m", "--data.train", "d", "--rows", "-1"],
-        "rows must be at least 0",
-    ),
 ]
 
 
@@ -509,15 +405,13 @@ def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
     rewards["reward_kwargs"] = {"tolerance": 0.1}
     expected = EvalConfig(model=model, data=rows, **greedy, **rewards)
     assert cli.parse("eval", ["--model", run, *data]) == expected
-    flags = ["--no-chat", "--system-prompt", "null", "--reward", "last_number"]
     plain = dataclasses.replace(rows, chat=False, system_prompt=None)
-    own = EvalConfig(model=model, data=plain, reward="last_number", **greedy)
-    assert cli.parse("eval", ["--model", run, *data, *flags]) == own
-    (tmp_path / "my.yaml").write_text(
-        f"model: {{path: {run}}}\ndata: {{chat: false, system_prompt: null}}\n"
-    )
-    of_file = cli.parse("eval", ["--config", str(tmp_path / "my.yaml"), *data])
-    assert of_file == dataclasses.replace(expected, data=plain)
+    flags = ["--no-chat", "--system-prompt", "null"]
+    own = cli.parse("eval", ["--model", run, *data, *flags])
+    assert own == dataclasses.replace(expected, data=plain)
+    settings = f"model: {{path: {run}}}\ndata: {{chat: false, system_prompt: null}}\n"
+    (tmp_path / "my.yaml").write_text(settings)
+    assert cli.parse("eval", ["--config", str(tmp_path / "my.yaml"), *data]) == own
     (tmp_path / "run" / "hf").rmdir()  # a folder with some config.yaml
     own = EvalConfig(model=model, data=nemorl.DataConfig(validation="d"))
     assert cli.parse("eval", ["--model", run, *data]) == own
@@ -528,15 +422,12 @@ def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
 
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stands for nemorl.runtime.start.open_run and nemorl.runtime.cli.inference: remembers the
-    config, returns `result`, or raises it. There is a folder m.
-    """
+    """Stands for what starts runs and evaluates: returns `result`, or raises it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
-    seen = types.SimpleNamespace(config=None, result=None)
+    seen = types.SimpleNamespace(result=None)
 
     def answer(config: Any) -> Any:
-        seen.config = config
         if isinstance(seen.result, BaseException):
             raise seen.result
         return seen.result
@@ -552,64 +443,6 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNam
     return seen
 
 
-def test_train(launched):
-    assert cli.main(["grpo", *NEEDED["grpo"], "--max-num-steps", "3"]) == 0
-    given = {
-        "model": {"path": "m"},
-        "data": {"train": "d"},
-        "max_num_steps": 3,
-    }
-    assert launched.config == from_dict(GRPOConfig, given)
-    assert cli.main(["sft", *NEEDED["sft"]]) == 0 and isinstance(launched.config, SFTConfig)
-
-
-def test_generate(launched, tmp_path: Path, capsys):
-    (tmp_path / "prompts.txt").write_text("c=\n\nd=\n")
-    row = {
-        "prompt": "a=",
-        "response": "[red]3",
-        "logprob": -0.25,
-        "finish_reason": "stop",
-        "num_tokens": 2,
-    }
-    launched.result = [row, {**row, "response": "4"}, {**row, "prompt": "b="}]
-    args = [
-        "generate",
-        "--model",
-        "m",
-        "--prompt",
-        "a=",
-        "--prompt=-b=",
-        "--file",
-        str(tmp_path / "prompts.txt"),
-        "-n",
-        "2",
-        "--seed",
-        "3",
-    ]
-    assert cli.main(args) == 0
-    assert launched.config == GenerateConfig(
-        model=nemorl.ModelConfig(path="m"),
-        prompt=("a=", "-b="),
-        file=str(tmp_path / "prompts.txt"),
-        n=2,
-        seed=3,
-    )
-    assert launched.config.prompts() == ["a=", "-b=", "c=", "d="]
-    text = capsys.readouterr().out
-    assert text.count("a=") == 1 and "[red]3" in text and "-0.25" in text and "stop" in text
-    assert cli.main([*args, "--json"]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == launched.result
-
-
-def test_more_engines_than_devices_are_refused_before_the_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "ray", raising=False)
-    tiny_model(head_dim=32).save_pretrained(tmp_path)
-    command = ["generate", "--model", str(tmp_path), "--prompt", "1", "--generation.backend=vllm"]
-    assert "this machine has for engines" in refused(capsys, *command, "--num-replicas", "9999")
-    assert "ray" not in sys.modules
-
-
 def test_errors_of_a_command_are_one_line(
     launched,
     monkeypatch,
@@ -623,12 +456,6 @@ def test_errors_of_a_command_are_one_line(
     assert (
         cli.main(["grpo", *NEEDED["grpo"]]) == 1 and "error: disk full" in capsys.readouterr().err
     )
-    launched.result = ValueError("no such engine argument")
-    launched.result.add_note("in worker 0:\nTraceback (most recent call last): ...")
-    launched.result.add_note("runs/mine has no checkpoint")
-    assert "argument runs/mine has no checkpoint (NEMORL" in refused(
-        capsys, "grpo", *NEEDED["grpo"]
-    ), "and not what is of a worker"
     launched.result = RuntimeError("a bug of ours")
     with pytest.raises(RuntimeError, match="a bug"):  # keeps its traceback
         cli.main(["grpo", *NEEDED["grpo"]])
@@ -651,15 +478,6 @@ def test_interrupt(launched, capsys):
 # The package's face
 
 
-def test_public_names():
-    assert nemorl.GRPOConfig is GRPOConfig and nemorl.__version__
-    assert set(nemorl.__all__) <= set(dir(nemorl)) and "run" in nemorl.__all__
-    for name in nemorl.__all__:
-        assert getattr(nemorl, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
-        nemorl.nope  # noqa: B018
-
-
 def test_a_module_that_registers(tmp_path: Path, monkeypatch, capsys):
     code = """
 from dataclasses import dataclass
@@ -678,21 +496,8 @@ def loop(run):
     try:
         assert cli.main(["--import", "mine_of_cli", "--help"]) == 0
         assert "An algorithm of mine" in capsys.readouterr().out
-        assert (
-            cli.main(
-                [
-                    "--import",
-                    "mine_of_cli.py",
-                    "mine_of_cli",
-                    "--model.path",
-                    "m",
-                    "--data.train",
-                    "d",
-                    "--print-config",
-                ]
-            )
-            == 0
-        )
+        command = ["--import", "mine_of_cli.py", "mine_of_cli", *NEEDED["sft"], "--print-config"]
+        assert cli.main(command) == 0
     finally:
         ALGORITHMS.pop("mine_of_cli", None)
 
@@ -705,28 +510,20 @@ def test_warnings_and_pipes(
     import warnings
 
     def warn(config: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            print(
-                warnings.formatwarning("mind the gap", UserWarning, "ours.py", 1),
-                end="",
-                file=sys.stderr,
-            )
+        text = warnings.formatwarning("mind the gap", UserWarning, "ours.py", 1)
+        print(text, end="", file=sys.stderr)
 
     monkeypatch.setattr(sys.modules["nemorl.runtime.start.open_run"], "run", warn)
     assert cli.main(["grpo", *NEEDED["grpo"]]) == 0
     assert capfd.readouterr().err == "warning: mind the gap\n"
     assert warnings.formatwarning("mind", UserWarning, "theirs.py", 1).startswith("theirs.py")
-    for program in ("grpo --help | head -2", "--help | true"):
-        program = f"{sys.executable} -m nemorl.runtime.cli.main {program}"
-        done = subprocess.run(program, shell=True, capture_output=True, text=True)
-        assert done.stderr == ""
+    program = f"{sys.executable} -m nemorl.runtime.cli.main --help | true"
+    assert subprocess.run(program, shell=True, capture_output=True).stderr == b""
 
 
-@pytest.mark.parametrize("command", ["--help", "grpo --print-config", "eval --help"])
-def test_a_full_disk_for_the_output_is_one_line(command: str):
-    program = f"{sys.executable} -m nemorl.runtime.cli.main {command}"
-    done = subprocess.run(f"{program} > /dev/full", shell=True, capture_output=True, text=True)
+def test_a_full_disk_for_the_output_is_one_line():
+    program = f"{sys.executable} -m nemorl.runtime.cli.main grpo --print-config > /dev/full"
+    done = subprocess.run(program, shell=True, capture_output=True, text=True)
     problem = "error: the standard output can't be written to: No space left on device"
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and problem in done.stderr
 
@@ -750,10 +547,6 @@ def test_the_traceback_of_a_reward_is_the_users(launched, capsys):
     [("grpo", "prompt"), ("sft", "sft"), ("dpo", "pairs"), ("kto", "labels")],
 )
 def test_an_example_of_data_is_what_inspect_takes_it_for(kind: str, seen: str, tmp_path, capsys):
-    from nemorl.runtime.cli.inspect import inspect_data
-    from nemorl.runtime.cli.settings import InspectConfig
-    from tests.tiny_models import tiny_tokenizer
-
     file = str(tmp_path / "rows.jsonl")
     assert cli.main(["data", "example", file, "--kind", kind, "--rows", "6"]) == 0
     first = (tmp_path / "rows.jsonl").read_text()

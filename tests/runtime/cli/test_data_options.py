@@ -1,6 +1,4 @@
-"""What the section `data` and the chat template's settings do to a run: mixing, holding out,
-lengths, templates.
-"""
+"""What the section `data` and the chat template's settings do to a run."""
 
 import json
 import shutil
@@ -9,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 import nemorl
@@ -18,7 +15,8 @@ from nemorl.data.order import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, load_config
 from nemorl.runtime.run.data import read_data
-from tests.runtime.runs import addition_rows, digits, dpo_config, grpo_config, sft_config, start
+from nemorl.runtime.store.directory import read_lines
+from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{% if shout %}a{% endif %}{{ m.content }}{% endfor %}"
@@ -46,24 +44,21 @@ class Module:
 
 def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path):
     rows = [letters(30, "a"), letters(6, "b")]
-    options: dict[str, Any] = {"num_prompts_per_step": 10, "num_generations_per_prompt": 2}
-    data = nemorl.DataConfig(max_total_sequence_length=32, weights=(1.0, 3.0))
-    whole = grpo_config(
-        tmp_path / "whole", steps=4, data=data, run={"samples_per_step": 20}, **options
-    )
-    start(whole, rows=rows)
-    parted = grpo_config(
-        tmp_path / "parted", steps=2, data=data, run={"samples_per_step": 20}, **options
-    )
+    options: dict[str, Any] = {
+        "num_prompts_per_step": 10,
+        "num_generations_per_prompt": 2,
+        "run": {"samples_per_step": 20},
+        "data": nemorl.DataConfig(max_total_sequence_length=32, weights=(1.0, 3.0)),
+    }
+    start(grpo_config(tmp_path / "whole", steps=4, **options), rows=rows)
+    parted = grpo_config(tmp_path / "parted", steps=2, **options)
     start(parted, rows=rows)
     start(replace(parted, max_num_steps=4, run=replace(parted.run, resume=True)), rows=rows)
     seen = {
         name: [
-            json.loads(line)["columns"]
+            line["columns"]
             for step in range(1, 5)
-            for line in (
-                (tmp_path / name / "samples" / f"step_{step}.jsonl").read_text().splitlines()
-            )
+            for line in read_lines(tmp_path / name / "samples" / f"step_{step}.jsonl")
         ]
         for name in ("whole", "parted")
     }
@@ -76,21 +71,6 @@ def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path
     assert sum(row["prompt"][0] == "b" for row in wanted) > 20
 
 
-@pytest.mark.parametrize("make", [sft_config, grpo_config, dpo_config])
-def test_weights_and_shuffle_reach_the_order(make, tmp_path: Path):
-    from nemorl.runtime.run.data import read_rows, row_order
-
-    config = make(
-        tmp_path,
-        data=nemorl.DataConfig(weights=(1.0, 2.0), shuffle=False, max_total_sequence_length=32),
-        run={"seed": 3},
-    )
-    rows = read_rows(config.data, "train", [letters(4, "a"), letters(2, "b")])
-    assert row_order(config, rows) == RowOrder(
-        sizes=(4, 2), weights=(1.0, 2.0), seed=3, shuffle=False
-    )
-
-
 def test_files_of_a_mixture_come_from_the_command_line(tmp_path: Path):
     files = [write(tmp_path / f"{letter}.jsonl", letters(3, letter)) for letter in "ab"]
     config = cli.parse(
@@ -100,21 +80,6 @@ def test_files_of_a_mixture_come_from_the_command_line(tmp_path: Path):
     assert load_config(nemorl.SFTConfig, write_yaml(tmp_path, config)) == config
     rows, _ = read_data(config.data)
     assert [(row["prompt"][0], row.source) for row in rows] == [("a", 0)] * 3 + [("b", 1)] * 3
-    assert cli.parse("sft", ["--model.path", "m", "--data.train", files[0]]).data.train == files[0]
-
-
-def test_one_of_several_sets_may_have_the_usual_columns(tmp_path: Path):
-    """Whichever of them the check before the run can read."""
-    table = tmp_path / "a.parquet"
-    datasets.Dataset.from_list([{"question": "1+1=", "answer": "2"}]).to_parquet(table)
-    file = write(tmp_path / "b.jsonl", [{"prompt": "1+2=", "answer": "3"}])
-    data = ["--data.train", str(table), str(file), "--data.prompt-column", "question"]
-    config = cli.parse("grpo", ["--model.path", "m", *data])
-    cli._require_names_and_rows(config)
-    rows, _ = read_data(config.data)
-    assert [row["prompt"] for row in rows] == ["1+1=", "1+2="]
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 1 has the columns prompt, answer"):
-        cli._require_names_and_rows(cli.parse("grpo", ["--model.path", "m", data[0], *data[2:]]))
 
 
 def write_yaml(folder: Path, config: Any) -> Path:
@@ -127,28 +92,20 @@ def write_yaml(folder: Path, config: Any) -> Path:
 def test_held_out_rows_are_validated_on_and_not_trained_on(held_out, tmp_path: Path):
     rows = [{**row, "number": n} for n, row in enumerate(addition_rows(40))]
     data = nemorl.DataConfig(max_total_sequence_length=32, held_out=held_out)
-    train, validation = read_data(data, train=rows, seed=5)
-    assert (train, validation) == split_rows(rows, validation=10, seed=5)
+    assert read_data(data, train=rows, seed=5) == split_rows(rows, validation=10, seed=5)
     result = start(sft_config(tmp_path, steps=2, data=data), rows=rows)
     assert result.metrics["val_loss"] > 0
     found = json.loads(result.paths.data.read_text())
     assert (found["train"]["count"], found["validation"]["count"]) == (30, 10)
 
 
-def test_a_data_module_brings_its_own_validation_rows():
+def test_a_data_module_brings_its_own_validation_rows(tmp_path: Path):
     train, validation = read_data(nemorl.DataConfig(), train=Module())
     assert (len(train), len(validation)) == (30, 5)
     assert len(read_data(nemorl.DataConfig(), train=Module(), validation=addition_rows(3))[1]) == 3
-    assert len(read_data(nemorl.DataConfig(), train=addition_rows(3), validation=Module())[1]) == 5
-
-
-def test_each_of_several_validation_sets_has_its_own_split(tmp_path: Path):
-    rows, validation = read_data(
-        nemorl.DataConfig(),
-        train=addition_rows(2),
-        validation=[write(tmp_path / "a.jsonl", letters(2, "a")), Module()],
-    )
-    assert len(rows) == 2 and [row.source for row in validation] == [0, 0, 1, 1, 1, 1, 1]
+    several = [write(tmp_path / "a.jsonl", letters(2, "a")), Module()]
+    _, validation = read_data(nemorl.DataConfig(), train=addition_rows(3), validation=several)
+    assert [row.source for row in validation] == [0, 0, 1, 1, 1, 1, 1]
 
 
 def test_lengths_are_shown_and_kept(tmp_path: Path, capsys):
@@ -158,25 +115,9 @@ def test_lengths_are_shown_and_kept(tmp_path: Path, capsys):
         result = start(
             sft_config(tmp_path / "shown", steps=1, data=data, run={"display": "plain"}), rows=rows
         )
-    shown = capsys.readouterr().out
-    assert (
-        "lengths in tokens" in shown
-        and "train: 1 over the limit of 16 tokens (1 left out)" in shown
-    )
+    assert "train: 1 over the limit of 16 tokens (1 left out)" in capsys.readouterr().out
     found = json.loads(result.paths.data.read_text())
-    assert set(found) == {"train"}, "there are no validation rows"
-    assert {
-        name: found["train"][name]
-        for name in ("count", "max", "limit", "num_dropped", "num_truncated")
-    } == {
-        "count": 20,
-        "max": 6,
-        "limit": 16,
-        "num_dropped": 1,
-        "num_truncated": 0,
-    }
-    start(sft_config(tmp_path / "silent", steps=1), rows=addition_rows(20))
-    assert "lengths in tokens" not in capsys.readouterr().out, "display none"
+    assert [found["train"][name] for name in ("count", "max", "num_dropped")] == [20, 6, 1]
 
 
 def test_prompts_leave_room_for_the_response(tmp_path: Path):
@@ -192,39 +133,14 @@ def test_template_arguments_reach_the_tokens_and_the_exported_tokenizer(tmp_path
     from transformers import AutoTokenizer
 
     rows = [{"prompt": [{"role": "user", "content": "b"}], "answer": "1"}] * 8
-    for kwargs, wanted in (({"shout": True}, "ab"), ({"shout": False}, "b")):
-        seen: list[str] = []
-
-        def reward(prompt: str, response: str) -> float:
-            return digits(prompt, response)
-
-        class Look(nemorl.Callback):
-            def on_train_begin(self, trainer) -> None:
-                ids = trainer.tokenizer.apply_chat_template(rows[0]["prompt"], tokenize=False)
-                seen.append(ids)  # noqa: B023
-
-        folder = tmp_path / str(kwargs["shout"])
-        config = grpo_config(
-            folder,
-            steps=1,
-            model=nemorl.ModelConfig(chat_template=TEMPLATE, chat_template_kwargs=kwargs),
-        )
-        result = nemorl.run(
-            config,
-            model=tiny_model(),
-            tokenizer=tiny_tokenizer(),
-            train=rows,
-            reward=reward,
-            callbacks=[Look()],
-        )
-        assert seen == [wanted]
+    for shout, wanted in ((True, "ab"), (False, "b")):
+        model = nemorl.ModelConfig(chat_template=TEMPLATE, chat_template_kwargs={"shout": shout})
+        config = grpo_config(tmp_path / str(shout), steps=1, model=model)
+        given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
+        result = nemorl.run(config, train=rows, reward=digits, **given)
         assert json.loads(result.paths.data.read_text())["train"]["max"] == len(wanted)
-        assert (
-            AutoTokenizer.from_pretrained(folder / "tokenizer").apply_chat_template(
-                rows[0]["prompt"], tokenize=False
-            )
-            == wanted
-        )
+        kept = AutoTokenizer.from_pretrained(tmp_path / str(shout) / "tokenizer")
+        assert kept.apply_chat_template(rows[0]["prompt"], tokenize=False) == wanted
 
 
 @pytest.mark.parametrize(
@@ -265,32 +181,5 @@ def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monk
         warnings.simplefilter("always")
         found = texts(*template, "--data.system-prompt", "add", "--chat")
         assert any(text.startswith("sadd u2+2= ") for text in found)
-        assert not [each for each in said if "prompts are strings" in str(each.message)]
         assert "2+2=" in texts(*template)
         assert len([each for each in said if "prompts are strings" in str(each.message)]) == 1
-
-
-def test_passthrough_trains_on_plain_text_in_messages(tmp_path: Path):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["response"]},
-            ]
-        }
-        for row in addition_rows()
-    ]
-    config = sft_config(
-        tmp_path / "messages", model=nemorl.ModelConfig(chat_template="passthrough")
-    )
-    found = start(config, rows=rows).history
-    wanted = start(sft_config(tmp_path / "text"), rows=addition_rows()).history
-    assert [line["loss"] for line in found] == [line["loss"] for line in wanted]
-
-
-def test_renamed_columns_of_preferences():
-    rows = [{"question": "a", "better": "b", "worse": "c", "good": True}]
-    columns = {"chosen": "better", "rejected": "worse", "label": "good", "prompt": "question"}
-    config: Any = nemorl.DataConfig(**{f"{key}_column": name for key, name in columns.items()})
-    found = read_data(config, train=rows)[0]
-    assert found == [rows[0] | {key: rows[0][name] for key, name in columns.items()}]

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -27,13 +28,9 @@ TALK = [
 def printed(given: list, *, colour: bool = False, width: int = 120, **options) -> str:
     config = InspectConfig(**options)
     file = io.StringIO()
+    system: Any = "truecolor" if colour else None
     console = Console(
-        file=file,
-        width=width,
-        force_terminal=colour,
-        color_system="truecolor" if colour else None,
-        highlight=False,
-        legacy_windows=False,
+        file=file, width=width, force_terminal=colour, color_system=system, highlight=False
     )
     print_inspection(
         config, inspect_data(config, tokenizer=character_tokenizer(), train=given), console
@@ -74,16 +71,6 @@ def test_escape_sequences_of_the_data_do_not_reach_the_terminal():
     assert shown(example, Hostile(), styled=False).plain == "␛[2J⟦x⟧"
 
 
-def test_a_tokenizer_that_swallows_the_first_space_still_shows_it():
-    example = Example(input_ids=[0, 1], loss_mask=[False, True], response_mask=[False, True])
-
-    class Swallowing:
-        def decode(self, ids, **options):
-            return "".join((" a", " b")[i] for i in ids).removeprefix(" ")
-
-    assert shown(example, Swallowing(), styled=False).plain == "a⟦ b⟧"
-
-
 @pytest.mark.parametrize(
     ("row", "kind", "wanted"),
     [
@@ -93,20 +80,11 @@ def test_a_tokenizer_that_swallows_the_first_space_still_shows_it():
             ["1 prompts; prompts are not trained on", "row 1: 1 tokens\na\n"],
         ),
         ({"prompt": "a", "response": "b"}, "sft", ["a⟦b<|im_end|>⟧"]),
-        ({"input": "a", "output": "b"}, "sft", ["a⟦b<|im_end|>⟧"]),
         ({"messages": TALK[:1]}, "prompt", ["assistant↵\n"]),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             "pairs",
             ["row 1, chosen: 3 tokens", "a⟦b<|im_end|>⟧", "row 1, rejected", "a⟦c<|im_end|>⟧"],
-        ),
-        (
-            {
-                "context": "a",
-                "completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}],
-            },
-            "pairs",
-            ["a⟦b<|im_end|>⟧", "a⟦c"],
         ),
         (
             {"prompt": "a", "response": "b", "label": False},
@@ -127,8 +105,6 @@ def test_every_kind_is_recognised_and_shown(row, kind, wanted):
 def test_the_kind_can_be_chosen():
     row = {"prompt": "a", "response": "b"}
     assert "⟦" not in printed([row], kind="prompt")
-    assert "1 answers with a verdict" in printed([row | {"label": True}], kind="labels")
-    assert "⟦b<|im_end|>⟧" in printed([row | {"label": True}], kind="sft")
     with pytest.raises(ValueError, match="row 1: a preference must have chosen and rejected"):
         printed([row], kind="pairs")
 
@@ -137,18 +113,8 @@ def test_rows_lengths_and_limit():
     rows = [{"prompt": "a" * n, "response": "b"} for n in range(1, 21)]
     text = printed(rows, rows=2, data=nemorl.DataConfig(max_total_sequence_length=20))
     assert "row 2:" in text and "row 3:" not in text
-    assert "row 1:" not in printed(rows, rows=0)
     table = next(line for line in text.splitlines() if "demonstrations" in line and "│" in line)
-    assert [cell.strip() for cell in table.strip("│").split("│")] == [
-        "demonstrations",
-        "20",
-        "250",
-        "12.5",
-        "12.5",
-        "21",
-        "22",
-        "20",
-    ]
+    assert re.findall(r"[\d.]+", table) == ["20", "250", "12.5", "12.5", "21", "22", "20"]
     assert "demonstrations: 2 over the limit of 20 tokens" in text
     assert "rows padded to the longest are 57% full, with --trainer.sequence-packing 9" in text
     bars = [line.split() for line in text.splitlines() if "█" in line]
@@ -160,28 +126,9 @@ def test_the_command(tmp_path: Path, capsys):
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"question": "1+1=", "gold": "2"}) + "\n" for _ in range(3))
     )
-    flags = [
-        "--data.train",
-        str(tmp_path / "rows.jsonl"),
-        "--data.prompt-column",
-        "question",
-        "--data.response-column",
-        "gold",
-    ]
-    assert (
-        cli.main(
-            ["data", "inspect", "--model.path", str(tmp_path / "model"), *flags, "--rows", "1"]
-        )
-        == 0
-    )
+    columns = ["--data.prompt-column", "question", "--data.response-column", "gold"]
+    flags = ["--data.train", str(tmp_path / "rows.jsonl"), *columns, "--rows", "1"]
+    assert cli.main(["data", "inspect", "--model.path", str(tmp_path / "model"), *flags]) == 0
     out = capsys.readouterr().out
-    assert (
-        f"{tmp_path / 'rows.jsonl'}, line 1: 6 tokens, 2 trained on\n1+1=⟦2<eos>⟧" in out
-        and "line 2" not in out
-    )
-    chat = ["--model.chat-template", "passthrough", "--kind", "prompt"]
-    assert (
-        cli.main(["data", "inspect", "--model.tokenizer", str(tmp_path / "model"), *flags, *chat])
-        == 0
-    )
-    assert "3 prompts" in capsys.readouterr().out
+    said = f"{tmp_path / 'rows.jsonl'}, line 1: 6 tokens, 2 trained on\n1+1=⟦2<eos>⟧"
+    assert said in out and "line 2" not in out

@@ -71,9 +71,7 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> st
         (f"{RESUME} --reward {REWARD}", "", f"--loss {LOSS}"),
         (f"{RESUME} --trust-code --no-trust-code --reward math", "", f"--loss {LOSS}"),
         (f"{CONFIG} --print-config --no-print-config --loss gspo", "", f"--reward {REWARD}"),
-        ("eval --model m", "reward: [math, 'evil:fn']", "--reward math evil:fn"),
         ("grpo", "loss: {name: 'evil:fn'}", "--loss evil:fn"),
-        ("grpo --loss clipped", "advantage: evil:fn", "--advantage evil:fn"),
         ("sft", "{reward: '~/my f.py:fn'}", "--reward '~/my f.py:fn'"),
         ("eval", "rollout: {environment: ./e.py:Env}", "--rollout.environment ./e.py:Env"),
         (
@@ -92,13 +90,12 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> st
             "generation: {engine: {kv_transfer_config: {a: [{module_path: evil}]}}}",
             '--generation.engine \'{"kv_transfer_config": {"a": [{"module_path": "evil"}]}}\'',
         ),
+        ("eval --model m", "reward: [math, 'evil:fn']", "--reward math evil:fn"),
         (
             "data inspect --data.train rows.jsonl",
             "model: {path: m, trust_remote_code: true}",
             "--model.trust-remote-code",
         ),
-        ("generate", "model: {path: m, trust_remote_code: true}", "--model.trust-remote-code"),
-        ("dpo", "model: {path: m, trust_remote_code: true}", "--model.trust-remote-code"),
         (
             "export --output new",
             "{run: copy, trust_remote_code: true}",
@@ -141,10 +138,8 @@ def test_code_runs_that_the_command_line_names_too(folder: Path, command: str, f
     [
         "report copy",
         "plan --config mine.yaml --gpus 1 --gpu-memory 80",
-        f"{EVAL} --print-config=true",
         f"{RESUME} --print-config",
         f"{CONFIG} --print-config",
-        f"{CONFIG} --help",
         f"{RESUME} --reward exact_match --loss clipped --print-config",
     ],
 )

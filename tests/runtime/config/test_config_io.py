@@ -22,14 +22,10 @@ from nemorl import (
     GRPOConfig,
     GSPOLoss,
     OptimizerConfig,
-    ParallelPlan,
-    ProfileConfig,
     ReinforceLoss,
     ReinforcePlusPlusAdvantage,
     RunConfig,
-    RuntimeConfig,
     SFTConfig,
-    TrainerConfig,
 )
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config, merge, to_dict, unused
@@ -52,14 +48,6 @@ CONFIGS: list[Any] = [
         run=RunConfig(dir="1e-5", loggers=("wandb",)),
         optimizer=OptimizerConfig(max_grad_norm=None, eps=1e-12),
     ),
-    SFTConfig(
-        max_num_steps=3, trainer=TrainerConfig(sequence_packing=True, packed_row_tokens=4096)
-    ),
-    SFTConfig(
-        parallel=ParallelPlan(tp=2, dp_shard=4),
-        profile=ProfileConfig(steps="10:12"),
-        runtime=RuntimeConfig(max_restarts=2),
-    ),
     EvalConfig(data=DataConfig(chat=True), n=3, generation=GenerationConfig(temperature=0.5)),
     GenerateConfig(prompt=("1+1=", "yes", "12:30")),
     ExportConfig(run="runs/a", output="out", step=0),
@@ -78,7 +66,6 @@ def test_round_trips(config: Any, tmp_path: Path):
     assert yaml.safe_load(dump_yaml(config)) == plain  # readable by any YAML parser, too
     commented = dump_yaml(config, comments=True)
     assert yaml.safe_load(commented) == plain
-    assert all(len(line) <= 100 for line in commented.splitlines() if "#" in line)
 
 
 def test_comments_explain_each_key():
@@ -131,58 +118,14 @@ def test_an_int_is_a_float_and_a_list_a_tuple():
     )
 
 
-def test_a_commit_is_no_number(tmp_path: Path):
-    """13e3c19… begins like one."""
-    (tmp_path / "a.yaml").write_text(
-        "environment: {commit: 13e3c196936031fc5a55466bad49d9578c6bc4ce}\nrun: {dir: 1e5x}\n"
-    )
-    assert load_config(GRPOConfig, tmp_path / "a.yaml").run.dir == "1e5x"
-
-
-@pytest.mark.parametrize("text", ["10:12", "1:59", '"10:12"', "12:61"])
-def test_a_span_is_no_number_to_base_60(text: str, tmp_path: Path):
-    path = tmp_path / "settings.yaml"
-    path.write_text(f"profile:\n  steps: {text}\nrun: {{dir: 01:02:03}}\n")
-    config = load_config(SFTConfig, path)
-    assert (config.profile.steps, config.run.dir) == (text.strip('"'), "01:02:03")
-    assert yaml.safe_load(dump_yaml(config))["profile"]["steps"] == text.strip('"'), (
-        "others read what we write, too"
-    )
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("1e-5", 1e-5),
-        ("1E-5", 1e-5),
-        ("1.5e3", 1500.0),
-        ("3", 3.0),
-        ("0.1", 0.1),
-        ("1.e-5", 1e-5),
-    ],
-)
-def test_numbers_as_people_write_them(text: str, value: float, tmp_path: Path):
-    path = tmp_path / "c.yaml"
-    path.write_text(f"optimizer: {{lr: {text}}}")
-    assert load_config(SFTConfig, path).optimizer.lr == value
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"clip_high": 3}, r"did you mean loss\.clip_high\?"),
     ({"loss": "reinforced"}, r"did you mean reinforce\?"),
-    ({"loss": {"name": None}}, r"loss\.name must be one of"),
-    ({"loss": {"name": "gspo", "dual_clip": 3.0}}, r"unknown key loss\.dual_clip"),
-    (
-        {"advantage": {"name": "reinforce_plus_plus", "baseline": "none"}},
-        r"unknown key advantage\.baseline",
-    ),
     ({"loss": ["gspo"]}, r"loss must be a section"),
     (
         {"max_num_steps": "3"},
         r"max_num_steps must be a valid integer, but it is '3': give it without quotes",
     ),
     ({"optimizer": {"lr": "high"}}, r"optimizer\.lr must be a valid number, but it is 'high'$"),
-    ({"optimizer": {"lr": True}}, r"optimizer\.lr must be a valid number, but it is True$"),
     ({"dynamic_sampling": 1}, r"dynamic_sampling must be true or false, but it is 1$"),
     (
         {"generation": {"stop_strings": "a"}},
@@ -191,20 +134,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             r" write \[a\]"
         ),
     ),
-    (
-        {"generation": {"stop_token_ids": ["a"]}},
-        r"generation\.stop_token_ids must be a valid integer, but it is 'a'",
-    ),
-    (
-        {"advantage": {"name": "reinforce_plus_plus", "kl_coef": -0.1}},
-        r"advantage\.kl_coef must be at least 0",
-    ),
-    ({"advantage": {"name": "group", "ddof": 4}}, r"advantage\.ddof must be one of 0, 1"),
-    ({"val_period": 5}, r"did you mean run\.val_period\?"),
     ({"kl": {"coef": None}}, r"kl\.coef must be a valid number, but it is None: write 0$"),
-    ({"kl": {"coeff": 0.1}}, r"unknown key kl\.coeff; did you mean kl\.coef\? keys of kl: coef,"),
-    ({"data": {"train": 3}}, r"data\.train must be a valid string, but it is 3: write \"3\""),
-    ({"gap": {"stop": "none"}}, r"gap\.stop must be a valid number, but it is 'none': write null"),
     (
         {"parallel": {"param_dtype": "bf16"}},
         r"parallel\.param_dtype must be one of float32, bfloat16, .*did you mean bfloat16\?",
@@ -218,18 +148,6 @@ def test_refused(mapping: dict[str, Any], message: str):
         from_dict(GRPOConfig, mapping)
 
 
-def test_missing_required_key():
-    with pytest.raises(ValueError, match="output must be given: it has no default"):
-        from_dict(ExportConfig, {"run": "r"})
-
-
-def test_mapping_is_not_changed():
-    mapping = {"loss": {"clip_low": 0.1}, "run": {"seed": 1}}
-    copy = yaml.safe_load(yaml.safe_dump(mapping))
-    from_dict(GRPOConfig, mapping)
-    assert mapping == copy
-
-
 def test_merge():
     base = {"a": 1, "s": {"x": 1, "y": 2}, "u": {"name": "p", "x": 1}}
     assert merge(base, {"s": {"y": 3}}) == {
@@ -238,29 +156,8 @@ def test_merge():
         "u": {"name": "p", "x": 1},
     }
     assert merge(base, {"u": {"name": "q"}})["u"] == {"name": "q"}
-    assert (
-        merge(base, {"u": {"name": "p"}})["u"]
-        == merge(base, {"u": {}})["u"]
-        == merge(base, {"u": "p"})["u"]
-        == {"name": "p", "x": 1}
-    )
-    assert merge(base, {}) == base and merge({}, base) == base
-
-
-FILES = [
-    ("\n3: 4\n", r"line 2: unknown key 3; keys: "),
-    ("off: 4\n", r"line 1: unknown key off"),
-    ("a: 1\n---\nb: 1\n", r"not valid YAML"),
-    ("run: !!python/object:os.system {}\n", r"not valid YAML"),
-]
-
-
-@pytest.mark.parametrize("text, message", FILES)
-def test_errors_name_file_and_line(text: str, message: str, tmp_path: Path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"mine\.yaml.*" + message):
-        load_config(GRPOConfig, path)
+    assert merge(base, {"u": "p"})["u"] == {"name": "p", "x": 1}
+    assert merge(base, {}) == base == merge({}, base)
 
 
 def test_unreadable_files(tmp_path: Path):
@@ -269,19 +166,6 @@ def test_unreadable_files(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xff}")
     with pytest.raises(ValueError, match="can't read the config file"):
         load_config(GRPOConfig, tmp_path / "latin.yaml")
-
-
-def test_environment_of_a_run_is_left_out(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_text("environment:\n  torch: 2.13.0\n" + dump_yaml(GRPOConfig(max_num_steps=3)))
-    assert load_config(GRPOConfig, path) == GRPOConfig(max_num_steps=3)
-
-
-def test_yaml_anchors_and_merge_keys(tmp_path: Path):
-    path = tmp_path / "c.yaml"
-    path.write_text("kl: &kl {coef: 0.1}\noptimizer: {<<: {lr: 1e-6}, eps: 1e-9}\n")
-    config = load_config(GRPOConfig, path)
-    assert (config.kl.coef, config.optimizer.lr, config.optimizer.eps) == (0.1, 1e-6, 1e-9)
 
 
 def bomb(form: str) -> str:
@@ -298,13 +182,7 @@ def bomb(form: str) -> str:
         (bomb("[%s]"), "line 6", "at most 100000 values, and none may contain itself"),
         (bomb("{<<: [%s]}"), "line 6", "at most 100000 values"),
         ("run: &a {dir: *a}", "line 1", "none may contain itself: remove aliases"),
-        ("\nrun: &a\n  - *a", "line 2", "none may contain itself"),
         ("run: {seed: " + "9" * 60_000 + "}", "YAML", "Exceeds the limit"),
-        ("run: {seed: 0x" + "f" * 60_000 + "}", "YAML", "Exceeds the limit"),
-        ("run: " + "[" * 60_000, "YAML", "brackets are nested more than 100 deep"),
-        ("? [1, 2]\n: 3", "YAML", "keys must be str"),
-        ("run: {dir: 2026-99-99}", "YAML", "month must be in 1..12"),
-        ("run: {seed: !!int x}", "YAML", "invalid literal"),
     ],
 )
 def test_a_file_that_would_grow_without_end_is_refused_at_once(text, where, reason, tmp_path: Path):
@@ -388,7 +266,6 @@ def test_reading_is_the_inverse_of_writing(tmp_path_factory: Any, tree: dict[str
         ("\udc80", "b.c must hold text, .* surrogates not allowed"),
         ({1: 2}, "keys of b.c.1 must be text, but one is 1"),
         ([0] * MAX_VALUES, "at most 100000 values"),
-        ("x" * 10_000_000, "10000000 characters"),
         (functools.reduce(lambda inner, _: [inner], range(MAX_DEPTH), 0), "at most 100 deep"),
     ],
     ids=lambda value: type(value).__name__,
@@ -402,14 +279,14 @@ def test_what_can_not_be_read_back_is_not_written(value: Any, reason: str):
     ("text", "reason"),
     [
         ("- " * 100_000, "line 1: not valid YAML: .* nested more than 100 deep"),
-        ("[a, " * 1000, "line 1: not valid YAML: .* nested more than 100 deep"),
         ("a: 1\n'a': 2", "line 2: .*duplicate key 'a': keep one"),
-        ("1: 1\n'1': 2", "line 2: .*duplicate key '1': keep one"),
+        ("run: !!python/object:os.system {}", "not valid YAML"),
+        ("a: 1\n---\nb: 1\n", "not valid YAML"),
         ("a:\n  b: x\u2028y", r"line 2 has U\+2028"),
         ("? {a: 1}\n: 2", "line 1: .*keys must be strings"),
         ("a: \x00", "control characters are not allowed$"),
     ],
-    ids=range(7),
+    ids=lambda value: value[:20],
 )
 def test_refused_files(text: str, reason: str, tmp_path: Path):
     (tmp_path / "a.yaml").write_text(text)
@@ -418,7 +295,8 @@ def test_refused_files(text: str, reason: str, tmp_path: Path):
 
 
 def test_types_of_version_1_2(tmp_path: Path):
-    text = "[010, 0o10, 0x1F, 1_000, +1, 1e3, .5, -.INF, yes, off, 1:30, 0b11, ~, NULL, True, =]"
+    text = "[010, 0o10, 0x1F, 1_000, +1, 1e3, .5, -.INF, yes, off, 1:30, 13e3c19, ~, NULL, True, =]"
     (tmp_path / "a.yaml").write_text(f"a: {text}\n1e-5: null\n")
-    expected = [10, 8, 31, 1000, 1, 1000.0, 0.5, -math.inf, "yes", "off", "1:30", 3, None, None]
+    expected = [10, 8, 31, 1000, 1, 1000.0, 0.5, -math.inf, "yes", "off", "1:30"]
+    expected += ["13e3c19", None, None]
     assert repr(read(tmp_path / "a.yaml")[0]) == repr({"a": [*expected, True, "="], "1e-5": None})

@@ -1,5 +1,3 @@
-import inspect
-
 import pytest
 import torch
 
@@ -27,29 +25,6 @@ class Recorder(Callback):
         self.log.append(f"{self.name} closed")
         if self.fails:
             raise RuntimeError(f"{self.name} failed")
-
-
-def test_hooks_of_the_contract():
-    names = (
-        "train_begin epoch_begin step_begin step_end epoch_end validation_end samples checkpoint"
-        " train_end exception"
-    )
-    assert [f"on_{name}" for name in names.split()] == HOOKS
-    for name in HOOKS:
-        assert next(iter(inspect.signature(getattr(Callback(), name)).parameters)) == "trainer"
-
-
-def test_callbacks_are_called_in_order():
-    log: list[str] = []
-    notify([Recorder("a", log), Recorder("b", log)], "on_step_end", tiny_run(), 1, {"loss": 0.5})
-    assert log == ["a 1 {'loss': 0.5}", "b 1 {'loss': 0.5}"]
-
-
-def test_every_callback_is_closed_when_the_run_raises():
-    log: list[str] = []
-    with pytest.raises(ZeroDivisionError), closing([Recorder("a", log), Recorder("b", log)]):
-        raise ZeroDivisionError
-    assert log == ["b closed", "a closed"]
 
 
 def test_every_callback_is_closed_when_closing_one_raises():

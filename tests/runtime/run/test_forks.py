@@ -41,9 +41,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    "arguments", [("sft",), ("dpo",), ("grpo",), ("grpo", "child exits")], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [("sft",), ("grpo",), ("grpo", "child exits")], ids=" ".join)
 def test_a_fork_that_returns_ends_and_touches_nothing(tmp_path, forked, arguments):
     algorithm, *more = arguments
     folder = tmp_path / "run"

@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-import warnings
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from transformers import AutoModelForCausalLM
 import nemorl
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.tree import from_dict, to_dict
-from nemorl.runtime.run.data import warn_of_unknown
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.state import LoopState
 from tests.examples import forgetting_own
 from tests.parallel.batches import random_batch
 from tests.runtime import runs
@@ -34,7 +31,6 @@ from tests.runtime.runs import (
     sft_config,
     start,
 )
-from tests.runtime.tiny import flip_a_bit
 from tests.tiny_models import tiny_model
 
 
@@ -97,16 +93,6 @@ def test_a_loop_that_is_left_goes_on_where_it_was(how: str, tmp_path: Path):
     assert whole(config) == expected
 
 
-def test_a_break_before_anything_was_done_is_no_step(tmp_path: Path):
-    with opened(grpo_config(tmp_path)) as run:
-        prompts = run.prompts()
-        for step in run.steps(4):
-            if step.number == 2:
-                break
-            learn(run, step, prompts)
-    assert [line["step"] for line in run.result.history] == [1]
-
-
 def test_several_orders_go_on_after_a_resume(tmp_path: Path):
     def taken(folder: str, steps: int, **options) -> list[list[int]]:
         config = grpo_config(tmp_path / folder, run={"save_period": 1, **options})
@@ -166,18 +152,6 @@ def test_a_step_samples_episodes(tmp_path: Path):
     assert run.result.metrics["reward"] == responses.rewards.mean()
 
 
-@pytest.mark.parametrize("early", [0, 4])
-def test_a_loop_that_ends_before_its_first_step_keeps_nothing(early: int, tmp_path: Path):
-    with opened(grpo_config(tmp_path)) as run:
-        prompts, steps = run.prompts(), run.steps(2)
-        if early:
-            prompts.next(early)
-        for _ in steps:
-            break
-        assert run.state.step == 0 and not run.state.cursors
-    assert not run.result.history
-
-
 def batch_of_rewards() -> nemorl.TokenBatch:
     batch = random_batch([5, 4])
     return replace(
@@ -193,85 +167,56 @@ BATCH = batch_of_rewards()
 def test_what_a_loop_may_not_do(tmp_path: Path):
     with opened(grpo_config(tmp_path / "a")) as run:
         prompts = run.prompts()
-        for bad, message in (
-            ({"count": 0}, "count must be at least 1"),
-            ({"count": 1, "ahead": -1}, "ahead must be at least 0, but it is -1"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                prompts.next(**bad)
+        with pytest.raises(ValueError, match="count must be at least 1"):
+            prompts.next(0)
         for step in run.steps(1):
             with pytest.raises(RuntimeError, match="must be called once in a run, but this is a"):
                 run.steps(1)
             with pytest.raises(ValueError, match=r"batch\.loss_weights must be given to train"):
                 run.trainer.train_step(replace(BATCH, loss_weights=None), LOSS)
+            with pytest.raises(RuntimeError, match="optim_step needs a gradient: call forward_ba"):
+                run.trainer.optim_step()
             learn(run, step, prompts)
     for use in (lambda: run.trainer, lambda: run.steps(1), lambda: run.backend("second")):
         with pytest.raises(RuntimeError, match="the run is closed: use it inside `with"):
             use()
-    with (
-        pytest.raises(RuntimeError, match=r"optim_step needs a gradient: call forward_backward"),
-        opened(grpo_config(tmp_path / "b")) as run,
-    ):
-        for _ in run.steps(1):
-            run.trainer.optim_step()
-    with (
-        pytest.raises(ValueError, match="last_step must be at least 1, but it is 0"),
-        opened(grpo_config(tmp_path / "c")) as run,
-    ):
-        run.steps(0)
 
 
-def test_the_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
+@pytest.mark.parametrize("early", [True, False])
+def test_the_schedule_is_of_the_steps_that_are_taken(early: bool, tmp_path: Path):
     """Whatever comes first, the trainer or the loop."""
     linear = nemorl.OptimizerConfig(lr=1e-2, schedule="linear")
     message = r"last_step times 1 optimizer steps must be the 4 for which optimizer.schedule linear"
-    for early in (True, False):
-        config = grpo_config(tmp_path / f"a-{early}", steps=4, optimizer=linear)
-        with pytest.raises(ValueError, match=message), opened(config) as run:
-            assert not early or run.trainer.step == 0
-            run.steps(3)
-        rates = []
-        config = grpo_config(tmp_path / f"b-{early}", steps=4, optimizer=linear)
-        with opened(config, num_updates=2) as run:
-            assert not early or run.trainer.step == 0
-            for _ in run.steps(1):
-                for _ in range(2):
-                    metrics = run.trainer.train_step(BATCH, LOSS)
-                    rates.append(metrics["lr"].finalize())
-        assert rates == pytest.approx([1e-2, 0.5e-2])
-    without = nemorl.BaseConfig(run=run_config(tmp_path / "c"), trainer=TRAINER, optimizer=linear)
-    message = "optimizer.schedule must be constant where no setting says how long the run is"
-    with pytest.raises(ValueError, match=message), opened(without, reward=None):
-        pass
+    config = grpo_config(tmp_path / "a", steps=4, optimizer=linear)
+    with pytest.raises(ValueError, match=message), opened(config) as run:
+        assert not early or run.trainer.step == 0
+        run.steps(3)
+    rates = []
+    config = grpo_config(tmp_path / "b", steps=4, optimizer=linear)
+    with opened(config, num_updates=2) as run:
+        assert not early or run.trainer.step == 0
+        for _ in run.steps(1):
+            for _ in range(2):
+                metrics = run.trainer.train_step(BATCH, LOSS)
+                rates.append(metrics["lr"].finalize())
+    assert rates == pytest.approx([1e-2, 0.5e-2])
 
 
 def test_another_models_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
     """Its rate would be 0 in the steps after those that the config names."""
     cosine = nemorl.OptimizerConfig(lr=1e-2, schedule="cosine")
-    message = r"optimizer steps must be the 4 for which optimizer.schedule cosine is made, .* it is"
-    with (
-        pytest.raises(ValueError, match=f"{message} 8"),
-        opened(grpo_config(tmp_path / "a", steps=4)) as run,
-    ):
-        run.backend("critic", model=tiny_model(), optimizer=cosine)
-        run.steps(8)
     rates = []
-    with opened(grpo_config(tmp_path / "b", steps=4)) as run:
+    with opened(grpo_config(tmp_path / "a", steps=4)) as run:
         steps = run.steps(8)  # which says how long the run is
         critic = run.backend("critic", model=tiny_model(), optimizer=cosine)
         for step in steps:
             step.log(run.trainer.train_step(BATCH, LOSS))
             rates.append(critic.train_step(BATCH, LOSS)["lr"].finalize())
     assert rates[4] == pytest.approx(0.5e-2) and rates[-1] > 0
-    endless = nemorl.BaseConfig(run=run_config(tmp_path / "c"), trainer=TRAINER)
+    endless = nemorl.BaseConfig(run=run_config(tmp_path / "b"), trainer=TRAINER)
     message = "optimizer.schedule must be constant where no setting says how long the run is"
     with pytest.raises(ValueError, match=message), opened(endless, reward=None) as run:
         run.backend("critic", model=tiny_model(), optimizer=cosine)
-    with (
-        pytest.raises(ValueError, match="optimizer must be None for a backend that does not train"),
-        opened(grpo_config(tmp_path / "d")) as run,
-    ):
-        run.backend("teacher", model=tiny_model(), trains=False, optimizer=cosine)
 
 
 def test_a_run_says_whether_it_samples(tmp_path: Path):
@@ -334,27 +279,6 @@ def test_a_trained_model_can_t_be_forgotten(tmp_path: Path):
     message = r"run.backend must be called for each .*step_2 holds, .*: call run.backend\(.critic"
     with pytest.raises(ValueError, match=message):
         co_trained(tmp_path / "two", 3, critic=False, resume=True)
-    message = r"it is \['policy'\]: omit trains=False of run.backend\(.critic"
-    config = grpo_config(tmp_path / "two", steps=3, run={"resume": True})
-    with pytest.raises(ValueError, match=message), opened(config) as run:
-        run.backend("critic", model=tiny_model(), trains=False)
-        next(iter(run.steps(3)))
-    co_trained(tmp_path / "one", 2, critic=False)
-    message = r"must name one of the backends that .*step_2 holds \(policy\), but it is 'critic'"
-    with pytest.raises(ValueError, match=message):
-        co_trained(tmp_path / "one", 3, resume=True)
-
-
-def test_a_damaged_critic_is_a_damaged_checkpoint(tmp_path: Path):
-    """Both models go on from the checkpoint before it."""
-    expected = co_trained(tmp_path / "whole", 4)
-    co_trained(tmp_path / "parts", 3)
-    weights = tmp_path / "parts" / "checkpoints" / "step_3" / "critic" / "model.safetensors"
-    flip_a_bit(weights)
-    with pytest.warns(UserWarning, match="step_3 is not used"):
-        found = co_trained(tmp_path / "parts", 4, resume=True)
-    same_weights(found[0], expected[0])
-    assert found[1] == expected[1]
 
 
 def test_models_are_exported_under_their_names(tmp_path: Path):
@@ -373,13 +297,8 @@ def test_models_are_exported_under_their_names(tmp_path: Path):
 def test_which_models_a_run_may_have(tmp_path: Path):
     with opened(grpo_config(tmp_path / "run")) as run:
         initial = run.backend("initial", trains=False)
-        for taken in ("policy", "initial", "a/b", ""):
-            with pytest.raises(ValueError, match="name must be a Python name, and none of"):
-                run.backend(taken)
-        with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places, but it is"):
-            run.backend("apart", own_ranks=True)
-        with pytest.raises(ValueError, match=r"must name a backend that does not train \(init"):
-            run.release("policy")
+        with pytest.raises(ValueError, match="name must be a Python name, and none of"):
+            run.backend("initial")
         before = initial.get_logprobs(BATCH).values
         assert torch.equal(run.trainer.get_logprobs(BATCH).values, before)
         with pytest.raises(ValueError, match="model must be given where the policy's was, which"):
@@ -408,8 +327,6 @@ def test_a_model_in_memory_is_where_others_begin(tmp_path: Path):
         for step in run.steps(1):
             step.log(run.trainer.train_step(BATCH, LOSS))
         assert torch.equal(second.get_logprobs(BATCH).values, before)
-        with pytest.raises(ValueError, match=r"model must be given .* call run.backend before run"):
-            run.backend("late", trains=False)
 
 
 def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
@@ -423,23 +340,7 @@ def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
         pass  # nothing is loaded, and nothing is wrong
 
 
-def test_equal_rewards_are_noticed_in_a_loop_of_one_s_own(tmp_path: Path):
-    with pytest.warns(UserWarning, match="step 1: all responses had the reward 0.25") as caught:
-        history = whole(grpo_config(tmp_path / "a"), reward=lambda response: 0.25)
-    assert [line["reward_std"] for line in history] == [0.0] * 4
-    warned = [str(w.message) for w in caught if "little or nothing" in str(w.message)]
-    assert [text.partition(":")[0] for text in warned] == ["step 1", "step 2", "step 4"]
-    assert not any("num_updates" in text for text in warned)
-
-    def by_prompt(prompt: str, response: str) -> float:
-        return float(ord(prompt[0]))
-
-    with pytest.warns(UserWarning, match="all responses to each prompt had the same reward"):
-        (line,) = whole(grpo_config(tmp_path / "b"), 1, reward=by_prompt)
-    assert line["reward_std"] > 0 and line["informative_groups"] == 0
-
-
-def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
+def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path):
     config = grpo_config(tmp_path / "script", steps=2)
     whole(config, 1)
     again = replace(config, run=replace(config.run, resume=True))
@@ -448,8 +349,6 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
     )
     with pytest.raises(ValueError, match=f"{theirs}: resume it with that script"):
         start(again)
-    assert nemorl.main(["grpo", "--run.dir", config.run.dir, "--run.resume"]) == 2
-    assert theirs in capsys.readouterr().err
     assert len(whole(again, 2)) == 2
 
     config = grpo_config(tmp_path / "grpo", steps=1)
@@ -463,26 +362,20 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("where", ["loss", "advantage", "callback"])
-@pytest.mark.parametrize(
-    ("exit_", "said"),
-    [("sys.exit(0)", r"called sys\.exit\(0\)"), ("raise GeneratorExit", "raised GeneratorExit")],
-)
-def test_an_exit_in_code_of_one_s_own_is_an_error(
-    where: str, exit_: str, said: str, tmp_path: Path
-):
-    """By itself it would end the process without a word, or with a traceback."""
+def test_an_exit_in_code_of_one_s_own_is_an_error(where: str, tmp_path: Path):
+    """By itself it would end the process without a word."""
 
     class Exits(nemorl.Callback):
         def on_step_end(self, trainer, step, metrics):
-            exec(f"import sys; {exit_}")
+            sys.exit(0)
 
-    name = f"exits_{where}_{len(exit_)}"
-    (tmp_path / f"{name}.py").write_text(
-        f"import sys\n\ndef loss(a, b, c, d): {exit_}\n\ndef advantage(a, b): {exit_}\n"
+    own = tmp_path / f"exits_{where}.py"
+    own.write_text(
+        "import sys\ndef loss(a, b, c, d): sys.exit(0)\ndef advantage(a, b): sys.exit(0)\n"
     )
-    section = {} if where == "callback" else {where: {"name": f"{tmp_path}/{name}.py:{where}"}}
+    section = {} if where == "callback" else {where: {"name": f"{own}:{where}"}}
     tree = to_dict(grpo_config(tmp_path / "run")) | section
-    ending = pytest.raises(RuntimeError, match=f"must not end the run, but it {said}")
+    ending = pytest.raises(RuntimeError, match=r"must not end the run, but it called sys\.exit")
     with forgetting_own(), ending:
         config = from_dict(nemorl.GRPOConfig, tree)
         start(config, callbacks=[Exits()] if where == "callback" else [])
@@ -505,10 +398,6 @@ def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
     config = grpo_config(tmp_path / "run")
     with pytest.warns(UserWarning, match=message), opened(config, train=str(rows)) as run:
         run.prompts()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gpt2s = SimpleNamespace(unk_token_id=0, eos_token_id=0)  # has bytes for every text
-        warn_of_unknown([{}], [[0]], gpt2s)
 
 
 def test_what_takes_less_memory_is_said_where_there_is_too_little(tmp_path: Path):
@@ -551,19 +440,3 @@ def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_p
         return [line["generation/tokens"] for line in lines]
 
     assert tokens("resumed", 2, 4) == tokens("unbroken", 4)
-
-
-def test_a_step_that_a_signal_ends_before_it_counts_is_not_recorded(tmp_path: Path, monkeypatch):
-    advance = LoopState.advance
-
-    def interrupted(self: LoopState) -> LoopState:
-        if self.step == 1:
-            raise KeyboardInterrupt
-        return advance(self)
-
-    monkeypatch.setattr(LoopState, "advance", interrupted)
-    with pytest.raises(KeyboardInterrupt), opened(grpo_config(tmp_path, steps=4)) as run:
-        for step in run.steps(4):
-            step.log({"mine": float(step.number)})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1]

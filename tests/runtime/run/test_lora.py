@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nemorl
-from nemorl.models.adapters import has_adapters
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store import checkpoint
@@ -53,32 +51,6 @@ def by_name(config: Any, base: Path) -> nemorl.TrainResult:
         train=addition_rows(),
         reward=None,
     )
-
-
-@pytest.mark.slow
-def test_sft_learns_with_adapters(tmp_path: Path):
-    """As without: 35 different sums become right answers. hf/ is a whole model, and the result is a
-    plain one with the same answers.
-    """
-    trainer, plan = (
-        nemorl.TrainerConfig(device="cpu", sequence_packing=True),
-        nemorl.ParallelPlan(activation_checkpointing="full"),
-    )
-    config = sft_config(
-        tmp_path,
-        steps=120,
-        run={"export": True},
-        lora=nemorl.LoRAConfig(rank=16),
-        trainer=trainer,
-        parallel=plan,
-    )
-    result = start(config, validation=addition_rows(35), scale=10.0)
-    assert result.metrics["loss"] < result.history[0]["loss"] / 10
-    assert result.metrics["val_accuracy"] > 0.9
-    assert not has_adapters(result.model)
-    exported = AutoModelForCausalLM.from_pretrained(result.paths.hf)
-    torch.testing.assert_close(logits(exported), logits(result.model), atol=1e-5, rtol=0)
-    assert (logits(exported) - logits(tiny_model(scale=10.0))).abs().max() > 0.1
 
 
 @pytest.mark.slow
@@ -187,9 +159,8 @@ def test_export_of_a_checkpoint(tmp_path: Path, base: Path):
 
 
 @pytest.mark.parametrize("small", [0, 1 << 20], ids=["while it is copied", "before"])
-@pytest.mark.parametrize("lora", [nemorl.LoRAConfig(), LORA], ids=["whole", "adapters"])
-def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, monkeypatch, lora, small):
-    start(sft_config(tmp_path / "run", steps=1, lora=lora))
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, monkeypatch, small):
+    start(sft_config(tmp_path / "run", steps=1, lora=LORA))
     trainer = tmp_path / "run" / "checkpoints" / "step_1" / "policy"
     flip_a_bit(next(trainer.glob("*model.safetensors")))
     monkeypatch.setattr(checkpoint, "SMALL", small)
@@ -239,16 +210,6 @@ def test_export_of_a_model_that_came_in_memory(tmp_path: Path, base: Path):
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(merged), logits(result.model))
 
 
-def test_export_of_a_run_without_adapters_takes_no_lora_settings(tmp_path: Path):
-    start(sft_config(tmp_path / "run", steps=1))
-    options: dict[str, Any] = {"run": str(tmp_path / "run"), "output": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match=r"lora must be merged for a run that .*it is 'adapter'"):
-        nemorl.export(**options, lora="adapter")
-    with pytest.raises(ValueError, match="base_model must be omitted for a run that trained the"):
-        nemorl.export(**options, base_model="here")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_run_goes_on_with_its_own_kind_of_training(tmp_path: Path):
     start(sft_config(tmp_path, steps=2, lora=LORA))
     again = sft_config(tmp_path, steps=3, run={"resume": True})
@@ -265,11 +226,3 @@ def test_the_checkpoint_is_small(tmp_path: Path):
     assert "model.safetensors" not in {path.name for path in files}
     whole = 4 * sum(p.numel() for p in tiny_model(**sizes).parameters())
     assert sum(path.stat().st_size for path in files) < 0.2 * whole
-
-
-def test_peft_is_imported_for_adapters_only(forked: Path, tmp_path: Path):
-    modules = ("runtime.start.open_run", "runtime.cli.inference", "parallel.dtensor.backend")
-    imports = "".join(f"import nemorl.{module}\n" for module in modules)
-    script = tmp_path / "script.py"
-    script.write_text(f"{imports}import sys\nassert 'peft' not in sys.modules\n")
-    subprocess.run([forked / "python", str(script)], check=True)

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,13 +146,8 @@ def test_a_best_checkpoint_of_an_abandoned_continuation_is_forgotten(directory):
     assert checkpoint.best(directory.path).name == "step_1"
 
 
-@pytest.mark.parametrize("last", [3, 4])
-@pytest.mark.parametrize(
-    ("ranking", "kept"), [(None, {3: [2, 3], 4: [3, 4]}), ("reward", {3: [2, 3], 4: [2, 3, 4]})]
-)
-def test_killed_between_a_checkpoint_and_its_ranking(directory, ranking, kept, last):
-    """The resumed run prunes, also where it has nothing more to save."""
-
+def test_killed_between_a_checkpoint_and_its_ranking(directory):
+    """The resumed run ranks and prunes."""
     rank = checkpoint.rank
 
     def killed(folder: Path, step: int, *args, **options) -> None:
@@ -162,21 +155,15 @@ def test_killed_between_a_checkpoint_and_its_ranking(directory, ranking, kept, l
             os.kill(os.getpid(), signal.SIGKILL)
         rank(folder, step, *args, **options)
 
-    def callbacks() -> list[Callback]:
-        ranked = Ranking(metric=ranking) if ranking else None
-        saver = CheckpointCallback(directory, period=1, keep=2, ranking=ranked)
-        return [recorder(directory), saver]
-
     def killed_run() -> None:
         checkpoint.rank = killed
-        walk(callbacks(), {1: 0.3, 2: 0.5, 3: 0.9})
+        walk([recorder(directory), by_reward(directory, 2)], {1: 0.3, 2: 0.5, 3: 0.9})
 
     assert in_a_process(killed_run)
     assert steps_of(directory) == [1, 2, 3] and checkpoint.latest(directory.path).name == "step_3"
-    walk(callbacks(), dict.fromkeys(range(4, last + 1), 0.1), first=3)
-    assert steps_of(directory) == kept[last]
-    if ranking:
-        assert checkpoint.best(directory.path).name == "step_3"
+    walk([recorder(directory), by_reward(directory, 2)], {4: 0.1}, first=3)
+    assert steps_of(directory) == [2, 3, 4]
+    assert checkpoint.best(directory.path).name == "step_3"
 
 
 def test_checkpoints_know_what_was_measured(directory):
@@ -185,21 +172,11 @@ def test_checkpoints_know_what_was_measured(directory):
         1: {"reward": 0.3, "loss": -0.3},
         2: {"val_accuracy": 0.8, "reward": 0.4, "loss": -0.4},
     }
-    for damaged in ("[", "[]", '{"1": 3, "2": null}'):
-        (directory.checkpoints / "metrics.json").write_text(damaged)
-        assert checkpoint.metrics_by_step(directory.path) == {1: {}, 2: {}}
 
 
 @pytest.mark.parametrize(
     ("text", "last"),
-    [
-        ("reward >= 0.9", 2),
-        ("reward > 0.9", 5),
-        ("loss < -0.6", 2),
-        ("loss<=-0.5", 2),
-        ("val_accuracy >= 0.7", 4),
-        ("val_accuracy > .7", 5),
-    ],
+    [("reward >= 0.9", 2), ("reward > 0.9", 5), ("loss<=-0.5", 2), ("val_accuracy > .6", 4)],
 )
 def test_a_run_ends_when_its_condition_holds(directory, text, last):
     stop = EarlyStop(Condition.parse(text), directory)
@@ -220,19 +197,7 @@ def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
     EarlyStop(Condition.parse("val_reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-def test_why_a_run_ended_is_said(directory, capsys, caplog, quiet):
-    stop = EarlyStop(Condition.parse("reward >= 0.9"), directory, quiet=quiet)
-    with caplog.at_level("INFO"):
-        walk([stop], RISES_AND_FALLS)
-    reason = "the run ends after step 2: reward is 0.9, and run.stop_when is 'reward >= 0.9'"
-    assert [record.message for record in caplog.records] == [reason]
-    assert capsys.readouterr().out == ("" if quiet else reason + "\n")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "accuracy", "accuracy >=", ">= 3", "a == 1", "a b >= 1", "a >= high", "a >= nan"]
-)
+@pytest.mark.parametrize("text", ["accuracy", ">= 3", "a == 1", "a >= high", "a >= nan"])
 def test_what_is_no_condition_is_refused(text):
     with pytest.raises(ValueError, match=r"run\.stop_when must be a metric, one of .*write it"):
         Condition.parse(text)
@@ -245,16 +210,6 @@ def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
         ValueError, match=r"run\.stop_when .*did you mean accuracy\? there are accuracy, loss"
     ):
         watch.look({"loss": 1.0, "accuracy": 0.5}, validation=False)
-    of_validation = MetricWatch("run.metric", "val_los")
-    assert of_validation.look({"loss": 1.0}, validation=False) is None
-    with pytest.raises(ValueError, match=r"run\.metric .*mean val_loss\? there are val_loss"):
-        of_validation.look({"loss": 1.0}, validation=True)
-
-
-def test_a_metric_that_was_there_once_may_be_missing():
-    watch = MetricWatch("run.metric", "loss")
-    assert watch.look({"loss": 1.0}, validation=False) == 1
-    assert watch.look({"reward": 1.0}, validation=False) is None
 
 
 def test_rules_about_a_validation_need_one():
@@ -313,14 +268,6 @@ def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
     assert steps_of(directory) == [4]
 
 
-def test_an_error_before_the_first_step_leaves_nothing(directory):
-    saver, error = CheckpointCallback(directory), RuntimeError("a mishap")
-    notify([saver], "on_exception", tiny_run(), error)
-    notify([saver], "on_train_begin", tiny_run())
-    notify([saver], "on_exception", tiny_run(), error)
-    assert not directory.checkpoints.exists() and not hasattr(error, "__notes__")
-
-
 def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypatch):
     run, saver, error = fail_after(directory, 3)
 
@@ -331,24 +278,6 @@ def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypa
     notify([saver], "on_exception", run, error)
     note = error.__notes__[0]
     assert "while saving: the checkpoint" in note and "no space" in note
-
-
-def test_a_checkpoint_that_failed_is_not_tried_again(directory):
-    run, saver, _ = fail_after(directory, 3)
-    notify([saver], "on_exception", run, checkpoint.CheckpointError("disk full"))
-    assert steps_of(directory) == []
-
-
-def test_a_callback_that_fails_after_the_last_step_was_saved_is_no_failure_to_save_it(directory):
-    class Upload(Callback):
-        def on_checkpoint(self, trainer, step, path):
-            raise OSError("no route")
-
-    run, saver, error = fail_after(directory, 3, observers=(Upload(),))
-    notify([saver], "on_exception", run, error)
-    assert error.__notes__[0].startswith("while saving: no route; ")
-    assert "has a checkpoint of step 3: go on from there" in error.__notes__[0]
-    checkpoint.verify(directory.checkpoints / "step_3")
 
 
 @pytest.mark.parametrize(
@@ -378,28 +307,6 @@ def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(
     assert found == (directory.checkpoints / f"step_{best}" if best else None)
     assert steps_of(directory) == kept
     assert not list(directory.checkpoints.glob(".*"))
-
-
-def test_a_validation_that_is_made_up_for_after_a_resume_is_ranked(directory):
-    rules = {"period": 1, "keep": 1, "ranking": Ranking(metric="val_accuracy")}
-    walk([CheckpointCallback(directory, **rules)], {1: 0.3, 2: 0.3})
-    saver = CheckpointCallback(directory, **rules)
-    notify([saver], "on_train_begin", tiny_run(step=2))
-    notify([saver], "on_validation_end", tiny_run(step=2), 2, {"accuracy": 0.9})
-    walk([saver], {3: 0.3, 4: 0.3}, validation={4: 0.2}, first=2)
-    assert checkpoint.best(directory.path).name == "step_2"
-    assert steps_of(directory) == [2, 4]
-
-
-@pytest.mark.parametrize("ends", ["on_train_end", "on_exception"])
-def test_the_validation_at_an_early_end_leaves_the_metrics_of_the_step(directory, ends):
-    saver, run = CheckpointCallback(directory), tiny_run(step=3)
-    notify([saver], "on_train_begin", tiny_run())
-    notify([saver], "on_step_begin", tiny_run(step=2), 3)
-    notify([saver], "on_step_end", run, 3, {"reward": 0.5})
-    notify([saver], "on_validation_end", run, 3, {"accuracy": 0.9})
-    notify([saver], ends, run, {} if ends == "on_train_end" else RuntimeError("a mishap"))
-    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5, "val_accuracy": 0.9}
 
 
 class Runs:
@@ -479,52 +386,6 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
         f"{directory.path} has a checkpoint of step 1: go on from there with --run.dir"
         f" {directory.path} --run.resume once the cause is fixed."
     ]
-
-
-def test_an_error_waits_for_the_checkpoint_that_is_being_written(directory):
-    runs, error = Runs(directory), RuntimeError("a mishap")
-    runs.may_write.clear()
-    runs.to(1)
-    threading.Timer(0.1, runs.may_write.set).start()
-    notify([runs.saver], "on_exception", runs.run, error)
-    assert steps_of(directory) == runs.told == [1]
-    assert "has a checkpoint of step 1" in error.__notes__[0]
-
-
-def test_an_error_hides_nothing_of_a_checkpoint_that_failed(directory, monkeypatch):
-    runs, error = Runs(directory), RuntimeError("a mishap")
-    runs.to(1)
-    runs.saver.settle(runs.run, wait=True)
-    monkeypatch.setattr(runs.run.trainer, "_write", runs.fail)
-    runs.to(2)
-    runs.run.trainer.step += 1  # an update has begun
-    notify([runs.saver], "on_exception", runs.run, error)
-    (note,) = error.__notes__
-    assert "while saving: the checkpoint" in note and "no space" in note
-    assert "the weights of step 2 are gone" in note and "has a checkpoint of step 1" in note
-
-
-def test_an_interrupt_while_waiting_is_waited_out_by_its_own_end(directory, monkeypatch):
-    runs = Runs(directory)
-    runs.may_write.clear()
-    runs.to(1)
-    with monkeypatch.context() as patch:
-        # Of this future alone: the thread that writes waits for one of its own.
-        patch.setattr(runs.saver.pending.path, "result", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            runs.to(2)
-    runs.may_write.set()
-    notify([runs.saver], "on_exception", runs.run, KeyboardInterrupt())
-    assert steps_of(directory) == [1, 2]
-
-
-def test_a_validation_is_added_to_the_checkpoint_that_is_being_written(directory):
-    runs = Runs(directory)
-    runs.may_write.clear()
-    runs.to(1)
-    threading.Timer(0.1, runs.may_write.set).start()
-    notify([runs.saver], "on_validation_end", runs.run, 1, {"accuracy": 0.9})
-    assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.1, "val_accuracy": 0.9}
 
 
 def test_a_checkpoint_in_the_background_is_not_ranked():

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 import nemorl
-from nemorl.runtime.run.data import first_of_each, reward_for
+from nemorl.runtime.run.data import reward_for
 from tests.data.known_samples import hub
 from tests.runtime.runs import TRAINER, addition_rows, of_phase
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -62,15 +62,10 @@ def test_sft_judges_the_answers_to_known_validation_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
-        (("openai/gsm8k", None), "last_number"),
         (("openai/gsm8k:socratic", "openai/gsm8k"), "last_number"),
         ((["math-ai/aime25", "HuggingFaceH4/MATH-500"], None), "math"),
-        (("rows.jsonl", None), "exact_match"),
         (("tatsu-lab/alpaca", None), "exact_match"),
-        ((None, [{"prompt": "1+1="}]), "exact_match"),
         (("openai/gsm8k", "cais/mmlu"), None),
-        (("openai/gsm8k", "rows.jsonl"), None),
-        ((["tatsu-lab/alpaca", "openai/gsm8k"], None), None),
     ],
 )
 def test_the_reward_of_known_sets(sources, expected):
@@ -96,16 +91,3 @@ def test_validation_sets_by_name(tmp_path):
     assert line["accuracy"] == pytest.approx(both)  # as many rows of each are used
     assert {"easy/reward", "hard/reward"} <= line.keys()
     assert "val_hard/accuracy" in result.metrics
-
-
-def test_sets_without_a_name_are_numbered(tmp_path):
-    rows = [datasets.Dataset.from_list(addition_rows()[part]) for part in (slice(2), slice(2, 5))]
-    result = train(tmp_path, dataset=addition_rows(), validation=rows, reward="contains_answer")
-    assert {"val_set_1/accuracy", "val_set_2/accuracy"} <= result.metrics.keys()
-
-
-def test_the_first_rows_of_each_set():
-    from nemorl.data.rows import Row
-
-    rows = [Row({"n": n}, source=n // 4) for n in range(7)]
-    assert [row["n"] for row in first_of_each(rows, 2)] == [0, 1, 4, 5]

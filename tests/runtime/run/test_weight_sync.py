@@ -233,14 +233,3 @@ def test_the_loops_send_weights_when_they_are_needed_and_let_the_generator_sleep
         " ".join(Watched.events).replace("weights ", "weights_")
         == f"weights_0 generate sleep {loop}"
     )
-
-
-def test_weights_may_be_sent_by_another_thread(trainer):
-    """As through GPUs: the sender waits for a thread that reads them."""
-
-    def send(version, weights):
-        with ThreadPoolExecutor(1) as pool:
-            return version, dict(pool.submit(list, weights).result(timeout=30))
-
-    version, sent = TrainerWeights(trainer).send(send)
-    assert (version, list(sent)) == (trainer.step, [name for name, _ in trainer.weights()])

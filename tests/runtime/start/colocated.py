@@ -1,8 +1,6 @@
-"""A GRPO run whose engines share the GPUs of ranks that Ray places: `python -m
-tests.runtime.start.colocated FOLDER` prints a line of JSON.
+"""A GRPO run whose engines share the GPUs of ranks that Ray places, as a line of JSON.
 
-The head of the cluster, where the loop is, has no GPU. Each of two other nodes declares two, which
-are only numbers that Ray counts: ranks and engines compute on CPUs.
+The head of the cluster, where the loop is, has no GPU. Two nodes declare two that Ray only counts.
 """
 
 import json
@@ -48,9 +46,7 @@ def config_of(folder: Path, **generation: Any) -> nemorl.GRPOConfig:
 
 
 def smallest(nodes: list[str]) -> list[int | None]:
-    """Ask GPUs where torch sees none; GPUs of 7 and 5 bytes, of both nodes and of one whose other
-    GPU is taken; and a node that can't say.
-    """
+    """Ask where torch sees no GPU; GPUs of 7 and 5 bytes; some taken; and a node that can't say."""
     both = [Bundle(cpus=0, gpus=1, node=node) for node in nodes[1:]]
     found = [placement.smallest_of_cluster(both)]
 

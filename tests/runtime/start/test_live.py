@@ -1,6 +1,4 @@
-"""A run around a model that is on ranks: what generates, what is exported, and how it goes on when
-ranks die. The ranks are stand-ins here.
-"""
+"""A run around a model on ranks, which are stand-ins here, and how it goes on when they die."""
 
 import json
 import random
@@ -10,12 +8,12 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import nemorl
@@ -25,12 +23,7 @@ from nemorl.rollout.config import TRAITS
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.traits import GenerationTraits
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.start import backends, devices, live, registry
-from nemorl.runtime.start.backends import Backends
-from nemorl.runtime.start.launch import Launch
-from nemorl.runtime.start.open_run import failed_ranks
-from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.errors import WorkerTimeout
 from tests.parallel.offloaded import held
 from tests.rollout.updates import update
@@ -42,7 +35,7 @@ from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with end tokens of its own, as instruction models have."""
+    """A model with end tokens of its own."""
     model = tiny_model(scale=2.0)
     model.generation_config = GenerationConfig(eos_token_id=[1, 5])
     model.save_pretrained(tmp_path / "model")
@@ -105,15 +98,6 @@ def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path)
     assert [one.ended for one in ranks["all"]] == [True]
 
 
-def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(
-    folder, ranks, tmp_path: Path, monkeypatch
-):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = grpo_config(tmp_path / "run", steps=1, trainer=nemorl.TrainerConfig(device="cuda"))
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert go(on_ranks(config, folder)).metrics["num_tokens"] > 0
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_kernels_where_the_engine_computes_too(
     deterministic, folder, ranks, tmp_path: Path, monkeypatch
@@ -152,16 +136,10 @@ def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
     files = {path.name for path in spread.paths.hf.iterdir()}
     assert files == {path.name for path in whole.paths.hf.iterdir()}
     for path in spread.paths.hf.glob("*.safetensors"):
-        from safetensors.torch import load_file
-
         tensors, others = load_file(path), load_file(whole.paths.hf / path.name)
         assert tensors.keys() == others.keys()
         for name in tensors:
             torch.testing.assert_close(tensors[name], others[name], rtol=0, atol=1e-6)
-    if lora["export"] == "adapter":
-        assert json.loads((spread.paths.hf / "adapter_config.json").read_text())[
-            "base_model_name_or_path"
-        ] == str(folder)
 
 
 class Seen(Callback):
@@ -182,29 +160,9 @@ class Seen(Callback):
         self.closed += 1
 
 
-@pytest.mark.parametrize("fatal", [False, True])
-def test_the_callers_callbacks_are_closed_once_after_all_attempts(
-    fatal, folder, ranks, tmp_path: Path
-):
-    config = on_ranks(
-        sft_config(tmp_path / "run", steps=3, run={"save_period": 1}), folder, max_restarts=1
-    )
-    ranks["deaths"][("train_step", 2)] = killed
-    mine, deadly = Seen(), [Arm(ranks["deaths"], killed)] if fatal else []
-    with (
-        pytest.warns(UserWarning, match="restart 1 of 1"),
-        pytest.raises(ChildProcessError) if fatal else nullcontext(),
-    ):
-        go(config, callbacks=[mine, *deadly])
-    assert (mine.begun, mine.closed) == (2, 1)
-
-
 @pytest.mark.parametrize("make", [grpo_config, sft_config])
 def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
-    """Checkpoints come every second step.
-
-    The first death is in step 4, the second in the second step of the next go.
-    """
+    """The first death is in step 4, the second in the second step of the next go."""
     config = on_ranks(
         make(tmp_path / "run", steps=6, run={"save_period": 2, "val_period": 3}),
         folder,
@@ -217,25 +175,16 @@ def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
         result = go(config, callbacks=[seen, Arm(ranks["deaths"], lambda: hang)])
     told = [str(w.message) for w in caught if "with new ranks" in str(w.message)]
     assert len(told) == 2
-    assert re.fullmatch(
-        r"the run goes on from .*step_2 with new ranks \(restart 1 of 2\): rank 1 .* died in step"
-        r" 3: it was killed",
-        told[0],
-    )
-    assert re.fullmatch(
-        r"the run goes on from .*step_2 with new ranks \(restart 2 of 2\): no answer to train_step"
-        r" within 9 s from rank 0",
-        told[1],
-    )
+    again = r"the run goes on from .*step_2 with new ranks \(restart 1 of 2\): rank 1 .* died in"
+    assert re.match(rf"{again} step 3: it was killed", told[0])
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
-    assert seen.steps == [1, 2, 3, 3, 3, 4, 5, 6] and seen.begun == 3
+    assert seen.steps == [1, 2, 3, 3, 3, 4, 5, 6] and (seen.begun, seen.closed) == (3, 1)
     assert [one.ended for one in ranks["all"]] == [True] * 3
     assert json.loads(result.paths.record.read_text())["status"] == "finished"
     assert nemorl.load_config(type(config), result.paths.config).run.resume is False
 
 
-@pytest.mark.parametrize("death", [killed, lambda: WorkerTimeout("no answer within 9 s")])
-def test_lost_ranks_lose_no_prompt_that_is_sampled_ahead(death, folder, ranks, tmp_path: Path):
+def test_lost_ranks_lose_no_prompt_that_is_sampled_ahead(folder, ranks, tmp_path: Path):
     """Groups in flight end with the ranks, and are drawn again of the same prompts."""
     config = grpo_config(
         tmp_path / "run",
@@ -243,7 +192,7 @@ def test_lost_ranks_lose_no_prompt_that_is_sampled_ahead(death, folder, ranks, t
         run={"save_period": 2},
         async_=nemorl.AsyncConfig(max_staleness=2),
     )
-    ranks["deaths"][("train_step", 4)] = death
+    ranks["deaths"][("train_step", 4)] = killed
     with pytest.warns(UserWarning, match="with new ranks"):
         go(on_ranks(config, folder, max_restarts=1))
     lines = (tmp_path / "run" / "groups.jsonl").read_text().splitlines()
@@ -279,9 +228,7 @@ def test_no_restart_without_a_reason(death, max_restarts, message, folder, ranks
     "when", [("setup", 1), ("train_step", 2), ("save_checkpoint", 1), ("get_logprobs", 1)]
 )
 def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path):
-    """The run starts again, also with the random numbers that its reward draws. (Python's own are
-    drawn by the checks of the tests, too.)
-    """
+    """The run starts again, also with the random numbers that its reward draws."""
     np.random.seed(5)
     config = on_ranks(
         grpo_config(tmp_path / "run", steps=3, run={"save_period": 3}), folder, max_restarts=1
@@ -295,23 +242,10 @@ def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path
     ranks["deaths"][when] = killed
     with pytest.warns(
         UserWarning,
-        match=(
-            r"the run starts again, without a checkpoint yet, with new ranks \(restart 1 of 1\)"
-        ),
+        match="the run starts again, without a checkpoint yet, with new ranks",
     ):
         result = go(config, reward=noisy)
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
-
-
-def test_a_death_while_a_checkpoint_is_written_is_seen_through_its_error():
-    try:
-        try:
-            raise killed()
-        except ChildProcessError as error:
-            raise CheckpointError("step_2 could not be written") from error
-    except CheckpointError as error:
-        assert failed_ranks(error) is error.__cause__
-    assert failed_ranks(RuntimeError()) is None
 
 
 def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_path: Path):
@@ -353,7 +287,6 @@ def source_of_engines(*, gpus: int, engine: str = "torch", **trainer: Any) -> Mo
     ("given", "device"),
     [
         pytest.param({"gpus": 5}, "cuda:4", id="a GPU is free"),
-        pytest.param({"gpus": 0}, None, id="no GPU here"),
         pytest.param({"gpus": 5, "device": "cpu"}, "cpu", id="the ranks are on CPUs"),
         pytest.param({"gpus": 4, "engine": "vllm"}, None, id="no copy is made"),
     ],
@@ -364,11 +297,6 @@ def test_the_copy_of_a_model_on_ranks_is_beside_no_rank(given, device, monkeypat
         warnings.simplefilter("error")
         source = source_of_engines(**given)
     assert (source._device, source._dtype) == (device, torch.bfloat16)
-
-
-def test_a_copy_beside_a_rank_is_announced():
-    with pytest.warns(UserWarning, match=r"whole copy of the model, 0.205 GB in bfloat16, on the"):
-        assert source_of_engines(gpus=4)._device is None
 
 
 def test_the_copy_is_in_the_type_that_ranks_compute_in(folder, ranks, tmp_path: Path, monkeypatch):
@@ -421,9 +349,7 @@ def test_the_seed_is_that_of_every_generator(tmp_path: Path):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
-    """What is on the devices of all backends each time that something is generated. The machine
-    is made to have a GPU for the checks, and the model is on the CPU all the same.
-    """
+    """What is on the devices of all backends each time that something is generated."""
     backends: list[DTensorBackend] = []
     found: list[list[dict[str, int]]] = []
     set_up, step = DTensorBackend.setup, TorchGenerationBackend._step
@@ -490,22 +416,7 @@ def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
 
 
-@pytest.mark.parametrize(
-    ("generation", "message"),
-    [
-        (
-            {"backend": "forgetful"},
-            "must record the experts .*, as torch, megatron, vllm do, but it is 'forgetful'",
-        ),
-        (
-            {"backend": "vllm", "pipeline_parallel_size": 2},
-            "pipeline_parallel_size must be 1 with trainer.router_replay: .*, but it is 2: remove",
-        ),
-    ],
-)
-def test_routers_replay_what_an_engine_has_recorded(
-    generation: dict[str, Any], message: str, tmp_path: Path, ranks, monkeypatch
-):
+def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks, monkeypatch):
     """A run that can't is refused before its ranks start."""
     monkeypatch.setitem(TRAITS, "forgetful", GenerationTraits(embedded=True))
     monkeypatch.setitem(registry.GENERATION_BACKENDS, "forgetful", TorchGenerationBackend)
@@ -513,40 +424,8 @@ def test_routers_replay_what_an_engine_has_recorded(
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)
-    engines = nemorl.GenerationConfig(**generation, max_new_tokens=4)
+    engines = nemorl.GenerationConfig(backend="forgetful", max_new_tokens=4)
     config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan(), generation=engines)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"must record the experts .*, but it is 'forgetful'"):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]
-
-
-def test_another_model_has_its_own_experts(folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Or none at all."""
-    setups: list[Any] = []
-    backend = SimpleNamespace(setup=setups.append, shutdown=lambda: None)
-    ranks = SimpleNamespace(beside=lambda name: backend)
-    options = {"router_replay": True, "router_aux_loss_coef": 0.1}
-    trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", logprob_chunk=7, **options)
-    config = nemorl.GRPOConfig(trainer=trainer)
-    launch = object.__new__(Launch)  # of which this needs a part
-    vars(launch).update(
-        config=config,
-        devices=devices.Devices.of(config, {}, num_gpus=0),
-        folder="",
-    )
-    run = object.__new__(nemorl.OpenRun)
-    run._num_updates = 1
-    model = Backends(launch, run, None, ranks)
-    order: dict[str, Any] = {"head": "lm", "trains": False, "optimizer": None}
-    with model.other(BackendOrder(name="other", model=folder, **order)):
-        assert setups[0].trainer == nemorl.TrainerConfig(
-            backend="megatron", device="cpu", logprob_chunk=7
-        )
-
-
-def test_offloading_is_for_runs_that_generate(folder, tmp_path: Path, watched):
-    trainer = nemorl.TrainerConfig(offload_during_generation=True)
-    config = sft_config(tmp_path / "run", trainer=trainer)
-    config = replace(config, model=nemorl.ModelConfig(path=str(folder)))
-    with pytest.raises(ValueError, match="offload_during_generation is for runs that generate"):
-        nemorl.run(config, train=addition_rows())

@@ -52,20 +52,12 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
     assert "half" not in {**registry.GENERATION_BACKENDS, **registry.TRAINING_BACKENDS}
 
 
-class NoDataclass(nemorl.BaseConfig):
-    pass
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
             lambda: nemorl.register_algorithm("mine", config=nemorl.GRPOConfig),
             "config must belong to one algorithm, but GRPOConfig belongs to 'grpo': derive",
-        ),
-        (
-            lambda: nemorl.register_algorithm("mine", config=NoDataclass),
-            r"config must be a dataclass derived from nemorl.BaseConfig, .* is .*NoDataclass",
         ),
         (
             lambda: nemorl.run(MyConfig()),

@@ -110,18 +110,13 @@ def test_a_reward_that_raises_costs_no_step(tmp_path: Path, error, kind):
 
 
 def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
-    """The random state in the checkpoint is that of the end of the last whole step, though the
-    failed one had drawn from it.
-    """
+    """The random state in the checkpoint is that of the end of the last whole step."""
     options = {"attention_dropout": 0.3, "rows": addition_rows()}
     start(sft_config(tmp_path / "straight", run=OPTIONS), **options)
     config = sft_config(tmp_path / "run", run=OPTIONS)
+    failing = At("on_step_begin", 3, lambda: (torch.rand(7), fails()()))
     with pytest.raises(RuntimeError, match="a mishap"):
-        start(
-            config,
-            callbacks=[At("on_step_begin", 3, lambda: (torch.rand(7), fails()()))],
-            **options,
-        )
+        start(config, callbacks=[failing], **options)
     start(resumed(config), **options)
     assert_same(tmp_path / "straight", tmp_path / "run")
 
@@ -132,7 +127,6 @@ def test_a_validation_that_raises_costs_no_step(tmp_path: Path):
     with pytest.raises(RuntimeError, match="the judge is out"):
         start(config, validation=addition_rows(8), reward=FailsOnce(2 * PER_STEP + 5))
     assert steps_of(tmp_path / "run") == [2]
-    assert [line["step"] for line in RunDirectory(tmp_path / "run").read_metrics()] == [1, 2]
     start(resumed(config), validation=addition_rows(8))
     (metrics, tensors), (found, others) = (outcome(tmp_path / name) for name in ("straight", "run"))
     assert found == {key: line for key, line in metrics.items() if key != (2, "validation")}
@@ -164,13 +158,7 @@ def test_a_loss_that_is_not_a_number_leaves_the_weights(tmp_path: Path, monkeypa
     plain = sft.loss_fn
     monkeypatch.setattr(sft, "loss_fn", broken)
     config = sft_config(tmp_path / "run", run={"save_period": 0})
-    with pytest.raises(
-        FloatingPointError,
-        match=(
-            r"the loss of optimizer step 3 must be finite, but it is nan: the weights were left as"
-            r" they are"
-        ),
-    ):
+    with pytest.raises(FloatingPointError, match="the loss of optimizer step 3 must be finite"):
         start(config)
     assert steps_of(tmp_path / "run") == [2]
     start(sft_config(tmp_path / "straight", run={"save_period": 0}))
@@ -195,40 +183,7 @@ def test_an_error_after_half_of_the_updates_of_a_step_goes_back_to_the_last_chec
     with pytest.raises(FloatingPointError) as caught:
         start(config)
     assert steps_of(tmp_path) == [1, 2]
-    expected = (
-        f"the update of step 3 had begun, so the weights of step 2 are gone; {tmp_path} has a"
-        " checkpoint of step 2: go on"
-    )
-    assert expected in caught.value.__notes__[0]
-
-
-def test_an_error_inside_the_optimizer_is_no_whole_step(tmp_path: Path, monkeypatch):
-    step, calls = torch.optim.AdamW.step, []
-
-    def broken(self, *args, **kwargs):
-        calls.append(1)
-        step(self, *args, **kwargs)
-        if len(calls) == 2:
-            raise MemoryError("in the midst of it")
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
-    with pytest.raises(MemoryError) as caught:
-        start(sft_config(tmp_path, run={"save_period": 0}))
-    assert steps_of(tmp_path) == []
-    assert (
-        "the update of step 2 had begun, so the weights of step 1 are gone; there is no checkpoint"
-        in caught.value.__notes__[0]
-    )
-
-
-def test_metrics_that_cannot_be_written_are_a_warning(tmp_path: Path, monkeypatch):
-    def full(self, *args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RunDirectory, "append_metrics", full)
-    with pytest.warns(UserWarning, match="No space left on device"):
-        start(sft_config(tmp_path))
-    assert steps_of(tmp_path) == [4]
+    assert "had begun, so the weights of step 2 are gone" in caught.value.__notes__[0]
 
 
 WRITERS = {
@@ -241,14 +196,11 @@ WRITERS = {
     "a plot": (plots, "_save", "plots/loss.png"),
     "the model": (ExportCallback, "on_train_end", "hf"),
 }
-"""What is written, by what, and the file."""
 
 
 @pytest.mark.parametrize("what", WRITERS)
 def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch, what):
-    """A limit on the size of files, set for each writer in turn, stands in for a full disk. What
-    only shows the run is a warning.
-    """
+    """A limit on the size of files stands in for a full disk. What only shows is a warning."""
     owner, name, file = WRITERS[what]
     write, before = getattr(owner, name), resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -338,10 +290,6 @@ class Stop(Callback):
         if step == 3 and sys.argv[2] == "begin":
             stop()
 
-    def on_step_end(self, trainer, step, metrics):
-        if step == 3 and sys.argv[2] == "end":
-            stop()
-
 plain, calls = torch.optim.AdamW.step, []
 
 def update(self, *args, **kwargs):
@@ -363,20 +311,13 @@ sys.exit(cli.main(["sft", "--model.path", ".", "--data.train", "d", "--run.dir",
     [
         pytest.param("begin", "SIGTERM", 2, marks=pytest.mark.slow),
         ("update", "SIGTERM", 3),
-        pytest.param("end", "SIGTERM", 3, marks=pytest.mark.slow),
         pytest.param("update", "SIGINT", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name, saved):
-    """As a scheduler sends it before it takes the machine away; wherever it comes, no step is lost,
-    and every step that is saved is on record.
-    """
+    """Wherever it comes, no step is lost, and every step that is saved is on record."""
     folder = tmp_path / "run"
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     (tmp_path / "script.py").write_text(SIGTERM_SCRIPT)
     command = [forked / "python", str(tmp_path / "script.py"), str(folder), place, name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -387,9 +328,8 @@ def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name,
         f" --run.dir {folder} --run.resume" in done.stderr
     )
     assert steps_of(folder) == [saved]
-    assert [line["step"] for line in RunDirectory(folder).read_metrics()] == list(
-        range(1, saved + 1)
-    )
+    steps = [line["step"] for line in RunDirectory(folder).read_metrics()]
+    assert steps == [*range(1, saved + 1)]
     assert not (folder / ".lock").exists()
 
 
@@ -440,21 +380,7 @@ def test_the_validation_at_an_early_end_is_ranked_and_kept(tmp_path: Path):
     losses = {line["step"]: line["loss"] for line in of_phase(result, "validation")}
     assert sorted(losses) == [3, 4] and losses[4] < losses[3]
     assert checkpoint.best(tmp_path).name == "step_4"
-    metrics = checkpoint.metrics_by_step(tmp_path)[4]
-    assert metrics["val_loss"] == losses[4] and "loss" in metrics
-    checkpoint.verify(checkpoint.best(tmp_path))
-
-
-def test_metrics_of_a_step_are_on_record_though_an_earlier_callback_fails(
-    tmp_path: Path, monkeypatch
-):
-    from nemorl.runtime.watch.log import RunLog
-
-    monkeypatch.setattr(RunLog, "on_step_end", At("on_step_end", 3, fails()).act)
-    with pytest.raises(RuntimeError, match="a mishap"):
-        start(sft_config(tmp_path, run={"save_period": 0}))
-    assert steps_of(tmp_path) == [3]
-    assert [line["step"] for line in RunDirectory(tmp_path).read_metrics()] == [1, 2, 3]
+    assert checkpoint.metrics_by_step(tmp_path)[4]["val_loss"] == losses[4]
 
 
 def test_a_run_that_has_learned_enough_ends_and_stays_ended(tmp_path: Path):
@@ -463,18 +389,14 @@ def test_a_run_that_has_learned_enough_ends_and_stays_ended(tmp_path: Path):
     last = max(line["step"] for line in result.history)
     losses = [line["loss"] for line in of_phase(result, "train")]
     assert last < 50 and losses[-1] < 3.0 <= min(losses[:-1])
-    assert [line["step"] for line in of_phase(result, "validation")] == [last], (
-        "validated at its end like any other"
-    )
+    assert [line["step"] for line in of_phase(result, "validation")] == [last]
     assert steps_of(tmp_path) == [last]
     again = start(resumed(config), validation=addition_rows(8))
     assert again.history == result.history
 
 
 def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path):
-    """The one with the lowest reward, which is early in a run that learns, and not at a step of the
-    period.
-    """
+    """The one with the lowest reward: early in a run that learns, and at no step of the period."""
     from transformers import AutoModelForCausalLM
 
     rules = {"metric": "val_reward", "higher_is_better": False, "keep_checkpoints": 1, "seed": 3}
@@ -487,62 +409,18 @@ def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path):
     assert best == 1 and steps_of(tmp_path / "run") == [1, 4]
     assert checkpoint.best(tmp_path / "run").name == f"step_{best}"
     folder = nemorl.export(run=str(tmp_path / "run"), output=str(tmp_path / "out"), step="best")
-    exported = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    saved = load_file(
-        tmp_path / "run" / "checkpoints" / f"step_{best}" / "policy" / "model.safetensors"
-    )
-    assert all(
-        torch.equal(exported[name], tensor) for name, tensor in saved.items() if name in exported
-    )
-
-
-def test_settings_that_cannot_be_read_are_no_reason_not_to_go_on(tmp_path: Path):
-    config = sft_config(tmp_path, steps=1)
-    start(config)
-    (tmp_path / "config.yaml").write_text("no: setting of ours\n")
-    with pytest.warns(
-        UserWarning,
-        match=r"can't be compared with the present ones: .*config\.yaml, line 1: unknown key no",
-    ):
-        start(replace(resumed(config), max_num_steps=2))
-    parallel = replace(config.parallel, param_dtype="float32")
-    kept = replace(config, max_num_steps=2, parallel=parallel)
-    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == kept
-
-
-def test_the_tokenizer_of_a_run_is_not_changed_by_a_resume_that_is_refused(tmp_path: Path):
-    config = sft_config(tmp_path, steps=1)
-    start(config)
-    before = (tmp_path / "tokenizer" / "tokenizer_config.json").read_text()
-    other = replace(
-        resumed(config),
-        model=nemorl.ModelConfig(chat_template="{{ messages }}"),
-        run=replace(resumed(config).run, seed=3),
-    )
-    with pytest.raises(ValueError, match=r"run\.seed must stay"):
-        start(other)
-    assert (tmp_path / "tokenizer" / "tokenizer_config.json").read_text() == before
-    assert not list((tmp_path / "tokenizer").glob("*.jinja"))
+    exported = AutoModelForCausalLM.from_pretrained(folder).named_parameters()
+    saved = load_file(checkpoint.best(tmp_path / "run") / "policy" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in exported)
 
 
 @pytest.mark.parametrize("make", [grpo_config, sft_config])
 def test_a_tokenizer_needs_no_token_to_pad_with(tmp_path: Path, make):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
-    reward = digits if make is grpo_config else None
-    config = make(tmp_path / "run", steps=2, run={"save_period": 0})
-    found = nemorl.run(
-        config,
-        model=tiny_model(scale=2.0),
-        tokenizer=tokenizer,
-        train=addition_rows(),
-        validation=addition_rows(8),
-        reward=reward,
-    )
-    expected = start(
-        make(tmp_path / "padded", steps=2, run={"save_period": 0}), validation=addition_rows(8)
-    )
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True)
-    )
+    given: dict[str, Any] = {"model": tiny_model(scale=2.0), "tokenizer": tokenizer}
+    if make is grpo_config:
+        given["reward"] = digits
+    nemorl.run(make(tmp_path / "run", steps=2), train=addition_rows(), **given)
+    start(make(tmp_path / "padded", steps=2))
+    assert_same(tmp_path / "run", tmp_path / "padded")

@@ -10,10 +10,10 @@ import nemorl
 from nemorl.data import collate, to_examples
 from nemorl.losses import token_mean_weights
 from nemorl.losses.types import finalize
-from nemorl.parallel.backend import ForwardOutput, SmallBackend, TrainingBackend
+from nemorl.parallel.backend import ForwardOutput, TrainingBackend
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.algorithms import sft
-from nemorl.runtime.start import backends, devices, registry
+from nemorl.runtime.start import devices, registry
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -79,7 +79,6 @@ def registered(request, monkeypatch: pytest.MonkeyPatch) -> type:
 
 
 def test_by_its_name(registered: type, tmp_path: Path):
-    """As the description has it: setup, train_step, get_logprobs, checkpoints, shutdown."""
     backend, other = (nemorl.get_training_backend("small") for _ in range(2))
     for each in (backend, other):
         each.setup(BackendConfig(optimizer=nemorl.OptimizerConfig(lr=0.1)))
@@ -136,19 +135,3 @@ def test_what_a_run_needs_besides_is_said_before_it_starts(
     options["trainer"] = nemorl.TrainerConfig(backend="small", offload_during_generation=True)
     with pytest.raises(ValueError, match=r"method offload for trainer.offload_during"):
         run(grpo_config(tmp_path / "grpo", **options), tmp_path, train=rows, reward=digits)
-
-
-def test_ranks_of_a_backend_without_weights_to_export_do_not_try(
-    registered, tmp_path: Path, monkeypatch
-):
-    class Ranked(SmallBackend):
-        model = tiny_model()
-
-        def weights(self):
-            raise AssertionError
-
-    monkeypatch.setattr(backends, "make_trainer", lambda config, make, *others: Ranked(make()))
-    options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=2)}
-    config = sft_config(tmp_path / "sft", steps=1, run={"export": True}, **options)
-    with pytest.warns(UserWarning, match="hf will not be written"):
-        run(config, tmp_path, train=addition_rows())

@@ -45,7 +45,7 @@ def test_a_training_backend_says_what_it_can_do():
 
     nemorl.register_training_backend("silent")(Silent)
     nemorl.register_training_backend("capable")(Capable)
-    model, experts = tiny_model().config, tiny_model("qwen3_moe").config
+    experts = tiny_model("qwen3_moe").config
 
     def devices(*given, **options) -> Devices:
         return Devices.of(trained_by(*given, **options), {}, num_gpus=0)
@@ -62,8 +62,6 @@ def test_a_training_backend_says_what_it_can_do():
     with pytest.raises(ValueError, match=r"aux_loss_coef needs .* dtensor or megatron"):
         devices("silent", **replays)
     devices("capable", **replays).check_model(experts)
-    with pytest.raises(ValueError, match="router_aux_loss_coef is for models with experts"):
-        devices("capable", **replays).check_model(model)
     on_ranks = nemorl.GenerationConfig(backend="megatron")
     with pytest.raises(ValueError, match="unless the trainer's ranks can generate"):
         Devices.of(replace(trained_by("capable"), generation=on_ranks), {}, num_gpus=0)
@@ -119,7 +117,6 @@ def test_what_a_backend_can_t_do_for_another_model_is_said_before_one_is_loaded(
     head = r"head must be lm with trainer.backend plain, .* --trainer.backend dtensor or .*small"
     for name, options, message in (
         ("plain", {"head": "scalar", **model}, head),
-        ("small", {"head": "scalar", **model}, "must have the method compute for a scalar head"),
         ("small", model, r"must have the method wait_for_checkpoint for run\.async_save"),
     ):
         mine = replace(config, trainer=replace(config.trainer, backend=name))
@@ -138,34 +135,11 @@ def test_what_a_backend_can_t_do_for_another_model_is_said_before_one_is_loaded(
         ({"check": lambda config, model, plan: None}, r"Odd.check must be a static method, .*: d"),
         ({"traits": TrainingTraits(generates=True)}, "traits say generates must .* no open_engine"),
     ],
-    ids=["traits", "check", "methods"],
 )
 def test_a_wrong_description_is_refused_when_a_backend_is_registered(given, message):
     with pytest.raises(ValueError, match=message):
         nemorl.register_training_backend("odd")(type("Odd", (DTensorBackend,), given))
     assert "odd" not in registry.TRAINING_BACKENDS and "odd" not in backends.LIMITS
-    if "check" in given:
-        with pytest.raises(ValueError, match=r"Odd.check must be a static method"):
-            nemorl.register_generation_backend("odd")(type("Odd", (Silent,), given))
-    if given.get("traits") == {"experts": True}:
-        with pytest.raises(ValueError, match=r"Odd.traits must be a GenerationTraits"):
-            nemorl.register_generation_backend("odd")(type("Odd", (Silent,), given))
-
-
-def test_an_error_in_a_check_names_the_backend(tmp_path: Path):
-    def check(*_):
-        raise KeyError("rope")
-
-    options = {"check": staticmethod(check)}
-    nemorl.register_training_backend("odd")(type("Odd", (DTensorBackend,), options))
-    nemorl.register_generation_backend("odd")(type("Odd", (Silent,), options))
-    config = grpo_config(tmp_path / "run", generation=nemorl.GenerationConfig(backend="odd"))
-    with pytest.raises(KeyError) as caught:
-        Devices.of(config, {}, num_gpus=0)
-    assert caught.value.__notes__[0].startswith("in check() of the generation backend odd,")
-    with pytest.raises(KeyError) as caught:
-        Devices.of(trained_by("odd"), {}, num_gpus=0)
-    assert caught.value.__notes__[0].startswith("in check() of the training backend Odd,")
 
 
 class Silent:
@@ -239,16 +213,6 @@ def test_a_generation_backend_checks_for_itself(folder: Path, tmp_path: Path):
         start(config, reward=digits, train=addition_rows(4))
     assert [each[:2] for each in seen] == [(256, None), (256, "qwen2")]
     assert isinstance(seen[0][2], Machine)
-    command = [
-        "generate",
-        "--model",
-        str(folder / "model"),
-        "--prompt",
-        "1",
-        "--backend",
-        "careful",
-    ]
-    assert nemorl.main(command) == 2 and len(seen) == 3
     model, rows = str(folder / "model"), str(folder / "rows.jsonl")
     for use in (
         lambda: nemorl.evaluate(model, rows, generation={"backend": "careful"}),
@@ -256,27 +220,4 @@ def test_a_generation_backend_checks_for_itself(folder: Path, tmp_path: Path):
     ):
         with pytest.raises(ValueError, match="careful knows no such model"):
             use()
-    assert len(seen) == 5
-
-
-def test_a_generation_backend_says_what_it_can_do():
-    class Own(TorchGenerationBackend):
-        traits = GenerationTraits(on_trainer=True, embedded=True, records_experts=True)
-
-    nemorl.register_generation_backend("own")(Own)
-    with pytest.raises(ValueError, match="num_replicas is not for own, which computes where"):
-        nemorl.GenerationConfig(backend="own", num_replicas=2)
-    sampled = nemorl.GenerationConfig(backend="own")
-    with pytest.raises(ValueError, match=r"generation.backend must be torch, vllm or one of yours"):
-        nemorl.evaluate("model", "rows.jsonl", "exact", generation=sampled)
-
-    class Engines(Silent):
-        traits = GenerationTraits(engines=True)
-
-    nemorl.register_generation_backend("engines")(Engines)
-    sampled = nemorl.GenerationConfig(backend="engines", num_replicas=2)
-    with pytest.raises(
-        ValueError, match=r"trainer\.device is not for engines, which takes the first GPU"
-    ):
-        nemorl.evaluate("m", "rows.jsonl", "exact", device="cpu", generation=sampled)
-    assert nemorl.GenerationConfig(backend="unknown", num_replicas=2).traits == GenerationTraits()
+    assert len(seen) == 4

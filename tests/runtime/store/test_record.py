@@ -20,14 +20,6 @@ def directory(tmp_path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", "")
 
 
-def test_the_id_is_kept_by_a_resume_and_new_for_a_new_run(directory):
-    first, another = (RunRecord.begin(directory, algorithm="sft") for _ in range(2))
-    resumed = RunRecord.begin(directory, algorithm="sft", previous=another)
-    assert first.run_id != another.run_id == resumed.run_id and len(first.run_id) == 8
-    assert len(resumed.sessions) == 2 and resumed.status == "running"
-    assert RunRecord.read(directory) == resumed
-
-
 def test_a_whole_run_and_its_continuation(tmp_path):
     start(grpo_config(tmp_path / "run", steps=2))
     first = RunRecord.read(RunDirectory.open(tmp_path / "run"))
@@ -69,11 +61,6 @@ def test_a_killed_process_leaves_an_interrupted_run(directory):
 def test_a_damaged_record_is_none(directory, text):
     directory.record.write_text(text)
     assert RunRecord.read(directory) is None
-
-
-def test_a_resume_by_another_algorithm_leaves_the_run_what_it_is(directory):
-    first = RunRecord.begin(directory, algorithm="sft")
-    assert RunRecord.begin(directory, algorithm="grpo", previous=first).algorithm == "sft"
 
 
 def test_another_script_is_warned_of(directory, monkeypatch):

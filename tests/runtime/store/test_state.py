@@ -66,19 +66,9 @@ def test_no_group_is_lost_or_given_twice(seed: int, loop: list):
     assert (resumed.groups, resumed.cursors) == (state.groups, state.cursors)
 
 
-def test_after_those_that_wait_come_new_ones():
-    state, first = LoopState(0).take_groups("train", ORDERS["train"], 3, step=2)
-    state = after_a_kill(state.advance())
-    state, again = state.take_groups("train", ORDERS["train"], 5, step=2)
-    assert [group.ordinal for group in again] == [0, 1, 2, 3, 4] and again[:3] == first
-    assert state.groups == 5 and state.cursors == {"train": 5}
-    assert state.advance().open_groups == ()
-
-
 @pytest.mark.parametrize(
     ("asked", "count", "found"),
     [
-        ([1, 0], 2, [1, 0]),
         ([], 2, [2, 3]),
         ([0, 0, 1], 3, [0, 2, 1]),
         ([9], 1, [2]),
@@ -97,11 +87,7 @@ def test_a_group_is_dropped_once():
     state, _ = LoopState(0).take_groups("train", ORDERS["train"], 4, step=1)
     state = state.drop([1, 1], "a").drop([0, 2], "b")
     assert state.dropped == {"a": (1,), "b": (0, 2)}
-    message = (
-        "^groups to drop must be open: neither dropped nor of a step that has ended, but it is"
-        r" \[1, 2\]: drop rollouts once, in the step that sampled them$"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"groups to drop must be open: .* but it is \[1, 2\]"):
         state.drop([3, 2, 1], "a")
     with pytest.raises(ValueError, match=r"groups to drop .* but it is \[3\]"):
         state.advance().drop([3], "a")

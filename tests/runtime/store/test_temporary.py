@@ -1,7 +1,6 @@
 """What kills leave in the temporary folder: whose it is, and when it goes."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,24 +54,6 @@ def test_what_a_killed_process_leaves_goes_with_the_next_start_and_not_before(te
     with temporary_folder() as own:
         assert list(temporary.glob("*/*")) == [own / MARK]
     assert not own.exists()
-
-
-def test_what_cannot_be_removed_goes_with_a_later_start(temporary: Path, monkeypatch):
-    """A process that ends may still write to the folder."""
-    folder = temporary / "nemorl-ray"
-    (folder / "session").mkdir(parents=True)
-    os.close(claim(folder))
-
-    def fails(path: os.PathLike[str]) -> None:
-        Path(path, MARK).unlink(missing_ok=True)
-        raise OSError(f"{path!r} is not empty")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", fails)
-        sweep_temporary()
-    assert (folder / MARK).exists()
-    sweep_temporary()
-    assert not folder.exists()
 
 
 def test_an_owner_that_inherits_the_claim_keeps_the_folder(temporary: Path):

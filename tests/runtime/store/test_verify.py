@@ -101,7 +101,6 @@ def test_what_a_run_said_of_itself(
     [
         ({}, True, "5 taken: 3 trained on, 1 dropped as uninformative, 1 open"),
         ({"trained": [3, 0]}, False, "group 0 is doubled (1 in all)"),
-        ({"dropped": {"a": [2], "b": [2]}}, False, "group 2 is doubled (1 in all)"),
         ({"dropped": {}}, False, "group 2 is lost (1 in all)"),
         ({"open": [6]}, False, "group 4 is lost (2 in all)"),
         ({"step": 4, "open": [9]}, True, "4 taken: 2 trained on, 2 open"),  # it did not end

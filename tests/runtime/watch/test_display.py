@@ -1,5 +1,4 @@
 import io
-import math
 import os
 import pty
 import re
@@ -20,8 +19,6 @@ from nemorl.runtime.watch.display import (
     LiveDisplay,
     PlainDisplay,
     make_display,
-    on_one_line,
-    sparkline,
 )
 from nemorl.runtime.watch.metrics import LABELS, duration, number
 from tests.runtime.tiny import tiny_run
@@ -106,18 +103,6 @@ def test_durations_can_be_read_back(seconds):
     assert clock + 86400 * int(days or 0) == seconds
 
 
-@given(st.text(), st.integers(1, 40))
-def test_shortened_text_fits_on_one_line(text, width):
-    shown = on_one_line(text, width)
-    assert shown.cell_len <= width and "\n" not in shown.plain
-
-
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=50), st.integers(0, 20))
-def test_sparklines_fit(values, width):
-    values = [value if abs(value) < 1e300 else float("nan") for value in values]
-    assert len(sparkline(values, width)) <= width
-
-
 def test_plain_lines_say_it_all_and_are_aligned(clock):
     lines = plain_run(clock, steps=140, seconds_per_step=2.0)
     assert (
@@ -165,17 +150,6 @@ def test_plain_validation_shows_samples_as_they_are(clock):
     assert len(lines) == 4 and "…" in lines[2]
 
 
-def test_time_left_goes_by_the_pace(clock):
-    shown = PlainDisplay(10, Console(file=io.StringIO()))
-    shown.on_train_begin(tiny_run())
-    assert shown.left == ""
-    for step in (2, 4):
-        clock.now += 6
-        shown.on_step_end(tiny_run(step=step), step, METRICS)
-    assert shown.left == "0:18 left"
-    assert PlainDisplay(None, Console()).step == "step 0"
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_live_panel_fits_its_terminal(width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
@@ -191,50 +165,15 @@ def test_live_panel_fits_its_terminal(width):
         assert shown in text
 
 
-def test_turns_and_failures_are_shown_once_there_are_any():
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
-    live, plain = LiveDisplay(9, console), PlainDisplay(9, console)
-    for step, failed in ((1, 0.0), (2, 0.25), (3, 0.0)):
-        one = METRICS | {"turns": 1.0 + failed, "failed_fraction": failed}
-        for shown in (live, plain):
-            shown.printed = -math.inf
-            shown.on_step_end(tiny_run(step=step), step, one)
-        assert ("failed_fraction" in live.latest) == ("turns" in live.latest) == (step > 1)
-    assert list(live.courses["failed_fraction"]) == [0.0, 0.25, 0.0]
-    lines = console.file.getvalue().splitlines()
-    assert ["failed 0.25" in line and "turns 1.25" in line for line in lines] == [
-        False,
-        True,
-        False,
-    ]
-    assert "failed 0 " not in lines[0] and "failed 0 " not in lines[2]
-
-
-def test_a_conversation_is_shown_turn_by_turn():
-    turns = [{"given": "guess", "response": "5"}, {"given": "no", "response": "6"}]
-    samples = [
-        {"group": 1, "prompt": "Guess.", "response": "6", "turns": turns, "reward": 1.0},
-        {"group": 1, "prompt": "Guess.", "response": "7", "failure": "KeyError: 'lost'"},
-    ]
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    shown = LiveDisplay(10, console)
-    shown.on_samples(tiny_run(), 1, samples)
-    console.print(shown.render())
-    text = console.file.getvalue()
-    assert "5 · 6" in text and "7 (failed: KeyError: 'lost')" in text
-
-
 def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
     pairs = [{"prompt": "12+34=", "chosen": "46", "rejected": "47", "margin": -0.25}]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    for shown in (PlainDisplay(10, console), LiveDisplay(10, console)):
-        shown.on_validation_end(tiny_run(), 1, {"accuracy": 0.9})
-        shown.on_samples(tiny_run(), 1, pairs)
-        shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
-        if isinstance(shown, LiveDisplay):
-            console.print(shown.render())
-        text = console.file.getvalue()
-        assert "46 rather than 47" in text and "-0.25" in text and "0.125" in text
+    shown = LiveDisplay(10, console)
+    shown.on_samples(tiny_run(), 1, pairs)
+    shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
+    console.print(shown.render())
+    text = console.file.getvalue()
+    assert "46 rather than 47" in text and "-0.25" in text and "0.125" in text
 
 
 def test_samples_are_the_best_and_the_worst_of_a_group():
@@ -336,13 +275,3 @@ def test_terminal_is_as_it_was(ending):
         assert "KeyboardInterrupt" in output
     if ending == "to the end":
         assert "40/40" in output[output.rindex("╭─") :], "the last panel shows the last step"
-
-
-def test_plain_in_a_pipe(capsys):
-    shown = make_display("auto", total_steps=40)
-    assert type(shown) is PlainDisplay
-    train(shown, "to the end")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step  1/40  reward 0.812")
-    assert lines[-2].startswith("step 40/40") and lines[-1].startswith("step 40/40  done in")
-    assert "\x1b" not in "".join(lines)

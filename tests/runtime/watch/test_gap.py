@@ -13,21 +13,15 @@ from typing import Any, ClassVar
 import pytest
 
 import nemorl
-from nemorl.data.batch import take
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.algorithms.grpo import worst_row
-from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.samples import worst_tokens
 from nemorl.runtime.start.registry import GENERATION_BACKENDS
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
-from tests.runtime.runs import grpo_config, rollouts, samples_at, start
+from tests.runtime.runs import grpo_config, samples_at, start
 from tests.runtime.tiny import tiny_run
-from tests.tiny_models import tiny_tokenizer
 
 
 class Skewed(TorchGenerationBackend):
@@ -145,59 +139,6 @@ def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     assert "widest gap" not in shown[0]["chips"]  # they agree
 
 
-def test_with_logprobs_of_the_whole_batch_the_group_of_the_worst_response_is_kept(
-    skewed: type[Skewed], tmp_path: Path
-) -> None:
-    """Two updates a batch need them anyway; no second forward pass is made."""
-    skewed.nats = {(20, 2): 1.0}
-    asked: list[int] = []
-
-    class Count(Callback):
-        def on_train_begin(self, trainer: nemorl.Run) -> None:
-            compute = trainer.trainer.get_logprobs
-
-            def counted(batch: Any) -> Any:
-                asked.append(len(batch))
-                return compute(batch)
-
-            trainer.trainer.get_logprobs = counted  # type: ignore[method-assign]
-
-    options = {"train_global_batch_size": 12, "run": {"samples_per_step": 3}}
-    start(grpo_config(tmp_path, steps=1, generation=SKEWED, **options), callbacks=[Count()])
-    samples = samples_at(tmp_path, 1)
-    gaps = [
-        max(abs(t["logprob"] - t["trainer_logprob"]) for t in sample["worst_tokens"])
-        for sample in samples
-    ]
-    assert [round(gap, 3) for gap in gaps] == [1, 0, 0, 0] and asked == [24]
-    assert {sample["group"] for sample in samples} == {5}
-
-
-def test_a_token_without_a_logprob_is_the_worst() -> None:
-    sample = {
-        "token_ids": [4, 5, 6, 7],
-        "logprobs": [-1.0, math.nan, -2.0, -3.0],
-        "trainer_logprobs": [-1.5, -1.0, -2.1, -3.0],
-    }
-    assert [token["position"] for token in worst_tokens(sample, tiny_tokenizer())] == [1, 0, 2]
-    assert (
-        worst_tokens({"token_ids": [], "logprobs": [], "trainer_logprobs": []}, tiny_tokenizer())
-        == []
-    )
-
-
-def test_what_is_not_trained_on_is_not_the_worst() -> None:
-    batch = to_token_batch(rollouts([1.0, 0.0, 0.0]))
-    assert batch.generation_logprobs is not None
-    prev = batch.generation_logprobs.clone()
-    prev[0, 3], prev[1, 4], prev[2, 4] = prev[0, 3] + 3, prev[1, 4] + 1, prev[2, 4] - 2
-    mask = batch.loss_mask.clone()
-    mask[0] = False
-    batch = replace(batch, prev_logprobs=prev, loss_mask=mask)
-    assert worst_row(batch) == 2
-    assert worst_row(take(batch, [1, 0])) == 0
-
-
 def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:
     """The forward pass for the sample log leaves no trace: the run has the same bits without it,
     with dropout in its adapters, too.
@@ -235,13 +176,6 @@ def test_a_warning_at_first_and_when_it_has_doubled(tmp_path: Path) -> None:
         assert words in told[0]
 
 
-@pytest.mark.parametrize("warn", [None, 1.3])
-def test_no_warning_below_the_threshold(warn: float | None, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        stepped(GapWatch(nemorl.GapConfig(warn=warn), RunDirectory(tmp_path)), [1.2])
-
-
 def test_a_sampler_without_logprobs_is_told_of(skewed: type[Skewed], tmp_path: Path) -> None:
     """Nothing is measured then, which must not pass for agreement."""
     skewed.factors = {0: math.nan, 1: math.nan}
@@ -274,14 +208,3 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
     skewed.factors = {}
     resumed = start(replace(config, run=replace(config.run, resume=True)))
     assert [line["step"] for line in train_lines(resumed)] == list(range(1, 7))
-
-
-def test_where_no_good_checkpoint_is_left_none_is_promised(tmp_path: Path) -> None:
-    """And another error is not taken for a gap."""
-    watch = GapWatch(nemorl.GapConfig(stop=1.3), RunDirectory(tmp_path))
-    with pytest.raises(FloatingPointError) as caught:
-        stepped(watch, [1.0, 1.5])
-    watch.on_exception(tiny_run(), caught.value)
-    assert "No checkpoint from before the gap is left" in caught.value.__notes__[0]
-    watch.on_exception(tiny_run(), other := KeyError("answer"))
-    assert not hasattr(other, "__notes__")

@@ -5,10 +5,9 @@ from datetime import datetime
 
 import pytest
 
-import nemorl
 from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.store.directory import RunDirectory, read_lines
-from nemorl.runtime.watch.log import changed_settings, event, recorded
+from nemorl.runtime.watch.log import event, recorded
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.tiny import tiny_run
 
@@ -64,31 +63,6 @@ def test_nothing_is_left_behind(directory):
     assert state() == before
 
 
-def test_messages_of_libraries_are_still_printed(directory, monkeypatch, capsys):
-    """Without any handler Python prints warnings by itself; one of ours must not silence them."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with recorded(directory, algorithm="sft"):
-        logging.getLogger("another.library").warning("thin ice")
-    assert "thin ice" in capsys.readouterr().err
-    assert logging.getLogger().handlers == []
-
-
-def test_a_library_that_keeps_to_itself_is_heard(directory, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", False)
-    with recorded(directory, algorithm="sft"):
-        logging.getLogger("transformers.models").warning("an old config")
-    assert [line["message"] for line in log_of(directory) if line["level"] == "WARNING"] == [
-        "an old config"
-    ]
-
-
-def test_settings_that_differ_from_the_defaults():
-    optimizer = nemorl.OptimizerConfig(beta1=0.5)
-    config = nemorl.SFTConfig(max_num_steps=5, optimizer=optimizer)
-    assert changed_settings(config) == {"max_num_steps": None, "optimizer.beta1": 0.9}
-    assert changed_settings(None) == {}
-
-
 @pytest.mark.parametrize(
     ("error", "level", "status"),
     [(RuntimeError("no more"), "ERROR", "failed"), (KeyboardInterrupt(), "WARNING", "interrupted")],
@@ -126,15 +100,3 @@ def test_the_log_of_a_whole_run(tmp_path):
         ("run_finished", 3),
     ]
     assert "accuracy" in next(line for line in lines if line["event"] == "validation")["metrics"]
-
-
-def test_a_reward_that_raises_is_in_the_log(tmp_path):
-    def broken(prompt, response):
-        raise RuntimeError("no reward today")
-
-    with pytest.raises(Exception, match="no reward today"):
-        start(grpo_config(tmp_path / "run"), reward=broken)
-    lines = read_lines(tmp_path / "run" / "log.jsonl")
-    line = [line for line in lines if line["level"] == "ERROR"][-1]
-    assert line["step"] == 1 and "no reward today" in line["message"]
-    assert "in broken" in line["traceback"]

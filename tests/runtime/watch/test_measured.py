@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import nemorl
-from tests.ray_session import ray_cpus
-from tests.runtime.runs import TIMES, addition_rows, grpo_config, sft_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import TIMES, grpo_config, sft_config, start
 
 COSTS = {"trainer/seconds", "trainer/memory_gb", "trainer/tflops_per_device"}
 
@@ -32,19 +30,6 @@ def test_a_trace_in_the_run_s_folder(tmp_path: Path):
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert trace.name == "rank0_steps2-3.json" and "optimizer step 1" not in names
     assert {"optimizer step 2", "optimizer step 3"} <= names
-
-
-def test_a_folder_that_can_not_be_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch
-):
-    monkeypatch.setattr(
-        "nemorl.parallel.dtensor.backend.DTensorBackend.setup",
-        lambda *given: pytest.fail("the model is loaded"),
-    )
-    (tmp_path / "file").touch()
-    profile = nemorl.ProfileConfig(steps="3", dir=str(tmp_path / "file" / "traces"))
-    with pytest.raises(ValueError, match=r"profile\.dir must be a folder that can be written to"):
-        start(sft_config(tmp_path / "run", steps=3, profile=profile))
 
 
 def test_a_run_that_fails_leaves_the_trace_so_far(tmp_path: Path):
@@ -80,23 +65,3 @@ def test_deterministic_kernels_change_no_number_here_and_last_as_long_as_the_run
     free = start(grpo_config(tmp_path / "free", trainer=trainer, **options), reward=reward)
     for name in fixed.metrics.keys() - set(TIMES):
         assert fixed.metrics[name] == free.metrics[name]
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_ranks_have_traces_of_their_own(tmp_path: Path):
-    ray_cpus()
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    config = sft_config(
-        tmp_path / "run",
-        steps=2,
-        model=nemorl.ModelConfig(path=str(tmp_path / "model")),
-        parallel=nemorl.ParallelPlan(dp_shard=2),
-        profile=nemorl.ProfileConfig(steps="2"),
-    )
-    result = nemorl.run(config, train=addition_rows())
-    traces = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
-    assert traces == ["rank0_steps2-2.json", "rank1_steps2-2.json"]
-    for line in result.history:
-        assert line.keys() >= COSTS and line["trainer/memory_gb"] < 10

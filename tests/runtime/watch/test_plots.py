@@ -1,8 +1,5 @@
 import math
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -11,7 +8,6 @@ from matplotlib.image import imread
 
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch import plots
-from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
 from nemorl.runtime.watch.metrics import LABELS, smooth
 from nemorl.runtime.watch.plots import draw
 
@@ -78,63 +74,10 @@ def test_agreement_of_sampler_and_trainer_is_a_flat_line(tmp_path, monkeypatch):
     assert limits[0] == pytest.approx((0.9995, 1.011)) and limits[-1] == pytest.approx((0.99, 1.22))
 
 
-def test_a_run_of_validations_only(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    directory.append_metrics(0, {"accuracy": 0.4}, phase="validation")
-    assert [path.stem for path in draw(directory)] == ["accuracy", "overview"]
-
-
 def test_a_name_that_looks_like_a_formula(tmp_path):
     directory = RunDirectory.create(tmp_path / "lr_$1e-5\\foo$_{x}", "")
     directory.append_metrics(1, {"loss": 1.0})
     assert len(draw(directory)) == 2
-
-
-def test_a_picture_for_the_report_has_the_colors_of_its_page():
-    steps = [1, 2, 3]
-    text, edges = svg("loss", ((steps, [1.0, 0.5, 0.25]), (steps, [2.0, 1.0, 0.5])))
-    assert text.startswith("<svg") and "<style" not in text and "#" not in text.split("url(#")[0]
-    for name in ("train", "val", "line", "dim", "card"):
-        assert f"var(--{name})" in text
-    assert edges[0] < 1 and edges[1] > 3
-    for values in ([0.0], [1e-9, -2e-9], [1e12, 2e12], [5.0, 5.0]):
-        assert "<path" in svg("my_own", (([*range(len(values))], values), ([], [])))[0]
-
-
-def test_several_runs_in_one_picture_each_have_their_color():
-    course = ([1, 2, 3], [1.0, 0.5, 0.25]), ([], [])
-    text, _ = svg("loss", *[course] * len(RUNS))
-    assert all(f"var(--{name})" in text for name in VARIABLES)
-
-
-def test_the_overview_leaves_out_the_loss_beside_a_reward(tmp_path, monkeypatch):
-    drawn, panel = [], plots.panel
-
-    def watched(axes, name, *courses):
-        drawn.append(name)
-        panel(axes, name, *courses)
-
-    monkeypatch.setattr(plots, "panel", watched)
-    directory = RunDirectory.create(tmp_path / "run", "")
-    directory.append_metrics(1, {"loss": 1e-9, "reward": 0.5})
-    draw(directory)
-    assert drawn == ["reward", "loss", "reward"]
-
-
-def test_the_label_of_an_axis_is_no_longer_than_it(tmp_path, monkeypatch):
-    drawn, panel = [], plots.panel
-
-    def watched(axes, *arguments):
-        panel(axes, *arguments)
-        drawn.append(axes)
-
-    monkeypatch.setattr(plots, "panel", watched)
-    directory = RunDirectory.create(tmp_path / "run", "")
-    learning_run(directory, steps=3)
-    draw(directory)
-    for axes in drawn:
-        label, axis = axes.yaxis.label, axes.get_window_extent()
-        assert label.get_window_extent().height <= 1.02 * axis.height, label.get_text()
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))
@@ -142,9 +85,3 @@ def test_smoothing_stays_between_the_extremes(values, width):
     smoothed = smooth(values, width=width)
     assert len(smoothed) == len(values)
     assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for value in smoothed)
-
-
-def test_drawing_leaves_pyplot_alone():
-    """No window system is asked for, and a notebook's own backend stays."""
-    code = "import sys, nemorl.runtime.watch.plots; assert 'matplotlib.pyplot' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DISPLAY": ":none"})

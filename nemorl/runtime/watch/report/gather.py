@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.reading import read_run, read_samples
+from nemorl.runtime.store.directory import RunDirectory, read_lines
+from nemorl.runtime.store.reading import read_run
 from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.store.verify import receipts_of
 
@@ -55,9 +55,7 @@ class Gathered:
         by_file = {file: step for step, file in files.samples.items()}
         shown = sorted({*(by_file[file] for file in spread([*by_file])), *opened})
         # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
-        self.samples = {
-            step: lines for step in shown if (lines := read_samples(files.samples[step]))
-        }
+        self.samples = {step: lines for step in shown if (lines := read_lines(files.samples[step]))}
         self.sample_steps = len(files.samples)
         add_pieces(self.samples, directory.path / "tokenizer")
         # Settings that are not at their default, with that default.
@@ -72,7 +70,7 @@ class Gathered:
 
 
 def spread(files: Sequence[Path]) -> list[Path]:
-    """Return evenly spaced files that fit on a page."""
+    """Return evenly spaced files that fit."""
     size = sum(file.stat().st_size for file in files)
     count = min(len(files), max(2, len(files) * SAMPLE_BYTES // max(1, size)))
     return [files[round(place * (len(files) - 1) / max(1, count - 1))] for place in range(count)]
@@ -81,7 +79,7 @@ def spread(files: Sequence[Path]) -> list[Path]:
 def working_seconds(
     record: RunRecord | None, metrics: Sequence[Mapping[str, Any]], *, now: float
 ) -> float:
-    """Return how long processes worked on a run, each from its begin to its last sign of life."""
+    """Return how long processes worked on a run."""
     times = [line["time"] for line in metrics]
     if record is None or not record.sessions:
         return max(times) - min(times) if times else 0.0
@@ -94,7 +92,7 @@ def working_seconds(
 
 
 def add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path) -> None:
-    """Add the text of each token, where ids and tokenizer are known."""
+    """Add each token's text, if known."""
     lines = [line for lines in samples.values() for line in lines if line.get("token_ids")]
     if not lines or not tokenizer_folder.exists():
         return
@@ -106,7 +104,7 @@ def add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path)
 
 
 def decoder_of(folder: Path) -> Callable[[list[int]], str]:
-    """Return what turns token ids into text; transformers, which loads torch, only if need be."""
+    """Return what turns token ids into text, without torch if possible."""
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 

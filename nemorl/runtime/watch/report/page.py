@@ -62,10 +62,7 @@ def write_report(runs: Runs, output: Path | str | None = None) -> Path:
 
 
 def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
-    """Write the report again when its runs have gone on, until all have ended or Ctrl-C.
-
-    Meanwhile the page loads itself again; the last one does not.
-    """
+    """Write the report again when its runs have gone on, until all have ended or Ctrl-C."""
     directories = [RunDirectory.open(path) for path in paths_of(runs)]
     files = [file for run in directories for file in (run.metrics, run.log)]
     seen: list[int] | None = None
@@ -81,13 +78,13 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
 
 
 def is_running(directory: RunDirectory) -> bool:
-    """Return whether a process works on a run."""
+    """Return whether a process runs it."""
     record = RunRecord.read(directory)
     return record is not None and record.present_status == "running"
 
 
 def read_runs(runs: Runs) -> list[Gathered]:
-    """Return what the reports of some runs show."""
+    """Return what reports show of runs."""
     paths = paths_of(runs)
     steps = [{*RunDirectory(path).sample_files()} for path in paths]
     common = max(set.intersection(*steps), default=None)
@@ -101,10 +98,7 @@ def read_runs(runs: Runs) -> list[Gathered]:
 def write_page(
     runs: Sequence[Gathered], output: Path | str | None, *, refresh: float | None = None
 ) -> Path:
-    """Write the report of runs that have been read; see `write_report`.
-
-    refresh: the page loads itself again after so many seconds.
-    """
+    """Write the report of runs that are read."""
     target = runs[0].path / "report.html"
     if len(runs) > 1:
         target = Path(os.path.commonpath([run.path.absolute().parent for run in runs]))
@@ -124,7 +118,7 @@ def write_page(
 
 
 def paths_of(runs: Runs) -> list[Path]:
-    """Return the directories of the runs. Raises ValueError for none, too many, or one twice."""
+    """Return the runs' directories, 1 to 6 different ones."""
     paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
     places = {path.resolve() for path in paths}
     require(
@@ -138,7 +132,7 @@ def paths_of(runs: Runs) -> list[Path]:
 
 
 def render(*runs: Gathered, refresh: float | None = None) -> str:
-    """Return the page, in which text of the runs is escaped and no script but ours runs."""
+    """Return the page, with the runs' texts escaped."""
     style, script = (
         Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
     )
@@ -191,7 +185,7 @@ def _template() -> Template:
 
 
 def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
-    """Return every metric that was ever a number in one of the runs, in the order of `SECTIONS`."""
+    """Return every metric that was a number in a run, in the order of `SECTIONS`."""
     lines = [line for run in runs for line in run.metrics]
     names = {name for line in lines for name, value in line.items() if is_number(value)}
     names -= {"step", "time"}
@@ -240,13 +234,13 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 
 
 def course_of(run: Gathered, metric: str) -> Course:
-    """Return a metric in the training and in the validations of a run."""
+    """Return a metric's course."""
     train, validation = (series_of(run.metrics, metric, name) for name in ("train", "validation"))
     return train, validation
 
 
 def ends(course: Course) -> dict[str, Any] | None:
-    """Return the first and the last value of a run, of its validations if it has any."""
+    """Return a course's first and last value."""
     train, validation = course
     values = validation[1] or train[1]
     if not values:
@@ -262,7 +256,7 @@ def ends(course: Course) -> dict[str, Any] | None:
 
 
 def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
-    """Return the settings (dotted) that differ between runs: the value of each."""
+    """Return settings that differ between runs."""
     flats = [flat(run.config) for run in runs]
     names = dict.fromkeys(name for each in flats for name in each if name != "run.dir")
     found = {name: [each.get(name) for each in flats] for name in names}
@@ -270,9 +264,7 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 
 def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
-    """Return how each other run's last validation differs from the first run's: lines of
-    `comparison` over the rows that both answered.
-    """
+    """Return how each run's last validation differs from the first's, over common rows."""
     found: list[dict[str, Any]] = []
     for run in runs[1:]:
         both = by_prompt(runs[0].outcomes), by_prompt(run.outcomes)
@@ -284,7 +276,7 @@ def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
 
 
 def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the sections with their curves, and with the metrics that never changed."""
+    """Return curves by section."""
     sections: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:
         sections.setdefault(curve["section"], []).append(curve)
@@ -300,7 +292,7 @@ def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the phases' shares of the steps' time, and the rest."""
+    """Return the phases' shares of the time."""
     totals = {
         curve["metric"]: curve["total"] for curve in curves if curve["metric"].startswith("seconds")
     }
@@ -316,7 +308,7 @@ def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
-    """Return each data set's token counts in words, and the bars of their histogram."""
+    """Return token counts, and bars of their histogram."""
     found = {}
     for name, numbers in run.data.items():
         rows = {
@@ -331,7 +323,7 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 
 
 def failures(run: Gathered) -> list[dict[str, Any]]:
-    """Return why conversations failed, the most frequent error first, with an example."""
+    """Return why conversations failed, most frequent first."""
     samples = [line for lines in run.samples.values() for line in lines]
     said = {
         each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
@@ -348,7 +340,7 @@ def failures(run: Gathered) -> list[dict[str, Any]]:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings by section: dotted name → value."""
+    """Return settings by section."""
     found: dict[str, dict[str, Any]] = {"": {}}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -359,7 +351,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of the log, each message once, with its count."""
+    """Return each message once, counted."""
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     for line in log:
         key = str(line.get("level")), str(line.get("message"))

@@ -16,7 +16,7 @@ OWN |= {"turns", "sampled", "trained"}
 
 
 def sample_data(run: Gathered) -> dict[str, Any]:
-    """Return a run's samples by step, and the advantage that has full color."""
+    """Return samples by step, and the advantage of full color."""
     steps = {step: [compact(sample) for sample in lines] for step, lines in run.samples.items()}
     found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
     sizes = sorted(abs(value) for values in found for value in values if value)
@@ -25,7 +25,7 @@ def sample_data(run: Gathered) -> dict[str, Any]:
 
 
 def modes(*runs: Gathered) -> dict[str, str]:
-    """Return what tokens can be colored by, and its name on the page."""
+    """Return what tokens can be colored by."""
     names = {
         "advantages": "advantage",
         "logprobs": "surprise",
@@ -37,7 +37,7 @@ def modes(*runs: Gathered) -> dict[str, str]:
 
 
 def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one sample: texts, tokens with measurements, reward, and other values as chips."""
+    """Return a sample as the page takes it."""
     found: dict[str, Any] = {
         name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
     }
@@ -79,7 +79,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gaps(sample: Mapping[str, Any]) -> list[float | None]:
-    """Return by how much the trainer's logprob of each token exceeds the sampler's."""
+    """Return trainer's minus sampler's logprobs."""
     pairs = zip(sample.get("trainer_logprobs", ()), sample.get("logprobs", ()), strict=False)
     return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 

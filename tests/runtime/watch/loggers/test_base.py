@@ -55,14 +55,6 @@ def test_every_logger_hears_everything_and_how_it_ended(directory):
     assert (whole.run.first_step, broken.run.first_step) == (0, 3), "where a resumed run begins"
 
 
-def test_metrics_and_samples_are_written(directory):
-    walk(recorder(directory), range(1, 3))
-    phases = [(line["step"], line["phase"]) for line in directory.read_metrics()]
-    assert phases == [(step, phase) for step in (1, 2) for phase in ("train", "validation")]
-    samples = read_lines(directory.samples / "step_2.jsonl")
-    assert samples == [{"prompt": str(index)} for index in range(8)]
-
-
 def test_failed_conversations_are_kept_beside_the_groups(directory):
     callback = recorder(directory)
     notify([callback], "on_train_begin", tiny_run())
@@ -101,20 +93,6 @@ def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch
     assert [line["loss"] for line in directory.read_metrics()] == [0.5]
 
 
-def test_a_logger_that_can_not_begin_ends_the_run_before_its_first_step(directory):
-    made: list[Memory] = []
-
-    def broken(run):
-        raise ValueError("log in first")
-
-    callback = recorder(
-        directory, memory=lambda run: made.append(Memory(run)) or made[-1], broken=broken
-    )
-    with pytest.raises(ValueError, match="log in first"), closing([callback]):
-        walk(callback, range(1, 3))
-    assert made[0].heard == [("close", False)], "what was opened is closed"
-
-
 def test_chosen_loggers(monkeypatch):
     assert list(chosen_loggers(None)) == ["jsonl", "tensorboard"]
     assert list(chosen_loggers(())) == ["jsonl"]
@@ -147,18 +125,3 @@ def test_a_logger_of_ones_own(tmp_path, monkeypatch):
     assert [entry[0] for entry in heard] == ["samples", "train", "samples", "train", "close"]
     assert heard[0] == ("samples", 1, 4), "one whole group, though there is room for three"
     assert (run.project, run.config["max_num_steps"], len(run.run_id)) == ("sums", 2, 8)
-
-
-def test_an_unknown_logger_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="unknown logger 'tensorbord'"):
-        start(grpo_config(tmp_path / "run", run={"loggers": ("tensorbord",)}))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_fails_at_its_very_end_is_not_finished(directory):
-    made: list[Memory] = []
-    callback = recorder(directory, memory=lambda run: made.append(Memory(run)) or made[-1])
-    with closing([callback]):
-        walk(callback, range(1, 2))
-        callback.on_exception(tiny_run(step=1), OSError("the export failed"))
-    assert made[0].heard[-1] == ("close", False)

@@ -112,13 +112,6 @@ def logged(tmp_path) -> LoggedRun:
     return LoggedRun(directory=directory, run_id="3f9a01bd")
 
 
-def test_the_project_may_come_from_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "from-outside")
-    logger = WandbLogger(logged(tmp_path))
-    assert logger.run.project == "from-outside"
-    logger.close(finished=True)
-
-
 def test_a_service_that_refuses_is_explained(tmp_path, monkeypatch):
     def refuse(**options):
         raise wandb.errors.UsageError("No API key configured.")

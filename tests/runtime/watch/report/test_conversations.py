@@ -6,12 +6,10 @@ import pytest
 
 import nemorl
 from nemorl.rollout.environments.classes import TurnResult
-from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import failures, render
-from nemorl.runtime.watch.report.samples import compact
 from tests.runtime.runs import addition_rows, grpo_config, start
-from tests.runtime.watch.report.pages import EVIL, Page
+from tests.runtime.watch.report.pages import Page
 
 
 class Guess:
@@ -71,31 +69,3 @@ def test_why_conversations_failed(run):
     assert "#failures" in {link["href"] for link in page.all("a")}
     (failed,) = [s for s in page.data["runs"][0]["steps"]["1"] if "failure" in s]
     assert failed["failure"] == row["said"] and "reward" not in failed
-
-
-def test_failures_are_added_up_over_steps_and_phases(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    directory.append_metrics(3, {"failed/KeyError": 1.0, "failed_fraction": 0.1})
-    directory.append_metrics(5, {"failed/KeyError": 2.0, "failed/" + EVIL: 7.0})
-    directory.append_metrics(5, {"failed/KeyError": 3.0}, phase="validation")
-    directory.append_samples(5, [{"prompt": "1+1=", "failure": "KeyError: " + EVIL}])
-    run = Gathered(directory.path)
-    assert [(row["count"], row["first"], row["last"]) for row in failures(run)] == [
-        (7, 5, 5),
-        (6, 3, 5),
-    ]
-    page = Page(render(run))
-    assert "3 to 5" in page.text and len(page.all("script")) == 2 and not page.all("img")
-    other = RunDirectory.create(tmp_path / "other", "")
-    other.append_metrics(1, {"failed_fraction": 0.0, "turns": 1.0})
-    page = Page(render(Gathered(other.path)))
-    assert "Why conversations failed" not in page.text
-    assert "Constant: turns" in page.text.replace("Turns", "turns"), "nobody has to look at them"
-
-
-def test_a_single_response_is_as_before():
-    row = {"prompt": "1+1=", "response": "2", "token_ids": [1, 2], "logprobs": [-1.0, -0.5]}
-    found = compact(row | {"finish_reason": "length", "cut_by": "rollout.max_turns"})
-    assert "turns" not in found and found["logprobs"] == [-1.0, -0.5]
-    assert found["chips"] == {"tokens": "2", "end": "cut by rollout.max_turns"}
-    assert compact(row | {"finish_reason": "length"})["chips"]["end"] == "cut at the limit"

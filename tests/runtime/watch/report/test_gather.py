@@ -1,6 +1,4 @@
-import json
 import shutil
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,8 +8,7 @@ from hypothesis import strategies as st
 
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.record import RunRecord
-from nemorl.runtime.watch.report import gather as module
-from nemorl.runtime.watch.report.gather import Gathered, pieces, spread, working_seconds
+from nemorl.runtime.watch.report.gather import Gathered, pieces, working_seconds
 from tests.runtime.runs import grpo_config, start
 from tests.tiny_models import tiny_tokenizer
 
@@ -22,11 +19,6 @@ def test_pieces_of_bytes_make_the_text(text):
     ids = list(text.encode("utf-8", "replace"))
     found = pieces(lambda part: bytes(part).decode(errors="replace"), ids)
     assert len(found) == len(ids) and "".join(found) == bytes(ids).decode()
-
-
-@given(st.lists(st.integers(0, 255), max_size=40))
-def test_pieces_of_any_bytes(ids):
-    assert len(pieces(lambda part: bytes(part).decode(errors="replace"), ids)) == len(ids)
 
 
 def test_spaces_that_a_decoder_adds_belong_to_the_token_before_them():
@@ -85,25 +77,6 @@ def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing, d
         assert found.status == "unknown"
 
 
-def test_only_the_log_of_this_run(run, tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    record = RunRecord.begin(directory, algorithm="sft")
-    lines = [{"run_id": name, "message": name} for name in ("another", record.run_id)]
-    directory.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [line["message"] for line in Gathered(directory.path).log] == [record.run_id]
-
-
-def test_a_long_run_shows_evenly_spaced_steps(tmp_path, monkeypatch):
-    files = [tmp_path / f"step_{step}.jsonl" for step in range(1, 101)]
-    for file in files:
-        file.write_text("x" * 100)
-    monkeypatch.setattr(module, "SAMPLE_BYTES", 1000)
-    assert spread(files)[::3] == [files[0], files[33], files[66], files[99]]
-    monkeypatch.setattr(module, "SAMPLE_BYTES", 10)
-    assert spread(files) == [files[0], files[-1]]
-    assert spread(files[:1]) == files[:1] and spread([]) == []
-
-
 def test_time_is_that_of_the_processes():
     record = RunRecord(
         run_id="3f9a01bc", algorithm="sft", status="finished", sessions=(100.0, 500.0), ended=560.0
@@ -116,13 +89,3 @@ def test_time_is_that_of_the_processes():
     )
     assert working_seconds(None, metrics, now=9999.0) == 440
     assert working_seconds(record, [], now=9999.0) == 60 and working_seconds(None, [], now=0.0) == 0
-
-
-def test_a_run_in_progress_counts_until_now(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    record = RunRecord.begin(directory, algorithm="sft")
-    found = Gathered(directory.path, now=record.sessions[0] + 90)
-    assert found.status == "running" and found.seconds == pytest.approx(90)
-    replace(record, status="failed", ended=time.time() + 5).write(directory)
-    assert Gathered(directory.path, now=record.sessions[0] + 90).seconds < 20
-    assert RunRecord.read(directory).status == "failed"

@@ -1,7 +1,6 @@
 import base64
 import hashlib
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -12,12 +11,11 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.record import RunRecord
-from nemorl.runtime.watch.report import gather
 from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import MOST_POINTS, curves_of, grouped, render, write_report
+from nemorl.runtime.watch.report.page import curves_of, grouped, render, write_report
 from nemorl.runtime.watch.report.samples import sample_data
-from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
+from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.pages import EVIL, Page
 
 
@@ -125,16 +123,6 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     assert "--run.resume" in page_of(directory).text
 
 
-def test_sft_and_its_statistics(tmp_path):
-    start(sft_config(tmp_path / "run", steps=2), validation=addition_rows(4))
-    numbers = {"count": 1234, "padded_fill": 0.5, "histogram": [[8, 1000], [16, 234]]}
-    (tmp_path / "run" / "data.json").write_text(json.dumps({"train": numbers}))
-    page = page_of(RunDirectory.open(tmp_path / "run"))
-    assert "1,234" in page.text and "50%" in page.text
-    titles = [attributes.get("title") for _, attributes in page.elements]
-    assert "234 of up to 16 tokens" in titles
-
-
 def shown(folder, *samples: dict) -> list[dict]:
     """Samples as they come to the page."""
     directory = RunDirectory.create(folder / "run", "")
@@ -147,29 +135,6 @@ def test_preferences_side_by_side(tmp_path):
     (sample,) = shown(tmp_path, {"prompt": [{"role": "user", "content": "1+1="}], **pair})
     texts = {"prompt": "user: 1+1=", "chosen": "2", "rejected": "3"}
     assert sample == texts | {"chips": {"margin": "0.1235"}}
-
-
-def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
-    given = [[0.5, -0.25], [0.5, 0.5], [None, 1.0]]
-    samples = shown(tmp_path, *({"token_ids": [1, 2], "advantages": each} for each in given))
-    assert [sample["advantages"] for sample in samples] == given
-    assert [sample["chips"].get("advantage") for sample in samples] == [None, "0.5", None]
-
-
-def test_a_long_response_is_cut_and_says_so(tmp_path):
-    (sample,) = shown(tmp_path, {"token_ids": [1] * 5000, "logprobs": [-1.0] * 5000})
-    assert (sample["chips"]["tokens"], sample["cut"]) == ("5000", 1000)
-    assert len(sample["logprobs"]) == 4000
-
-
-def test_the_same_warning_is_shown_once(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    record = RunRecord.begin(directory, algorithm="sft")
-    line = {"run_id": record.run_id, "level": "WARNING", "message": "thin ice", "step": 3}
-    directory.log.write_text((json.dumps(line) + "\n") * 5)
-    text = page_of(directory).text
-    assert text.count("thin ice") == 1 and "×5" in text
-    assert "1 warning or error, 0 events" in text
 
 
 METRICS = [
@@ -199,47 +164,12 @@ def test_every_number_has_its_place(run):
         "Speed and resources": [],
         "Other": ["my own"],
     }
-    constant = [
-        (curve["title"], curve["ends"][0]["now"]) for curve in groups["Updates"]["constant"]
-    ]
-    assert constant == [("Learning rate", 1e-5), ("ratio max", 1.0)]
-    assert groups["Engines"]["drawn"][0]["meaning"].startswith("share of the time")
     shares = groups["Speed and resources"]["shares"]
     assert shares == pytest.approx({"generate": 0.75, "train": 0.2, "other": 0.05})
-    only = [{"step": 1, "phase": "train", "seconds": 1.0, "trainer/seconds": 0.5}]
-    assert groups_of(run, only)["Speed and resources"]["shares"] == {}
-    data = groups["Learning"]["drawn"][0]["data"]
-    assert data["courses"] == [
+    assert groups["Learning"]["drawn"][0]["data"]["courses"] == [
         ["training", [*range(1, 8)], [step / 10 for step in range(1, 8)]],
         ["validation", [4], [0.5]],
     ]
-
-
-def test_a_long_course_is_thinned(run):
-    steps = range(1, 20_001)
-    lines = [{"step": step, "phase": "train", "loss": math.sin(step / 100)} for step in steps]
-    (curve,) = groups_of(run, lines)["Learning"]["drawn"]
-    assert MOST_POINTS / 2 < len(curve["data"]["courses"][0][1]) <= MOST_POINTS
-    assert len(curve["svg"]) < 60_000
-    first, last = (math.sin(step / 100) for step in (1, 20_000))
-    assert (curve["ends"][0]["first"], curve["ends"][0]["last"]) == (first, last)
-    assert curve["total"] == pytest.approx(sum(line["loss"] for line in lines))
-
-
-def test_the_headline_is_the_reward_not_a_loss_of_rounding_errors(run):
-    directory, lines = RunDirectory.open(run.path), []
-    for step in (1, 2, 3):
-        line = {"step": step, "phase": "train", "reward": step / 4, "loss": 1e-9 * step}
-        lines.append(line | {"lr": 1e6, "kl": 0.5 * step})
-    groups = groups_of(directory, lines)
-    assert [curve["title"] for curve in groups["Learning"]["drawn"]] == ["Reward"]
-    assert list(groups) == ["Learning", "Policy", "Updates"]
-    found = Gathered(run.path)
-    found.metrics = lines
-    page = Page(render(found))
-    tiles = page.text[page.text.index("Environment") : page.text.index("Curves", 200)]
-    assert "Reward0.75" in tiles and "Loss" not in tiles
-    assert "Learning rate 1e6" in page.text and "1.00M" not in page.text
 
 
 def copy_of(run: RunDirectory, folder, **settings) -> RunDirectory:
@@ -274,36 +204,6 @@ def test_runs_side_by_side(run, tmp_path, capsys):
     assert reward[2][2] == [1, 2, 3, 4, 5], "each run has its own steps"
 
 
-@pytest.mark.parametrize(
-    ("steps", "opens"),
-    [
-        ([[1, 2, 3], [1, 2, 3, 9]], 3),
-        ([[9, 10, 11], [2, 9, 10]], 10),
-        ([[1, 3], [2, 4]], 4),
-        ([[1, 2], [1, 3], [3]], 3),
-        ([[1, 5]], 5),
-        ([[], []], None),
-    ],
-)
-def test_samples_open_at_the_newest_step_that_most_runs_have(tmp_path, monkeypatch, steps, opens):
-    monkeypatch.setattr(gather, "SAMPLE_BYTES", 0)  # two files of a run alone are shown
-    for number, each in enumerate(steps):
-        directory = RunDirectory.create(tmp_path / str(number), "")
-        for step in each:
-            directory.append_samples(step, [{"prompt": "1+1=", "response": "2"}])
-    runs = [tmp_path / str(number) for number in range(len(steps))]
-    page = Page(nemorl.write_report(runs).read_text())
-    assert page.data["opens"] == opens
-    shown = [text.strip() for element, text in page.texts if element == "output"]
-    assert shown == ([] if opens is None else [str(opens)])
-
-
-def test_runs_of_one_name_are_told_apart_by_their_folders(run, tmp_path):
-    runs = [copy_of(run, tmp_path / name / "sums").path for name in ("one", "two")]
-    page = Page(nemorl.write_report(runs).read_text())
-    assert [part["name"] for part in page.data["runs"]] == [str(path) for path in runs]
-
-
 @pytest.mark.parametrize("names", [[], ["sums", "../runs/sums"], [str(i) for i in range(7)]])
 def test_none_twice_the_same_or_too_many_runs_are_refused(tmp_path, names):
     with pytest.raises(ValueError, match="runs must be 1 to 6 different directories, but it is"):
@@ -335,13 +235,6 @@ def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
     assert last.data["curves"][0]["courses"][0][1] == [1, 2, 3]
 
 
-def test_what_differs_from_the_defaults_stands_out(run):
-    changed = Gathered(run.path).changed
-    assert changed["max_num_steps"] == 100 and "run.seed" not in changed
-    page = page_of(run)
-    assert len([row for row in page.all("tr") if row.get("class") == "changed"]) == len(changed)
-
-
 def test_the_command(run, tmp_path, capsys):
     assert cli.main(["report", str(run.path)]) == 0
     assert "report.html" in capsys.readouterr().out
@@ -349,11 +242,3 @@ def test_the_command(run, tmp_path, capsys):
     page = tmp_path / "deep" / "page.html"
     assert cli.main(["report", str(run.path), "--output", str(page)]) == 0
     assert page.read_text().startswith("<!doctype html>")
-
-
-def test_what_can_not_be_reported(run, tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "must be the folder of a run" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output must be a file that can be .*--output"):
-        nemorl.write_report(run.path, tmp_path / "file" / "page.html")

@@ -1,7 +1,5 @@
 """Two runs whose validations answered the same rows, compared by a paired test."""
 
-import shutil
-
 import pytest
 
 import nemorl
@@ -34,7 +32,7 @@ def judged(
     return directory
 
 
-def tested(*directories: RunDirectory):
+def lines_of(*directories: RunDirectory):
     return paired_tests([Gathered(directory.path) for directory in directories])
 
 
@@ -58,7 +56,7 @@ def test_a_validation_is_recorded_row_by_row(tmp_path, capsys):
 def test_the_report_tests_whether_two_runs_differ(tmp_path):
     rewards = [0, 0, 0, 0, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
     runs = [judged(tmp_path / name, each) for name, each in zip("ab", rewards, strict=True)]
-    (line,) = tested(*runs)
+    (line,) = lines_of(*runs)
     (difference, half), p_value = paired(*rewards)
     assert (line["difference"], line["difference_ci"], line["p_value"]) == (
         difference,
@@ -77,19 +75,13 @@ def test_the_report_tests_whether_two_runs_differ(tmp_path):
 
 def test_only_rows_that_both_answered_are_compared(tmp_path):
     runs = judged(tmp_path / "a", [0, None, 1, 0]), judged(tmp_path / "b", [1, 1, None, 0], step=9)
-    (line,) = tested(*runs)
+    (line,) = lines_of(*runs)
     assert (line["num_prompts"], line["difference"]) == (2, 0.5)
-    assert tested(runs[0], judged(tmp_path / "c", [1, 1], data="others")) == []
-    beside_others = judged(tmp_path / "f", [1, 1, 1, 1, 0], first=7, texts=4)
-    (line,) = tested(runs[0], beside_others)
+    assert lines_of(runs[0], judged(tmp_path / "c", [1, 1], data="others")) == []
+    beside_others = judged(tmp_path / "d", [1, 1, 1, 1, 0], first=7, texts=4)
+    (line,) = lines_of(runs[0], beside_others)
     assert (line["num_prompts"], line["difference"]) == (3, pytest.approx(2 / 3))
-    twice = judged(tmp_path / "g", [0, 0, 0, 0, 1], texts=4)
-    (line,) = tested(twice, beside_others)
-    assert (line["num_prompts"], line["difference"]) == (5, pytest.approx(3 / 5))
-    shutil.rmtree(runs[1].path / "validation")
-    assert tested(*runs) == []
-    newest = judged(tmp_path / "d", [1, 1, 1, 1], step=10)
-    judged(tmp_path / "e", [0, 0, 0, 0], step=2).sample_files("validation")[2].rename(
-        newest.path / "validation" / "step_2.jsonl"
-    )
-    assert tested(runs[0], newest)[0]["second"] == 1.0, "the last validation counts"
+    newest = judged(tmp_path / "e", [1, 1, 1, 1], step=10)
+    older = judged(tmp_path / "f", [0, 0, 0, 0], step=2).sample_files("validation")[2]
+    older.rename(newest.path / "validation" / "step_2.jsonl")
+    assert lines_of(runs[0], newest)[0]["second"] == 1.0, "the last validation counts"

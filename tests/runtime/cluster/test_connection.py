@@ -61,7 +61,7 @@ def test_a_late_start_is_tried_again_within_the_time(starts):
 
 
 def test_ray_has_a_folder_of_this_user_in_which_its_sockets_have_room(
-    starts, tmp_path, monkeypatch
+    tmp_path, starts, monkeypatch
 ):
     folder = connection._private_folder()
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -333,7 +333,7 @@ def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     assert first == ("begin_weights",) and last[0] == "finish_weights"
     names = [name for _, info in rounds for name in info["names"]]
     assert names == [name for name, _ in weights]
-    assert len(rounds) == (1 if transport == "cuda_ipc" else 7)
+    assert len(rounds) == (1 if transport == "cuda_ipc" else 4)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from tests.runtime.runs import (
     addition_rows,
     digits,
     grpo_config,
+    of_phase,
     preference_rows,
     sft_config,
 )

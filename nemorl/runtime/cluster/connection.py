@@ -94,9 +94,9 @@ def connect(
 ) -> None:
     """Be connected to Ray until `release` is called.
 
-    To the cluster that this process is in, the one at `address` or RAY_ADDRESS, or a local one with
-    so many CPUs and GPUs (None: the machine's), which ends with its last user. timeout_s: longest
-    start of a local one, which is the user's `setting`. Raises RayClusterError.
+    To this process's cluster, the one at `address` or RAY_ADDRESS, or a local one with so many CPUs
+    and GPUs (None: the machine's). timeout_s: longest start of a local one, which is the user's
+    `setting`. Raises RayClusterError.
     """
     with _LOCK:
         if not ray.is_initialized():
@@ -131,10 +131,7 @@ def is_local() -> bool:
 
 
 def has_gpus() -> bool:
-    """Return whether Ray, to which this process is connected, can be asked for GPUs.
-
-    Of a cluster that was not started here Ray says it: this machine may be one without GPUs.
-    """
+    """Of a cluster that was not started here Ray says it: this machine may be one without GPUs."""
     if torch.cuda.is_available():
         return True
     return not _STATE["local"] and ray.cluster_resources().get("GPU", 0) > 0
@@ -142,7 +139,7 @@ def has_gpus() -> bool:
 
 def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
     """Start a process that waits for the end of this one, however it comes, and then ends the
-    others and the processes of a group. As long as it lives it is an `owner`: see `claim`.
+    others and a group. It is an `owner`, too: see `claim`.
     """
     _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
@@ -177,7 +174,7 @@ def check() -> None:
 
 
 def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int:
-    """Start Ray on this machine, in a folder of this user alone; return what claims the folder."""
+    """In a folder of this user alone; return what claims the folder."""
     folder = _private_folder()
     owner = claim(folder)
     begin = time.monotonic()
@@ -197,7 +194,6 @@ def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int
 
 
 def _reason(error: Exception, folder: Path, late: bool, timeout_s: float, setting: str) -> str:
-    """Return why a local cluster did not start, and what to do."""
     logs, first = folder / "r" / "session_latest" / "logs", _first_line(error)
     full = [
         place

@@ -81,11 +81,9 @@ def _set(turn: asyncio.Future[None]) -> None:
 class RayWorkers:
     """At most `count` processes, each of which holds the object of one conversation at a time.
 
-    They start when they are needed, and are used again, by event loops of any thread. One whose
-    call was given up, at its time limit or by cancellation, is killed, and only its own
-    conversation fails.
-    options: of the actors, by Ray's names. Raises: ValueError for others; from `room`
-    RayClusterError where Ray can't be reached, and ResourcesError where they don't fit.
+    They are used again, by event loops of any thread. One whose call was given up, at its time
+    limit or by cancellation, is killed, and only its own conversation fails.
+    options: of the actors, by Ray's names. Raises ValueError for others.
     """
 
     def __init__(self, count: int, options: Mapping[str, Any]) -> None:
@@ -101,8 +99,9 @@ class RayWorkers:
 
     @asynccontextmanager
     async def room(self, make: Callable[..., Any], kind: type) -> AsyncIterator[Callable[..., Any]]:
-        """Wait for a process, and yield `async def made(*args, **named)`, which makes an object of
-        the class `kind` there.
+        """Wait for a process; yield `async def made(*args, **named)`, which makes a `kind` there.
+
+        Raises RayClusterError, and ResourcesError where the processes don't fit.
         """
         self._connect()
         async with self._places:
@@ -158,13 +157,10 @@ class RayWorkers:
 
 
 class _Process:
-    """A worker as a conversation sees it."""
-
     def __init__(self, actor: Any) -> None:
         self.actor, self.busy = actor, False
         """busy: whether a call has not returned; it can't be used then, or after its death."""
         self.environment: Any = None
-        """The object as the conversation sees it."""
         self._end = "is lost"
 
     async def ask(self, method: str, *args: Any) -> Any:
@@ -192,7 +188,7 @@ class _Process:
             raise self.failure(error) from None
 
     def failure(self, error: Exception | None = None) -> ConversationFailed:
-        """Return the error of the conversation; error: what ended the process just now."""
+        """error: what ended the process just now."""
         self.busy = True
         if error is not None:
             self._end = f"ended: {error}"

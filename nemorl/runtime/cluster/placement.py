@@ -191,7 +191,6 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def _in_words(bundles: Sequence[Bundle]) -> str:
-    """Return the bundles of one name in words."""
     counts = Counter[str]()
     for bundle in bundles:
         text = ", ".join(f"{amount:g} {name}" for name, amount in bundle.amounts.items())
@@ -207,7 +206,6 @@ def _has(resources: Mapping[str, float]) -> str:
 
 
 def most_on_a_node(resource: str) -> float:
-    """Return the largest amount of a resource, by Ray's name, that a present node has."""
     return max((node["Resources"].get(resource, 0) for node in _nodes()), default=0)
 
 
@@ -235,7 +233,7 @@ def _nodes() -> list[Any]:
 
 def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
     """Return the memory in bytes of the smallest GPU, of one on each node that bundles with GPUs
-    take; None where there is no room for them, or the memory of one is not known.
+    take; None where it is not known.
     """
     with (
         suppress(ResourcesError, RayError),  # such as a node without nemorl
@@ -260,7 +258,7 @@ def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int
 
 
 def _gpu_memory() -> int:
-    """Return the memory in bytes of this process's GPU; 0 where torch sees none."""
+    """In bytes; 0 where torch sees no GPU."""
     import torch
 
     available = torch.cuda.is_available()

@@ -47,10 +47,7 @@ class WorkerInfo:
 
 
 class Host:
-    """Hosts one object."""
-
     def place(self) -> dict[str, Any]:
-        """Return where this process is."""
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
@@ -152,7 +149,6 @@ class RayWorkerGroup:
         return len(self._actors)
 
     def info(self, rank: int) -> WorkerInfo:
-        """Return where a worker is."""
         return self._infos[rank]
 
     def call(

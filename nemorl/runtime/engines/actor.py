@@ -29,10 +29,7 @@ from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
 
 
 class EngineActor:
-    """One engine in an asynchronous actor: any number of calls at once, in any order.
-
-    All that touches the engine runs on its thread.
-    """
+    """One engine in an asynchronous actor. All that touches the engine runs on its thread."""
 
     make: Callable[[EngineSpec], Any] = Engine
 
@@ -44,11 +41,10 @@ class EngineActor:
         self._stepping, self._progress, self._partial, self._busy_s = False, 0, 0, 0.0
 
     async def meet(self, spec: EngineSpec) -> EngineSpec:
-        """Return the engine with this process as the one at which its stages meet."""
         return replace(spec, meeting=(own_address(), free_port()))
 
     async def start(self, spec: EngineSpec) -> Place:
-        """Start the engine and return where it is. Raises EngineStartError."""
+        """Raises EngineStartError."""
         self._loop = asyncio.get_running_loop()
         self._engine = await self._loop.run_in_executor(self._thread, self.make, spec)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -61,10 +57,7 @@ class EngineActor:
         )
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-        """Return the `params.n` samples of a prompt once all are finished.
-
-        `params` have a seed, every token that ends a response, and a length that fits.
-        """
+        """`params` have a seed, every token that ends a response, and a length that fits."""
         id = next(self._ids)
         self._waiting[id] = self._loop.create_future()
         try:
@@ -82,7 +75,7 @@ class EngineActor:
         return self._progress
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine, before its next step, and return the result."""
+        """Before its next step."""
         return await self._loop.run_in_executor(self._thread, self._do, method, *args)
 
     def _add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
@@ -122,7 +115,7 @@ class EngineActor:
         self._go_on()
 
     def _answer(self, answers: Mapping[int, Any]) -> None:
-        """Settle prompts with their samples or an error, on the event loop."""
+        """On the event loop."""
         for id, answer in answers.items():
             future = self._waiting.get(id)
             if future is None or future.done():
@@ -159,8 +152,6 @@ class Stage:
 
 
 class StageActor:
-    """The Ray actor around a stage."""
-
     make = Stage
 
     def __init__(self, name: str, log: str) -> None:
@@ -168,7 +159,7 @@ class StageActor:
         self._thread = ThreadPoolExecutor(1, "stage")
 
     async def run(self, spec: EngineSpec) -> None:
-        """Start the workers and return when one has ended. Raises EngineStartError."""
+        """Return when a worker has ended. Raises EngineStartError."""
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(self._thread, self.make, spec)
         await loop.run_in_executor(self._thread, stage.wait)

@@ -64,7 +64,6 @@ class VLLMGenerationBackend:
         """None: there are no weights yet, or an update of them failed."""
         self.updated = self.asleep = self._failed = False
         self._lock = threading.RLock()
-        """Held while weights change."""
         self._engines: Replicas | None = None
 
     def setup(self, config: GenerationConfig) -> None:
@@ -207,7 +206,6 @@ class VLLMGenerationBackend:
         return self._engines
 
     def _check(self) -> None:
-        """Raise RuntimeError where nothing can be generated."""
         _ = self._running
         if self.asleep:
             raise RuntimeError("the generation backend sleeps: call wake() before generate()")
@@ -227,7 +225,7 @@ class VLLMGenerationBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        """Complete the requests: seeds, end tokens, lengths that fit. The engines get weights."""
+        """Complete the requests: seeds, end tokens, lengths that fit."""
         self._check()
         params = checked_requests(
             prompts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class EnginesFailed(Exception):
 def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]], *, opened: bool = True) -> None:
     """Hand out weights in this rank's GPU to engines on the same; a collective call of all ranks.
 
-    sender: a WeightSender, whose methods rank 0 calls. opened: whether an engine is on this GPU.
+    opened: whether an engine is on this GPU.
 
     Raises: EnginesFailed, once all ranks are through; what the weights raise, on all ranks alike.
     """
@@ -113,7 +113,8 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
     info: Any
     if transport == "cuda_ipc":
         rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
-        largest = buffer_bytes(sender.expected, sender.dtype)
+        sizes = [math.prod(shape) * sender.dtype.itemsize for shape in sender.expected.values()]
+        largest = max([ROUND_BYTES, *sizes])  # every tensor has to fit in the shared buffer
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=largest)
     else:
         world = 1 + sender.processes * len(sender.actors)
@@ -127,16 +128,6 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
         )
     source = _Source(sender.dtype, ())
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-
-
-def buffer_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Return the bytes of the buffer that ranks share with engines, in which the largest tensor has
-    to fit.
-
-    >>> buffer_bytes({"embedding": (152064, 8192)}, torch.bfloat16)
-    2491416576
-    """
-    return max([ROUND_BYTES, *(math.prod(shape) * dtype.itemsize for shape in shapes.values())])
 
 
 @dataclass
@@ -172,14 +163,12 @@ class _Rounds:
 
     sender: Any
 
-    def start_weight_update(self) -> None:
-        """The update has begun."""
+    def start_weight_update(self) -> None: ...
 
     def update_weights(self, info: Any) -> None:
         self.sender.update_weights(info)
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Others may follow."""
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
 @dataclass
@@ -190,7 +179,7 @@ class _Source:
     weights: Iterable[tuple[str, Tensor]]
 
     def metadata(self) -> list[Any]:
-        """Return names and shapes of a round, which is a list."""
+        """Of a round, which is a list."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, self.dtype, tuple(each.shape)) for name, each in self.weights]

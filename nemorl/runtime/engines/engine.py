@@ -55,7 +55,6 @@ TMPDIR = tempfile.gettempdir()
 
 
 def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
-    """Return the environment variables of an engine's process."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -83,12 +82,9 @@ class _Tokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: tuple[int, ...] = ()
-    """Known when it is finished."""
     finish_reason: str | None = None
     name: str = ""
-    """vLLM's own of its request."""
     experts: "np.ndarray | None" = None
-    """Known when it is finished."""
 
 
 class Engine:
@@ -100,7 +96,6 @@ class Engine:
         self._expert_layers: list[int] | None = None
         """The ones with experts, where vLLM records these itself."""
         self._adapters: Any = None
-        """vLLM's LoRARequest for the newest adapters; None: there are none."""
         self._requests: dict[int, list[_Tokens]] = {}
         self._folder = ExitStack()
         self._folder.enter_context(own_folder())
@@ -145,11 +140,9 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to compute, and weights for it."""
         return self.usable and not self.asleep and bool(self._requests)
 
     def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        """Begin the samples of a prompt."""
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -213,12 +206,10 @@ class Engine:
         return finished
 
     def _sample_of(self, output: Any) -> tuple[int, _Tokens]:
-        """Return the request and the sample that an output of vLLM is of."""
         id, _, j = output.request_id.partition("/")
         return int(id), self._requests[int(id)][int(j)]
 
     def abort(self, id: int) -> None:
-        """Drop a request, if it is unfinished."""
         samples = self._requests.pop(id, [])
         self.partial -= sum(sample.finish_reason is not None for sample in samples)
         self._llm.abort_request([f"{id}/{j}" for j in range(len(samples))])
@@ -230,7 +221,6 @@ class Engine:
         self._llm.reset_prefix_cache()
 
     def connect(self, info: dict[str, Any]) -> None:
-        """Connect one of vLLM's weight-transfer engines with the trainer's."""
         self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
 
     def begin_weights(self) -> None:
@@ -246,7 +236,6 @@ class Engine:
     ) -> list[list[tuple[str, int]]]:
         """Use the new weights, also for unfinished samples, whose cache is computed again.
 
-        adapters: the newest, for weights that are the same or have just come.
         Returns names and checksums of what came, of each worker that got other ones than those
         before it.
         """
@@ -297,7 +286,6 @@ class Engine:
             self.asleep = False
 
     def shutdown(self) -> None:
-        """End it and its processes."""
         self._llm.engine_core.shutdown()
         self._folder.close()
 
@@ -317,7 +305,6 @@ def start_errors(own: ExitStack) -> Iterator[None]:
 
 @contextmanager
 def model_folder(spec: EngineSpec) -> Iterator[str]:
-    """Have the model's configuration and tokenizer in a folder."""
     with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
         for name, content in spec.files.items():
             (Path(folder) / name).write_bytes(content)
@@ -325,7 +312,7 @@ def model_folder(spec: EngineSpec) -> Iterator[str]:
 
 
 def engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
-    """Return vLLM's EngineArgs, and whether it computes on a CPU. Raises EngineStartError."""
+    """Return vLLM's EngineArgs, and whether it computes on a CPU."""
     for name, level in QUIET.items():
         logging.getLogger(name).setLevel(level)
     try:
@@ -352,7 +339,6 @@ def engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
 
 
 def _is_split(spec: EngineSpec) -> bool:
-    """Return whether several processes compute."""
     return spec.tensor_parallel_size * spec.pipeline_parallel_size > 1
 
 
@@ -399,7 +385,6 @@ def _check(spec: EngineSpec, *, cpu: bool) -> None:
 
 
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
-    """The engine arguments that are ours."""
     # Inside an actor, vLLM would ask Ray for processes.
     split = {"distributed_executor_backend": "mp"} if _is_split(spec) else {}
     return {
@@ -426,7 +411,6 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
 
 
 def _stage_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Have a node of vLLM's for each stage of a pipeline."""
     if spec.meeting is None:
         return {}
     address, port = spec.meeting
@@ -449,7 +433,7 @@ def _adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 def _experts(llm: Any, ended: dict[str, Any], layers: list[int] | None) -> dict[str, np.ndarray]:
-    """Return experts of ended requests by name; layers: of vLLM's record, None: of our own."""
+    """layers: of vLLM's record; None: of our own."""
     if layers is not None:
         found = {name: part.routed_experts[:, layers] for name, part in ended.items()}
         return {name: experts.astype("int16") for name, experts in found.items()}
@@ -485,7 +469,6 @@ def _unlink_memory(worker: Any = None) -> None:
 
 
 def _unlink(memory: SharedMemory) -> None:
-    """SharedMemory.unlink, for a name that is gone."""
     (Path("/dev/shm") / memory.name).unlink(missing_ok=True)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")
 
@@ -498,7 +481,6 @@ def _clear_cache(worker: Any) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What vLLM says is wrong."""
     text, errors = str(error).strip() or repr(error), getattr(error, "errors", None)
     if callable(errors):  # pydantic's
         text = "; ".join(
@@ -519,7 +501,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _last_error(output: Path) -> str:
-    """The last error in a log, written by a process of the engine's own."""
+    """Written by a process of the engine's own."""
     if not output.is_file():
         return ""
     said = re.findall(

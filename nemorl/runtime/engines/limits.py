@@ -15,9 +15,8 @@ seconds.
 
 
 def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
-    """Raise ValueError for engines that need more GPUs, beside those that train unless they are
-    colocated, or more cores than this machine has, and for a model whose attention vLLM can't
-    compute on a CPU.
+    """Raise ValueError for engines that need more GPUs or cores than this machine has for them, and
+    for a model whose attention vLLM can't compute on a CPU.
     """
     if machine.cluster:
         return
@@ -43,7 +42,7 @@ def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
 
 
 def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
-    """Raise ValueError for more colocated engines than the GPUs of ranks have room for."""
+    """Raise ValueError for more colocated engines than ranks have GPUs for."""
     size = config.devices_per_replica
     require(
         config.num_replicas <= room,
@@ -56,7 +55,7 @@ def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
 
 
 def check_heads(model: Any) -> None:
-    """Raise ValueError if vLLM can't compute attention on CPUs for a model's configuration."""
+    """Raise ValueError if vLLM can't compute a model's attention on CPUs."""
     heads = getattr(model, "num_attention_heads", None)
     size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
     require(

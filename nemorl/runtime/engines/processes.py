@@ -35,15 +35,12 @@ WITHOUT_TRAINER = "add --generation.trainer-gpus 0: engines may then get any of 
 
 @dataclass(eq=False)
 class EngineProcess:
-    """One process of a replica."""
-
     id: ProcessId
     actor: Any
     log: Path
     place: Place | None = None
     """None: it is not up yet."""
     busy_s: float = 0.0
-    """Seconds of computing, as last reported."""
     stages: list[Any] = field(default_factory=list)
     """Actors of the pipeline's later stages."""
     runs: list[Any] = field(default_factory=list)
@@ -106,7 +103,6 @@ class EngineProcesses:
         return cluster, cluster.placement("generation")
 
     async def start_all(self, router: Router) -> None:
-        """Start a process of each replica, or raise what was wrong with the first that failed."""
         self._router = router
         ids = [one.process for one in router.state.replicas]
         await asyncio.gather(*map(self._start, ids))
@@ -130,7 +126,7 @@ class EngineProcesses:
             self._router.note(Broke(id, error))
 
     async def _start(self, id: ProcessId) -> None:
-        """Start a process with an engine, and those of the engine's other stages."""
+        """Start a process with an engine, and those of its other stages."""
         timeout_s, log = self.config.start_timeout_s, self._log_dir / f"replica-{id.rank}.log"
         process = self.running[id] = EngineProcess(id, self.launched(id.rank, log), log)
         try:
@@ -144,7 +140,6 @@ class EngineProcesses:
             raise process.died(str(error)) from None
 
     async def _staged(self, process: EngineProcess) -> EngineSpec:
-        """Start the later stages of a pipeline, and return the engine with where they meet."""
         rank, spec = process.id.rank, self.spec
         if spec.pipeline_parallel_size == 1:
             return spec
@@ -158,7 +153,7 @@ class EngineProcesses:
         return spec
 
     async def _unless_broken(self, process: EngineProcess, call: Any) -> Any:
-        """Return a call's result. Raise what ended one of the process's stages before."""
+        """Return a call's result, or raise what ended a stage before."""
         own, stage = asyncio.ensure_future(call), 0
         try:
             await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)
@@ -177,14 +172,15 @@ class EngineProcesses:
                 own.cancel()
 
     def launched(self, rank: int, log: Path, stage: int = 0) -> Any:
-        """Return an actor in the bundle of a replica's stage."""
         placement, config = self._placement, self.config
         number = rank * config.pipeline_parallel_size + stage
         bundle = placement.bundles[number]
         eager = self.spec.engine.get("enforce_eager", True)
         variables = environment(config.cpus_per_replica, eager=eager, cuda=self.spec.on_gpus)
         if self.beside:  # Ray counts these GPUs as the ranks', and must not hide them
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._shared_gpus(number))
+            share = rank_shares([place.node for place in self.beside], config)[number]
+            shared = [gpu for rank in share for gpu in self.beside[rank].gpus]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         runtime: dict[str, Any] = {"env_vars": variables}
         if config.python is not None:
@@ -200,11 +196,6 @@ class EngineProcesses:
             scheduling_strategy=where,
             runtime_env=runtime,
         ).remote(log.stem, str(log))
-
-    def _shared_gpus(self, number: int) -> list[str]:
-        """Return the GPUs of ranks that a stage has, counted over all replicas."""
-        shares = rank_shares([place.node for place in self.beside], self.config)
-        return [gpu for rank in shares[number] for gpu in self.beside[rank].gpus]
 
     async def _watch(self, process: EngineProcess) -> None:
         """Raise where a process died, or makes no progress for timeout_s though it has work."""
@@ -226,7 +217,7 @@ class EngineProcesses:
                 raise WorkerTimeout(f"{process.name} {hangs}")
 
     async def everywhere(self, method: str) -> None:
-        """Call a method of every engine. One that fails or is late breaks its process."""
+        """One that fails or is late breaks its process."""
 
         async def call(process: EngineProcess) -> None:
             try:
@@ -241,7 +232,6 @@ class EngineProcesses:
         await asyncio.gather(*map(call, self._up()))
 
     def end(self, id: ProcessId) -> None:
-        """End what is left of a process."""
         if keeper := self._keepers.pop(id, None):
             keeper.cancel()
         if process := self.running.pop(id, None):
@@ -252,7 +242,7 @@ class EngineProcesses:
                     ray.kill(actor)
 
     async def end_all(self) -> None:
-        """Shut all engines down, in bounded time."""
+        """In bounded time."""
         for keeper in self._keepers.values():
             keeper.cancel()
         ends = [process.actor.call.remote("shutdown") for process in self._up()]
@@ -263,7 +253,6 @@ class EngineProcesses:
             self.end(id)
 
     def release(self) -> None:
-        """Return what was reserved."""
         self.cluster.shutdown()
         self._own_logs.close()
 
@@ -298,8 +287,7 @@ def engine_bundles(
 
 
 def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int]]:
-    """Return for each stage of each replica the ranks whose GPUs it shares, on one node:
-    consecutive ones.
+    """Return, for each stage of each replica, consecutive ranks of one node whose GPUs it shares.
 
     nodes: of the ranks, each node's together. Raises ValueError where there are too few.
 
@@ -317,8 +305,8 @@ def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int
 
 
 def check_places(config: GenerationConfig, engines: Sequence[Place]) -> None:
-    """Raise a ValueError where engines that never sleep are on the GPU of this process, or none of
-    those is that take turns with it, unless no GPU of this machine trains (`trainer_gpus` is 0).
+    """Raise ValueError where engines that never sleep are on the GPU of this process, or none of
+    those that take turns with it, unless no GPU of this machine trains (`trainer_gpus` is 0).
     """
     if config.trainer_gpus == 0:
         return

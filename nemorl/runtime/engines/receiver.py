@@ -54,7 +54,6 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     loaded: set[str] | None = None
     """Names that vLLM's model says it has loaded; None: it does not say."""
     arrived: list[tuple[str, Tensor]]
-    """Names and checksums of the weights that came, in order."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -108,7 +107,6 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         self.model.load_weights(unpacked(update_info))
 
     def load(self, load: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        """Have the model load weights, whose checksums are noted."""
         found = load(self._noted(weights))
         self.loaded = None if found is None or self.loaded is None else self.loaded | set(found)
         return found
@@ -119,7 +117,6 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
             yield name, tensor
 
     def checksums(self) -> list[tuple[str, int]]:
-        """Return names and checksums of the weights that came with the last update."""
         names, found = zip(*self.arrived, strict=True) if self.arrived else ((), ())
         return list(zip(names, torch.stack(found).tolist() if found else (), strict=True))
 
@@ -167,16 +164,13 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; with this module it brings `Receiver`."""
 
     def nemorl_start_weight_update(self) -> None:
-        """Begin an update, also after one that has failed."""
         self._weight_update_active = False  # vLLM leaves it set when an update is given up
         self.start_weight_update()  # type: ignore[attr-defined]
 
     def nemorl_checksums(self) -> list[tuple[str, int]]:
-        """Return names and checksums of the weights that came with the last update."""
         return self.weight_transfer_engine.checksums()  # type: ignore[attr-defined]
 
     def nemorl_uuid(self) -> str:
-        """Return the UUID of this worker's GPU; nothing on a CPU."""
         device = self.device  # type: ignore[attr-defined]
         return uuid_of(device) if device.type == "cuda" else ""
 
@@ -191,22 +185,19 @@ class WorkerExtension:
             )
 
     def nemorl_record_experts(self) -> None:
-        """Record the experts of every request from now on, where vLLM does not."""
         self.nemorl_recorder = Recorder(self.model_runner)  # type: ignore[attr-defined]
 
     def nemorl_take_experts(self, ids: Sequence[str]) -> list[np.ndarray]:
-        """Return the experts of finished requests, as `Recorder.take` does. All ranks have them."""
+        """All ranks have them; one returns them."""
         found = self.nemorl_recorder.take(ids)
         return found if self.rank == 0 else []  # type: ignore[attr-defined]
 
     def nemorl_expert_layers(self) -> list[int]:
-        """Return the numbers of the layers with experts, from 0."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [layer.layer_id for layer in expert_layers(model)]
 
 
 def _packing_kernels(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield how layers compute with experts: method, kernel and the kernel's configuration."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if (kernel := getattr(method, "moe_kernel", None)) is not None:

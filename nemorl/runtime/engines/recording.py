@@ -20,12 +20,9 @@ UNKNOWN = -1
 
 @dataclass
 class _Record:
-    """The experts of a request's tokens so far."""
-
     parts: list[np.ndarray] = field(default_factory=list)
     """`[tokens, layers, topk]`, one behind the other."""
     length: int = 0
-    """Tokens of all parts."""
 
 
 class Recorder:
@@ -63,7 +60,6 @@ class Recorder:
         runner.execute_model = self.execute_model
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        """The runner's method, which computes the tokens that the scheduler chose."""
         self._seen.clear()
         for id in scheduled.finished_req_ids:  # also of requests that were aborted
             self._records.pop(id, None)
@@ -73,9 +69,7 @@ class Recorder:
         return found
 
     def take(self, ids: Sequence[str]) -> list[np.ndarray]:
-        """Return the experts, `[tokens, layers, topk]` in int16, of requests that the last pass has
-        finished, and forget them.
-        """
+        """Return `[tokens, layers, topk]` of requests that have just finished, and forget them."""
         return [np.concatenate(self._records.pop(id).parts) for id in ids]
 
     def _saw(self, layer: int, experts: Tensor) -> None:
@@ -107,13 +101,11 @@ class Recorder:
                 record.length = end
 
     def _places(self, id: str, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the blocks of a request's tokens, and where these stand in them."""
         blocks = self._runner.requests[id].block_ids[self._group]
         number, place = np.divmod(np.arange(first, end), self._block_size)
         return np.asarray(blocks)[number], place
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
-    """Return a model's layers of experts, in the order of the layers."""
     found = [part for part in model.modules() if isinstance(part, MoERunner)]
     return sorted(found, key=lambda part: part.layer_id)

@@ -64,13 +64,11 @@ class Replicas:
     ) -> None:
         self.config, self.spec = config, spec
         self._open: dict[int, tuple[Request, asyncio.Future[tuple[Sample, ...]]]] = {}
-        """Requests without an answer, by number."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._device = current_device()
         self._tending: asyncio.Task[None] | None = None
         self._usage: defaultdict[int, defaultdict[str, float]]
         self._usage = defaultdict(lambda: defaultdict(float))
-        """Tokens, restarts and busy seconds of each replica since the last metrics."""
         self._seconds, self._since = 0.0, 0.0
         """With requests in flight; the last time that there were none."""
         self._processes = self.processes(config, spec, beside)
@@ -89,18 +87,18 @@ class Replicas:
             raise
 
     def running(self) -> list[EngineProcess]:
-        """Return the replicas' processes that are up, by rank."""
+        """By rank."""
         states = [one for one in self._router.state.replicas if one.status == "up"]
         found = [self._processes.running.get(one.process) for one in states]
         return [process for process in found if process]
 
     def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
-        """Return the samples of each request, in order. After an error nothing goes on."""
+        """After an error nothing goes on."""
         self._supply.now()
         return self._router.do(self._answers(requests))
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
-        """Return the samples of one prompt, for a task of any event loop."""
+        """For a task of any event loop."""
         answers = self._answers([(prompt, params)])
         future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
         return (await asyncio.wrap_future(future))[0]
@@ -135,11 +133,10 @@ class Replicas:
         return self._supply.transport
 
     def update_weights(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
-        """Give all that are up the newest weights, as `Supply.update` does."""
         return self._supply.update(source, in_flight)
 
     async def _answers(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
-        """Return the samples of each request. On the router's event loop, as all below."""
+        """On the router's event loop, as all below."""
         futures = [self._ask(request) for request in requests]
         try:
             return await asyncio.gather(*futures)
@@ -165,7 +162,6 @@ class Replicas:
             self._router.note(Cancelled(number))
 
     def _act(self, action: Action) -> None:
-        """Execute what the routing decided."""
         match action:
             case Give(id, number):
                 call = self._call(self._processes.running[id], number, *self._open[number][0])
@@ -195,7 +191,6 @@ class Replicas:
     async def _call(
         self, process: EngineProcess, number: int, prompt: tuple[int, ...], params: SamplingParams
     ) -> None:
-        """Have a process answer a request, and note how that went."""
         call = process.actor.sample.remote(prompt, params)
         event: Event
         try:
@@ -226,7 +221,7 @@ class Replicas:
     def sleep(self) -> None:
         """Give memory back; no replica may start and take memory meanwhile. Requests pause."""
         if self.spec.sleep_level:
-            with self._supply.paused():  # not between two calls of an update
+            with self._supply.sending:  # not between two calls of an update
                 self._router.do(self._sleep())
 
     async def _sleep(self) -> None:
@@ -259,7 +254,7 @@ class Replicas:
         return {**measured, **self._supply.metrics()}
 
     def shutdown(self) -> None:
-        """End the engines and their processes. May be called again."""
+        """May be called again."""
         if self._router.loop.is_closed():
             return
         try:

@@ -28,8 +28,6 @@ class ProcessId(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt to be sampled."""
-
     number: int
     """Requests are numbered in order of arrival."""
     n: int
@@ -49,8 +47,6 @@ def _without(waiting: tuple[Request, ...], number: int) -> tuple[Request, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """One copy of the engine."""
-
     process: ProcessId
     status: Literal["starting", "up", "down", "given up"] = "starting"
     """down: it has ended, and starts again once engines are awake."""
@@ -59,7 +55,6 @@ class Replica:
     open: Mapping[int, Request] = field(default_factory=dict)
     """Requests that it was given and has not answered, by number."""
     samples: int = 0
-    """Samples of these requests."""
     partial: int = 0
     """How many of these samples are finished, as last reported."""
     deaths: int = 0
@@ -67,7 +62,6 @@ class Replica:
 
     @property
     def ready(self) -> bool:
-        """Return whether it is up and has the newest weights."""
         return self.status == "up" and self.version is not None
 
     @property
@@ -80,7 +74,7 @@ class Replica:
         return replace(self, open=open, samples=self.samples + request.n)
 
     def without(self, number: int, *, partial: int = 0) -> Replica:
-        """Return it without an open request. `partial` 0 is on the safe side."""
+        """`partial` 0 is on the safe side."""
         open = dict(self.open)
         samples = self.samples - open.pop(number).n
         return replace(self, open=open, samples=samples, partial=partial)
@@ -103,28 +97,25 @@ class Routing:
     """Requests from this number on wait for an update of the weights. None: all may begin."""
     asleep: bool = False
     version: int | None = None
-    """Newest version of the weights."""
     over: ChildProcessError | None = None
     """Error of all requests, once every replica has been given up."""
 
     @property
     def drained(self) -> bool:
-        """Return whether no request that may begin is without an answer."""
+        """No request that may begin is without an answer."""
         return self._next is None and not any(one.open for one in self.replicas)
 
     @property
     def settled(self) -> bool:
-        """Return whether every replica is up, or given up."""
         return all(one.status in ("up", "given up") for one in self.replicas)
 
     @property
     def supplied(self) -> bool:
-        """Return whether a replica is ready."""
         return any(one.ready for one in self.replicas)
 
     @property
     def lacking(self) -> tuple[ProcessId, ...]:
-        """Return the processes that are up without the newest weights."""
+        """Processes that are up without the newest weights."""
         return tuple(one.process for one in self.replicas if one.status == "up" and not one.ready)
 
     @property
@@ -134,7 +125,6 @@ class Routing:
         return None if held else first
 
     def works(self, process: ProcessId) -> bool:
-        """Return whether a process has something to compute."""
         found = self.replicas[process.rank]
         return found.process == process and found.ready and bool(found.open) and not self.asleep
 
@@ -237,8 +227,6 @@ Event = (
 
 @dataclass(frozen=True)
 class Give:
-    """Give a process a request."""
-
     process: ProcessId
     number: int
 
@@ -252,8 +240,6 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Reply:
-    """Settle a request with its samples or an error."""
-
     number: int
     result: object
 
@@ -267,15 +253,11 @@ class End:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a process."""
-
     process: ProcessId
 
 
 @dataclass(frozen=True)
 class Warn:
-    """Warn the user."""
-
     message: str
 
 
@@ -311,7 +293,7 @@ def decide(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
 
 
 def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
-    """Return the state after an event, before requests are given to replicas."""
+    """Return the state before requests are given to replicas."""
     actions: tuple[Action, ...] = ()
     if isinstance(event, Answered | Started | Broke | Supplied):
         found = state.replicas[event.process.rank]
@@ -369,7 +351,7 @@ def _stopped(state: Routing, error: Exception) -> tuple[Routing, tuple[Action, .
 
 
 def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
-    """Return the state in which the replica starts again, or is given up."""
+    """Start the replica again, or give it up."""
     rank, deaths = broken.process.rank, broken.deaths + 1
     reason = str(error) or repr(error)
     following = ProcessId(rank, broken.process.start + 1)
@@ -397,7 +379,6 @@ def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, 
 
 
 def _with(state: Routing, replica: Replica, **changes: object) -> Routing:
-    """Return the state with a replica in the place of what it was."""
     rank = replica.process.rank
     replicas = (*state.replicas[:rank], replica, *state.replicas[rank + 1 :])
     return replace(state, replicas=replicas, **changes)  # type: ignore[arg-type]
@@ -427,20 +408,20 @@ class Router:
         self._thread.start()
 
     def note(self, event: Event) -> None:
-        """Note an event, on the event loop."""
+        """On the event loop."""
         self.state, actions = decide(self.state, event)
         for action in actions:
             self._act(action)
         self._changed.set()
 
     async def until(self, condition: Callable[[Routing], bool]) -> None:
-        """Wait for a state, on the event loop."""
+        """On the event loop."""
         while not condition(self.state):
             self._changed.clear()
             await self._changed.wait()
 
     def send(self, event: Event) -> None:
-        """Note an event, from another thread."""
+        """From another thread."""
 
         async def noted() -> None:
             self.note(event)

@@ -76,11 +76,9 @@ class EngineSpec:
     engine: Mapping[str, Any]
     """Further engine arguments, as the user gave them."""
     on_gpus: bool = False
-    """Whether each device is a GPU."""
     adapter_rank: int = 0
     """Largest rank of adapters that it applies; 0: it gets merged weights."""
     records_experts: bool = False
-    """Whether samples have the experts of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +130,12 @@ class Place:
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Return a hash that is equal for tokenizers that give every token the same number."""
+    """Equal for tokenizers that give every token the same number."""
     tokens = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def check_arguments(engine: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments in generation.engine that are not the user's."""
     for name, remedy in OURS.items():
         field, value = f"generation.engine's {name}", engine.get(name)
         require(name not in engine, field, "must be left to nemorl", value, remedy)

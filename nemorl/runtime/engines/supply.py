@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,28 +34,28 @@ class Supply:
         self.config, self.spec, self._processes, self._router = config, spec, processes, router
         self._expected, self._stored = expected_weights(spec.files["config.json"])
         self._source: WeightSource = Weights(version=0, tensors=())
-        self._sending, self._version = threading.RLock(), 0
+        self._version = 0
+        self.sending = threading.RLock()
+        """Held while weights are sent."""
         self._told: set[str] = set()
         self._based = set[Any]()
         """Ids of the processes that have the weights without adapters."""
         self.transport: Transport | None = None
-        """How the last weights came; None before any."""
         self._receipt: Receipt | None = None
-        """The last one since the last metrics."""
 
     def update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
         """Give all replicas that are up the newest weights, and return their version; the others
         get weights before they are used.
 
-        Raises what was wrong with them; then nothing can be generated until an update succeeds, and
-        requests in flight fail.
+        Raises what was wrong; then requests in flight fail, and nothing can be generated until an
+        update succeeds.
         """
         router = self._router
         try:
             if in_flight == "wait":
                 router.send(Held(True))
                 router.do(router.until(lambda state: state.drained))
-            with self._sending:
+            with self.sending:
                 self._source = source
                 router.send(Published(source.newest()[0]))
             while not router.state.supplied:
@@ -75,23 +74,17 @@ class Supply:
                 router.send(Held(False))
 
     def now(self) -> None:
-        """Send the newest weights to replicas without any, unless they sleep."""
-        with self._sending:
+        """Unless they sleep."""
+        with self.sending:
             state = self._router.state
             lacking = () if state.asleep else state.lacking
             processes = [one for id in lacking if (one := self._processes.running.get(id))]
             if processes:
                 self._send({one.id.rank: one for one in processes})
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Have nothing sent inside the block, which begins once what is under way has ended."""
-        with self._sending:
-            yield
-
     def others(self) -> None:
-        """Send weights to replicas that came back. A failure is a warning while another replica has
-        weights; WeightsDiffer is raised.
+        """Send weights to replicas that came back. A failure, but for WeightsDiffer, is a warning
+        while another has weights.
         """
         try:
             self.now()
@@ -136,6 +129,5 @@ class Supply:
                 self._router.send(Supplied(one.id, receipt.version))
 
     def metrics(self) -> dict[str, float]:
-        """Return how many weights of the last update since the last call came as they were sent."""
         last, self._receipt = self._receipt, None
         return {} if last is None else {"weights/proved": float(last.num_weights)}

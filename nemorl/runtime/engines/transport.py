@@ -36,7 +36,7 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """Return what to do where it can't work, to be added to an error."""
+        """What to do where it can't work, to be added to an error."""
         if self.name == "object_store":
             return ""
         return f" (if {self.name} fails again: set generation.weight_transport object_store)"
@@ -75,12 +75,11 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
 
 
 def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
-    """Return the GPUs of all places."""
     return frozenset().union(*(place.cards for place in places))
 
 
 def places_of_ranks() -> list[Place]:
-    """Return where this process's ranks are, in order; a collective call if there are several."""
+    """In order; a collective call if there are several."""
     places: list[Place] = [own_place()]
     if num_ranks() > 1:
         places = places * num_ranks()
@@ -89,12 +88,11 @@ def places_of_ranks() -> list[Place]:
 
 
 def num_ranks() -> int:
-    """Return the number of the trainer's ranks, of which this process is one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def own_place() -> Place:
-    """Return where this process is, with the one GPU that it computes on."""
+    """With the one GPU that this process computes on."""
     import ray
 
     gpus = uuids = tuple[str, ...]()
@@ -108,5 +106,4 @@ def own_place() -> Place:
 
 
 def uuid_of(device: torch.device | int) -> str:
-    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -43,7 +43,7 @@ Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
 
 def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], Stored]:
     """Return names and shapes of the weights in files of a model with this config.json, tied ones
-    once, and which of its live tensors files have otherwise.
+    once, and which live tensors files have otherwise.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -108,7 +108,6 @@ class Receipt:
     """Weights that engines got otherwise than they were sent."""
     num_weights: int = 0
     transport: Transport | None = None
-    """How they came."""
 
     def check(self) -> None:
         """Raise WeightsDiffer, which names the first engine and its weights, if any is wrong."""
@@ -123,29 +122,23 @@ class Receipt:
 class WeightSender:
     """Gives engines the weights of an iterator; may be pickled and called in another process.
 
-    Where a trainer has several ranks, all call it. For vLLM's trainer engines rank 0's is the
-    client.
+    Where a trainer has several ranks, all call it. Rank 0's is the client of vLLM's own engines.
     """
 
     by_all_ranks: ClassVar[bool] = True
     """Whether `TrainerWeights` has all ranks call it, not rank 0 alone."""
 
     actors: Mapping[int, Any]
-    """Actors by the engines' ranks."""
     sealed: bytes = b""
-    """The actors after it was pickled: only a process that has a part in Ray can read them, as rank
-    0 has, which alone calls them.
-    """
+    """The actors, once it was pickled: rank 0 alone has a part in Ray, and can read them."""
     places: Mapping[int, Place]
     expected: Mapping[str, tuple[int, ...]]
-    """Names and shapes that files of the engines' model have."""
     stored: Stored = field(default_factory=dict)
     """Live tensors that files have otherwise: of each expert its own."""
     dtype: torch.dtype
     """The engines'. Floating point numbers are cast to it."""
     transport: str = "auto"
     processes: int = 1
-    """Processes of each engine."""
     timeout_s: float = 300.0
     left_s: float = math.inf
     """Seconds that engines may still take for an update, while other ranks wait."""
@@ -154,11 +147,9 @@ class WeightSender:
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
     arrived: dict[int, list[list[tuple[str, int]]]] = field(default_factory=dict)
-    """Names and checksums of what each engine's workers got."""
 
     def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Return how it went: checksums of what engines got are compared with those of what was
-        sent.
+        """Return how it went, by checksums of what was sent and of what engines got.
 
         Raises ValueError for weights of another model.
         """
@@ -198,7 +189,6 @@ class WeightSender:
         return {**vars(self), "actors": {}, "sealed": sealed}
 
     def _send_in_time(self, checked: Iterator[tuple[str, Tensor]], transport: Transport) -> None:
-        """Send from this rank alone."""
         send = partial(WAYS_OF_GPUS[transport.name], self, checked)
         try:
             _in_time(send, self.timeout_s, self.failed)
@@ -216,7 +206,7 @@ class WeightSender:
         *,
         opened: bool,
     ) -> None:
-        """Send with the other ranks. opened: an engine is on this one's GPU. Raises FailedAlone."""
+        """opened: an engine is on this rank's GPU. Raises FailedAlone."""
         try:
             send_by_ipc(self, checked, opened=opened)
         except (EnginesFailed, ValueError):
@@ -231,7 +221,7 @@ class WeightSender:
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Pass weights on as engines are to have them, and keep a checksum of each."""
+        """Cast weights as engines are to have them, and keep a checksum of each."""
         for name, tensor in weights:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
             sent[name] = checksum(cast)
@@ -334,7 +324,7 @@ class WeightSender:
 
 
 def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> str:
-    """Return which weights arrived otherwise than they were sent, in words; nothing if none did."""
+    """Return in words which weights arrived otherwise than they were sent."""
     found, counts = dict(arrived), Counter(name for name, _ in arrived)
     wrong = [f"{name!r} did not arrive" for name in sent if name not in found]
     wrong += [f"{name!r} was not sent" for name in found if name not in sent]
@@ -350,7 +340,6 @@ def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> s
 def _without_adapters(
     weights: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that are not an adapter's; note those in `adapters`."""
     for name, tensor in weights:
         if name.startswith(PREFIX):
             adapters[name] = tensor.detach().to("cpu", copy=True)
@@ -365,13 +354,11 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def current_device() -> int | str | None:
-    """Return this thread's current device; None where there is none."""
     module = torch.get_device_module(DEVICE)
     return module.current_device() if module.is_available() else None
 
 
 def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
-    """Call it in a daemon thread whose current device is `device`."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who awaits it may be cancelled; the thread goes on
 

@@ -42,8 +42,6 @@ GRACE_S = 5.0
 
 
 class RankActor:
-    """A rank in a worker; calls and answers are bytes."""
-
     def __init__(self, make: list[Any]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
@@ -51,10 +49,7 @@ class RankActor:
     def perform(
         self, method: str, payload: list[Any], limit_s: float, part: list[Any] | None = None
     ) -> list[Any]:
-        """Return the answer to a call; the stack goes into the log after `limit_s`.
-
-        part: what this rank gets besides.
-        """
+        """The stack goes into the log after `limit_s`. part: what this rank gets besides."""
         watched = method not in BACKGROUND
         if watched:
             faulthandler.dump_traceback_later(limit_s)
@@ -75,8 +70,7 @@ class RankActor:
 class RayRanks:
     """One worker per rank, with `runtime.cpus_per_rank` CPUs and, where there are any, a GPU.
 
-    Ranks write to `log_dir`/rank-N.log on their nodes. Raises ResourcesError where the cluster has
-    too little.
+    Raises ResourcesError where the cluster has too little.
     """
 
     def __init__(
@@ -131,10 +125,8 @@ class RayRanks:
     ) -> Answer:
         """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
 
-        parts: routes of the batch in the call, of which each rank is sent its own.
-
-        Raises WorkerDied, WorkerTimeout, and what a rank raised while others hang, with `phase` in
-        the message: then no rank is of use any more.
+        parts: of the batch's routes, by rank. Raises WorkerDied, WorkerTimeout, and what a rank
+        raised while others hang: then no rank is of use any more.
         """
         limit = "start_timeout_s" if method == "setup" else "timeout_s"
         limit_s = getattr(self._runtime, limit)
@@ -197,7 +189,7 @@ class RayRanks:
         raise error
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:
-        """Let the ranks end in order within this time (0: at once), and then end the processes."""
+        """Let the ranks end in order within this time (0: at once)."""
         self.workers.shutdown(timeout_s, "perform", "shutdown", dumps(((), {})), timeout_s)
         self._cluster.shutdown()
 

@@ -23,11 +23,8 @@ MOST_PASSES = 256
 
 
 class RankedGenerator(ScheduledBackend):
-    """`GenerationBackend` "megatron": the ranks of the trainer "megatron" generate.
-
-    Nothing is copied, and nothing is to be synchronized. With tensor and pipeline parallelism the
-    ranks of a replica compute together; each replica takes a share of the requests. Sampling and
-    seeds are those of the embedded engine, "torch".
+    """`GenerationBackend` "megatron": the ranks of the trainer "megatron" generate, each replica of
+    the model a share of the requests. Sampling and seeds are those of "torch".
     """
 
     traits = TRAITS["megatron"]
@@ -72,7 +69,7 @@ class RankedGenerator(ScheduledBackend):
         return version
 
     def _take(self, weights: dict[str, Tensor], version: int) -> None:
-        """Have the ranks take these weights. Raises WeightsDiffer where they hold others then."""
+        """Raises WeightsDiffer where the ranks hold others then."""
         found = self.trainer.take_weights(weights, version)
         sent = {name: sampled(weights[name], version).to(one.dtype) for name, one in found.items()}
         check_held("the ranks", sent, found)

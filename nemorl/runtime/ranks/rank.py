@@ -24,8 +24,6 @@ Fetch = Callable[[Coordinates], Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer to a call."""
-
     value: Any
     """The result on rank 0; None on the others."""
     error: Mapping[str, str] | None
@@ -61,7 +59,6 @@ class Rank:
             return self.refuse(error)
 
     def refuse(self, error: BaseException) -> Answer:
-        """Return the answer to a call that failed, or that cannot be read."""
         words = in_words(error)
         print(words["traceback"], file=sys.stderr, flush=True)
         return Answer(None, words, self.step)
@@ -69,10 +66,7 @@ class Rank:
     def do(
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> Any:
-        """Do one call; return its result on rank 0.
-
-        fetch: returns the routes of a batch, the first argument, that are this rank's.
-        """
+        """fetch: returns the routes of a batch, the first argument, that are this rank's."""
         name = kwargs.get("backend", "")
         if fetch is not None:
             routes = fetch(self.coordinates(name))
@@ -87,7 +81,6 @@ class Rank:
         return value if self.rank == 0 else None
 
     def coordinates(self, name: str = "") -> Coordinates:
-        """Return where a backend's rank is."""
         return self._ready(name).place
 
     def _ready(self, name: str) -> Any:
@@ -106,7 +99,7 @@ class Rank:
         backend.setup(config)
 
     def _cutting(self) -> Any:
-        """Return how the backend cuts batches; None for one that takes them whole."""
+        """None for a backend that takes batches whole."""
         return getattr(self._ready(self._name), "cutting", None)
 
     def _export_open(self, **options: Any) -> None:
@@ -142,7 +135,6 @@ class Rank:
         return found
 
     def _release(self) -> None:
-        """Shut one backend down."""
         self._exports.pop(self._name, None)
         if (backend := self._backends.pop(self._name, None)) is not None:
             backend.shutdown()

@@ -30,8 +30,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TorchrunRanks:
-    """The ranks of a torchrun as rank 0 sees them, itself among them."""
-
     def __init__(self, make: Callable[[], Any], size: int, config: BaseConfig) -> None:
         self._calls, self._done, self._background = _groups(config)
         require(size == dist.get_world_size(), "parallel",
@@ -46,10 +44,7 @@ class TorchrunRanks:
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
     ) -> Answer:
-        """Have all ranks do a call, and return rank 0's answer. An error ends their use.
-
-        parts: routes of the batch in the call, of which each rank gets its own.
-        """
+        """As `RayRanks.call`. Any error ends the ranks' use."""
         args, kwargs = loads(payload)
         if method in BACKGROUND:
             with self._lock:
@@ -105,7 +100,7 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
 
 
 def _together(group: dist.ProcessGroup, rank: Rank, method: str, args: Any, kwargs: Any) -> Answer:
-    """Do a call in the background; return this rank's answer, with an error if any rank has one."""
+    """Do a call in the background; the answer has an error if any rank has one."""
     own = rank.perform(method, args, kwargs)
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, own.error, group=group)
@@ -122,7 +117,6 @@ def _groups(config: BaseConfig) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _broadcast(group: dist.ProcessGroup, message: Any = None) -> Any:
-    """Return rank 0's message."""
     found = [message]
     dist.broadcast_object_list(found, src=0, group=group)
     return found[0]
@@ -131,7 +125,7 @@ def _broadcast(group: dist.ProcessGroup, message: Any = None) -> Any:
 def _own_part(
     group: dist.ProcessGroup, parts: Mapping[Coordinates, list[Any]] | None, where: Coordinates
 ) -> Any:
-    """Return the part of this rank; rank 0, which has the parts, sends them. A collective call."""
+    """Rank 0 has the parts, and sends them. A collective call."""
     ranks, found = list[Any]([None] * dist.get_world_size()), list[Any]([None])
     dist.gather_object(where, None if parts is None else ranks, dst=0, group=group)
     sent = None if parts is None else [parts[other] for other in ranks]

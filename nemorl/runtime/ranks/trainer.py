@@ -59,8 +59,8 @@ def make_trainer(
     """Return the backend that `make` makes on as many ranks as `plan` has, as one backend.
 
     Nothing is started before its `setup`. Ranks are Ray actors, which write to
-    `log_dir`/rank-N.log; where torchrun has started this process, as rank 0, they are its
-    processes, of which the others call `follow`. engines: those that may share the ranks' GPUs.
+    `log_dir`/rank-N.log, or torchrun's processes, of which the others call `follow`. engines:
+    those that may share the ranks' GPUs.
     """
 
     def start() -> Ranks:
@@ -89,12 +89,11 @@ class SharedRanks:
         self.lost: BaseException | None = None
 
     def open(self) -> None:
-        """Start the ranks, unless they are there."""
         if self.group is None:
             self.lost, self.group = None, self.start()
 
     def lose(self, error: BaseException) -> bool:
-        """End the ranks for good, and return whether this error is why."""
+        """End the ranks for good. Is this error why?"""
         with self._losing:
             first = self.lost is None
             if first:
@@ -125,7 +124,6 @@ class RankedTrainer:
         self._shutdown_s = SHUTDOWN_S
         self._export: object = None
         self._cutting: tuple[Any, ...] = ()
-        """How the ranks cut batches, once they were asked."""
         self.step = 0
         """Optimizer steps begun, the one under way included."""
         self.result: Any = None
@@ -145,9 +143,7 @@ class RankedTrainer:
             raise
 
     def beside(self, name: str) -> RankedTrainer:
-        """Return a backend for another model on the same ranks, which stay until this one's
-        `shutdown`.
-        """
+        """Another model on the same ranks, which stay until this one's `shutdown`."""
         return RankedTrainer(self._ranks.start, name=name, ranks=self._ranks)
 
     @property
@@ -206,11 +202,10 @@ class RankedTrainer:
         together: bool = False,
         **options: Any,
     ) -> Any:
-        """Call `send`, which must be picklable, with the weights on rank 0; return its result.
+        """Call `send`, which must be picklable, with the weights on rank 0, or on all (`together`).
 
-        together: call it on all ranks. options: of the backend's `weights`.
-
-        What it raises is raised here; the ranks stay usable.
+        options: of the backend's `weights`. What `send` raises is raised here; the ranks stay
+        usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
         options |= {"together": True} if together else {}
@@ -241,7 +236,7 @@ class RankedTrainer:
         self._call("save_checkpoint", path.absolute(), **options)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when all ranks have written what was saved; other calls may go on meanwhile."""
+        """Other calls may go on meanwhile."""
         self._call("wait_for_checkpoint")
 
     def load_checkpoint(self, path: Path) -> None:
@@ -287,7 +282,7 @@ class RankedTrainer:
     def _routes_apart(
         self, method: str, args: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[Coordinates, list[Any]]]:
-        """Return arguments without a batch's routes, and the part of these that each rank gets."""
+        """Return arguments without a batch's routes, and each rank's part of these."""
         if not args or getattr(args[0], "routed_experts", None) is None:
             return args, {}
         if self._cutting == ():
@@ -315,8 +310,6 @@ def structure(path: str, *, trust_remote_code: bool = False, head: Head = "lm") 
 
 
 def _findable(config: BackendConfig) -> BackendConfig:
-    """Return the settings with paths that other processes find."""
-
     def absolute(path: str) -> str:
         return str(Path(path).absolute()) if path and Path(path).exists() else path
 

@@ -39,18 +39,6 @@ def lost() -> None:
         show(error=str(error), session=session, alive=alive, mode=mode)
 
 
-def found() -> None:
-    """This process is connected to Ray before, and goes on to use it."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    value = ray.put(7)
-    with RayVirtualCluster({"a": [Bundle()]}) as cluster:
-        group = RayWorkerGroup(cluster.placement("a"), TARGET)
-        total = group.run_all("add", 1, 2)
-        group.shutdown()
-    show(total=total, value=ray.get(value))
-    ray.shutdown()
-
-
 def nowhere() -> None:
     """RAY_ADDRESS is that of no cluster."""
     try:

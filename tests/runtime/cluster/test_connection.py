@@ -42,7 +42,6 @@ def begin(timeout_s: float = 0) -> None:
     [
         (LATE, "did not start within 0 s", 10**10, r": raise runtime\.start_timeout_s; its logs are"
          r" in .*nemorl-.{8}/r/session_latest/logs$"),
-        ("no gcs_server", "cannot be started", 10**10, r"nemorl-.{8}/r/session_latest/logs$"),
         (LATE, "did not start within 0 s", 10**8, "make room in .* and /dev/shm; raise"
          r" runtime\.start_timeout_s; its logs are in .*logs$"),
     ],
@@ -62,7 +61,7 @@ def test_a_late_start_is_tried_again_within_the_time(starts):
 
 
 def test_ray_has_a_folder_of_this_user_in_which_its_sockets_have_room(
-    starts, tmp_path, monkeypatch
+    tmp_path, starts, monkeypatch
 ):
     folder = connection._private_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -74,7 +73,4 @@ def test_ray_has_a_folder_of_this_user_in_which_its_sockets_have_room(
     assert folder.parent != elsewhere.parent == Path("/tmp")
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
     with pytest.raises(RayClusterError, match=r"RAY_TMPDIR must have at most 2. bytes"):
-        begin()
-    monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
-    with pytest.raises(RayClusterError, match=r"/nowhere can't .*: name another one in RAY_TMPDIR"):
         begin()

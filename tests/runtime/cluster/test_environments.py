@@ -201,8 +201,7 @@ class Marked(Counter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("several", [False, True])
-def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_path, several):
+def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_path):
     sizes = list[int]()
 
     def alone(environment, **columns) -> float:
@@ -217,8 +216,7 @@ def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_
 
     ray_cpus()
     workers = RayWorkers(3, {})
-    reward = [alone, ranked] if several else ranked
-    environment = make_environment(reward, environment=Marked, workers=lambda: workers)
+    environment = make_environment([alone, ranked], environment=Marked, workers=lambda: workers)
     row, sampling = {"folder": str(tmp_path)}, SamplingParams(n=3)
     found = played(environment, lambda asked: "done", row, sampling=sampling)
     (failed,) = found.failed
@@ -231,27 +229,18 @@ def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("local", "reason", "number"),
-    [(True, "the cluster has too little", 0), (False, "a process was not up within 2 s", 2)],
+    ("local", "reason"),
+    [(True, "the cluster has too little"), (False, "a process was not up within 2 s")],
 )
-def test_processes_without_a_place_end_the_run(generator, monkeypatch, local, reason, number):
-    tried = []
-
-    class Counted(module._Process):
-        def __init__(self, actor):
-            super().__init__(actor)
-            tried.append(actor)
-
+def test_processes_without_a_place_end_the_run(generator, monkeypatch, local, reason):
     ray_cpus()
     monkeypatch.setattr(module, "START_S", 2.0)
     monkeypatch.setattr(module, "is_local", lambda: local)
-    monkeypatch.setattr(module, "_Process", Counted)
     workers = RayWorkers(2, {"resources": {"sandbox": 1}})
     given = r"rollout\.workers is 2 and rollout\.worker \{'resources': \{'sandbox': 1\}\}"
     message = rf"^{given}: bundles must fit in .* {reason}(.|\n)*asked +worker +2 x \(1 sandbox\)\n"
     with pytest.raises(ResourcesError, match=message):
         collect(generator, in_processes(workers), PROMPTS, SAMPLING, seed=1)
-    assert len(tried) == number  # the others do not wait as long
 
 
 def in_two_loops(work) -> None:
@@ -317,10 +306,6 @@ def test_settings_that_do_not_fit():
         workers_of(RolloutConfig(workers=1, worker={"cpus": 1}))()
     with pytest.raises(ValueError, match=r"rollout\.worker is for rollout\.workers"):
         RolloutConfig(worker={"num_cpus": 1})
-    with pytest.raises(ValueError, match=r"rollout\.workers must be at least 0"):
-        RolloutConfig(workers=-1)
     some = workers_of(RolloutConfig(workers=1))
     with pytest.raises(ValueError, match=r"rollout\.workers is for a class with an object for"):
         make_environment("math", environment=Batched(), chosen=False, workers=some)
-    with pytest.raises(ValueError, match=r"rollout\.workers needs an environment"):
-        make_environment("math", workers=some)

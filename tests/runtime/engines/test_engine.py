@@ -92,12 +92,6 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch):
         Engine(spec_of(small_model()))
 
 
-def test_more_room_than_the_model_has_positions_is_a_warning():
-    message = r"max_model_len is lowered from 9999 to 256, the positions that the model has"
-    with pytest.warns(UserWarning, match=message):
-        assert spec_of(small_model(), max_model_len=9999).max_model_len == 256
-
-
 @pytest.mark.slow
 def test_samples_share_the_prefill_of_their_prompt():
     def record(engines):

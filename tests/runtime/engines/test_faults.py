@@ -110,9 +110,7 @@ class Stepping(WeightSource):
 
 @pytest.mark.slow
 def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
-    """After the trainer's next step, while the other has those of the last update; where all come
-    back, too. Each answer says which it has.
-    """
+    """Those of the trainer's next step, which the other may not have; each answer says which."""
     source, asked = Stepping(), requests(40)
     answers = {}
     for version in (1, 2):

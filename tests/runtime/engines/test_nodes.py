@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import nemorl
 from nemorl import GenerationConfig, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
@@ -91,29 +90,6 @@ def test_a_replica_that_splits_the_model(tmp_path: Path):
     log = (tmp_path / "replica-0.log").read_text()
     assert "Worker_TP1" in log and "FileNotFoundError" not in log and "leaked" not in log
     assert len(log.splitlines()) < 300
-
-
-class Wordy:
-    def step(self, response):
-        return nemorl.TurnResult(observation="1+1=" * 4, reward=1.0)
-
-
-@pytest.mark.slow
-def test_an_evaluation_cuts_what_its_engine_does_not_hold(tmp_path: Path):
-    """Less than the model's own longest sequence."""
-    ray_cpus()
-    tiny_model(**SIZES).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    found = nemorl.evaluate(
-        tmp_path,
-        [{"prompt": "1+1="}, {"prompt": "1+1=" * 20}],
-        environment_factory=Wordy,
-        max_new_tokens=4,
-        generation__backend="vllm",
-        generation__max_model_len=64,
-        generation__engine={"kv_cache_memory_bytes": 2**25},
-    )
-    assert found["num_failed"] == 1 and 1 < found["metrics"]["turns"] < 16
 
 
 @pytest.mark.slow

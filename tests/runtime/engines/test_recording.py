@@ -22,7 +22,6 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.engine import Engine, EngineStartError
 from nemorl.runtime.engines.proving import ENGINE_SIZES
-from nemorl.runtime.engines.spec import check_arguments
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.families import folder_of, steps
 from tests.runtime.engines.shared import (
@@ -134,9 +133,6 @@ def test_what_an_engine_can_t_record_is_refused():
     error = raised(shared_actor(100).start.remote(replace(spec, engine=engine)))
     assert isinstance(error, EngineStartError)
     assert "speculative_config must be off with trainer.router_replay" in str(error)
-    for name in ("enable_return_routed_experts", "aux_output_config"):
-        with pytest.raises(ValueError, match=f"engine's {name} must be left to nemorl"):
-            check_arguments({name: True})
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import WeightSource
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
-from nemorl.runtime.engines.routing import Asleep, ProcessId, Router, Started, routing
+from nemorl.runtime.engines.routing import ProcessId, Router, Started, routing
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.supply import Supply
 from nemorl.runtime.engines.weights import Receipt
@@ -69,7 +69,3 @@ def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_t
     (message,) = told
     assert message.endswith("yet, and nemorl goes on trying: sending failed: the line is cut")
     assert router.state.lacking == (SECOND,)
-    router.note(Asleep(True, emptied=True))
-    router.note(Asleep(False))
-    with pytest.raises(ConnectionError):  # none has any
-        supply.others()

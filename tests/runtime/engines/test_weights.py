@@ -51,14 +51,6 @@ def test_what_a_configuration_promises_is_what_its_model_exports(kind, tied):
     assert ("lm_head.weight" in exported) is not tied
 
 
-def test_a_configuration_with_infinity_promises_its_weights():
-    """transformers writes {"__float__": "Infinity"}, in Nemotron-H's by default."""
-    config = tiny_config(CONFIG_MAPPING["nemotron_h"]())
-    assert "__float__" in config.to_json_string()
-    expected, _ = expected_weights(config.to_json_string())
-    assert any(name.endswith(".mixer.A_log") for name in expected)
-
-
 def test_gpt_oss_experts_are_sent_one_by_one():
     model = tiny_of(tiny_config(CONFIG_MAPPING["gpt_oss"]()))
     expected, stored = expected_weights(model.config.to_json_string())
@@ -251,7 +243,6 @@ def test_all_calls_of_an_update_by_all_ranks_have_one_limit():
 class FakeEngine:
     """In the place of vLLM's own trainer's end, which needs a GPU."""
 
-    hangs = False
     made: ClassVar[list] = []
 
     def __init__(self, info, client, source):
@@ -266,8 +257,6 @@ class FakeEngine:
     def send_weights(self):
         nccl = self.info.backend == "nccl"
         names = nccl and [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
-        if self.hangs:
-            time.sleep(600)
         self.client.start_weight_update()
         sent = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.source]
         assert not nccl or sent == names
@@ -323,14 +312,6 @@ def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkey
 
 
 @pytest.mark.slow
-def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
-    monkeypatch.setattr(FakeEngine, "hangs", True)
-    actor = recorder()
-    with pytest.raises(TimeoutError, match=r"not through within 0.5 s \(generation.timeout_s\)"):
-        gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(0, random_weights())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     fakes, transport, monkeypatch
@@ -352,7 +333,7 @@ def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     assert first == ("begin_weights",) and last[0] == "finish_weights"
     names = [name for _, info in rounds for name in info["names"]]
     assert names == [name for name, _ in weights]
-    assert len(rounds) == (1 if transport == "cuda_ipc" else 7)
+    assert len(rounds) == (1 if transport == "cuda_ipc" else 4)
 
 
 @pytest.mark.slow

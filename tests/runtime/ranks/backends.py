@@ -104,8 +104,6 @@ class Summing:
     def wait_for_checkpoint(self):
         if self.rank == 0:
             self.background.touch()
-        elif self.background.name == "unwritable":
-            raise OSError("no space for rank 1")
         else:
             assert self.written.wait(20)
 

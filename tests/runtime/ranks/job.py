@@ -78,8 +78,8 @@ def main(what: str, folder: str) -> None:
             trainer.setup(
                 BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan)
             )
-            if what in ("everything", "unwritten"):
-                globals()[what](trainer, folder)
+            if what == "everything":
+                everything(trainer, folder)
             elif what == "between_calls":
                 raise ArithmeticError("of the loop")
             else:

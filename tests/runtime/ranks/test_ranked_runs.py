@@ -22,6 +22,7 @@ from tests.runtime.runs import (
     addition_rows,
     digits,
     grpo_config,
+    of_phase,
     preference_rows,
     sft_config,
 )
@@ -334,6 +335,20 @@ def experts(place: Path, tmp_path: Path) -> Path:
     return folder
 
 
+def assert_agreed(result: Any, most: float = 1 + 1e-4) -> list[dict[str, float]]:
+    """Sampler and trainer, on every token; each step has trained. Return its lines."""
+    found = of_phase(result, "train")
+    assert len({line["grad_norm"] for line in found}) == STEPS
+    assert all(line["token_mult_prob_error_max"] < most for line in found)
+    return found
+
+
+def transport_of(folder: Path) -> str:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    (said,) = [line["message"] for line in lines if line.get("event") == "weight_transport"]
+    return said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replay", [False, True])
 def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path):
@@ -347,10 +362,7 @@ def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path)
     )
     trainer = replace(config.trainer, backend="megatron", router_replay=replay)
     result = in_tests(replace(config, trainer=trainer))
-    lines = [line for line in result.history if line["phase"] == "train"]
-    assert len(lines) == STEPS
-    assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
-    assert len({line["grad_norm"] for line in lines}) == STEPS
+    assert_agreed(result)
 
 
 @pytest.mark.parametrize(
@@ -377,13 +389,9 @@ def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_
     config = replace(config, trainer=replace(config.trainer, backend=backend))
     with shared_replicas():
         result = in_tests(config)
-    lines = [line for line in result.history if line["phase"] == "train"]
-    assert len(lines) == STEPS
-    assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
-    assert len({line["grad_norm"] for line in lines}) == STEPS
+    assert_agreed(result)
     assert result.model is None
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    (said,) = [line["message"] for line in log if line.get("event") == "weight_transport"]
+    said = transport_of(tmp_path / "run")
     assert said.endswith("Ray's object store (object_store: the others need GPUs)")
 
 
@@ -402,11 +410,8 @@ def test_ranks_send_weights_from_gpu_to_gpu(
     plan = nemorl.ParallelPlan(dp_shard=2)
     config = ranked(grpo_config, place, tmp_path / "run", generation=generation, parallel=plan)
     result = in_tests(replace(config, trainer=replace(config.trainer, device="cuda")))
-    lines = [line for line in result.history if line["phase"] == "train"]
-    assert len(lines) == STEPS and all(line["token_mult_prob_error"] < 1.05 for line in lines)
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    (said,) = [line["message"] for line in log if line.get("event") == "weight_transport"]
-    assert f"({transport}" in said
+    assert_agreed(result, 1.05)
+    assert f"({transport}" in transport_of(tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -425,8 +430,5 @@ def test_vllm_applies_the_adapters_of_ranks(place: Path, tmp_path: Path):
         runtime=nemorl.RuntimeConfig(oversubscribe=True),
     )
     with shared_replicas():
-        lines = [line for line in in_tests(config).history if line["phase"] == "train"]
-    assert len(lines) == STEPS
-    assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
-    proved = [line.get("generation/weights/proved") for line in lines]
-    assert proved[-1] == 2 * 7 * 2
+        last = assert_agreed(in_tests(config))[-1]
+    assert last["generation/weights/proved"] == 2 * 7 * 2

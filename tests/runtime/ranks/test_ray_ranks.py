@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks import actors
-from nemorl.runtime.ranks.actors import RayRanks
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout
 from tests.parallel.batches import random_batch
@@ -60,18 +58,6 @@ def test_every_rank_has_its_place(trainer, logs: Path):
     assert found["pid"] == pids(trainer)[0] and found["threads"] == 1
     assert found["group"] != os.getpgrp(), "Ctrl-C in the terminal is not theirs"
     assert (logs / "rank-1.log").read_text().startswith(f"--- rank 1, process {pids(trainer)[1]} ")
-
-
-@pytest.mark.slow
-def test_a_call_goes_to_all_and_one_answer_comes_back(trainer):
-    step, offset = trainer.step, 10
-    assert (
-        loss(trainer.train_step(BATCH, lambda rank, batch: rank + offset + len(batch.input_ids)))
-        == 25
-    )
-    assert trainer.step == step + 1
-    assert trainer.model.config.model_type == "qwen2"
-    assert {p.device.type for p in trainer.model.parameters()} == {"meta"}
 
 
 def test_what_all_raise_is_raised_here_and_they_stay_usable(trainer):
@@ -171,22 +157,17 @@ def test_a_killed_rank_is_named_and_all_are_ended(trainers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(
-    trainers, tmp_path: Path, what: str
-):
+def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(trainers, tmp_path: Path):
     trainer = trainers(timeout_s=2, logs=tmp_path)
     before = pids(trainer)
     with pytest.raises(WorkerTimeout) as caught:
-        trainer.train_step(BATCH, getattr(backends, what))
+        trainer.train_step(BATCH, backends.asleep)
     text = str(caught.value)
     assert "no answer to train_step of optimizer step 1 within 2 s (runtime.timeout_s) from" in text
     assert f"rank 1 (process {before[1]} on " in text and str(tmp_path / "rank-1.log") in text
     assert soon_gone(*before)
-    if what == "asleep":
-        assert re.search(
-            r'File ".*backends.py", line \d+ in asleep', (tmp_path / "rank-1.log").read_text()
-        )
+    log = (tmp_path / "rank-1.log").read_text()
+    assert re.search(r'File ".*backends.py", line \d+ in asleep', log)
     assert "in all_reduce" in (tmp_path / "rank-0.log").read_text()
 
 
@@ -214,16 +195,6 @@ def test_ranks_and_engines_that_do_not_fit_together_are_refused_before_the_model
     message = r"^parallel and generation\.num_replicas must leave room for all: bundles must fit"
     with pytest.raises(ResourcesError, match=message):
         devices.check_cluster(config, GenerationConfig(backend="vllm", num_replicas=NUM_CPUS - 1))
-
-
-def test_gpus_that_the_cluster_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
-    message = (
-        r"trainer.device must be cpu on a Ray cluster without GPUs, but it is 'cuda': remove it"
-    )
-    config = BaseConfig(trainer=TrainerConfig(device="cuda"))
-    with pytest.raises(ValueError, match=message):
-        RayRanks(backends.Summing, 2, config, tmp_path)
 
 
 @pytest.fixture

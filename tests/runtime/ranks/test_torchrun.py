@@ -74,8 +74,6 @@ KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"
         ("killed", KILLED),
         pytest.param("asleep", r"(?i)time[d ]*out", marks=pytest.mark.slow),
         ("between_calls", r"ArithmeticError: of the loop"),
-        ("unwritten", r"OSError: no space for rank 1"),
-        ("raising", r"FloatingPointError: .*nan on rank 0"),
         ("leader_killed", KILLED),
     ],
 )

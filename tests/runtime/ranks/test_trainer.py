@@ -15,11 +15,6 @@ from nemorl.runtime.store.errors import WorkerDied
 from tests.parallel.batches import random_batch
 
 BATCH = random_batch([3])
-DIED = r"its ranks were ended: rank 1 died"
-
-
-def died() -> WorkerDied:
-    return WorkerDied("rank 1 died")
 
 
 @dataclass
@@ -27,26 +22,17 @@ class Group:
     """Ranks that answer as `answers` says of their methods: with an error, or by what is called."""
 
     answers: dict[str, Any] = field(default_factory=dict)
-    errors: dict[str, Any] = field(default_factory=dict)
-    """What the ranks raise in a method, as they say it."""
-    ended: list[float] = field(default_factory=list)
     steps: int = 0
-    ending: Exception | None = None
 
     def call(self, method, payload, phase, parts):
-        if self.ended:
-            raise RuntimeError("the ranks have been shut down")
         self.steps += method == "train_step"
         found = self.answers.get(method)
         found = found() if callable(found) else found
         if isinstance(found, BaseException):
             raise found
-        return Answer(found or {}, self.errors.get(method), self.steps)
+        return Answer(found or {}, None, self.steps)
 
-    def shutdown(self, timeout_s, result=None):
-        self.ended.append(timeout_s)
-        if self.ending:
-            raise self.ending
+    def shutdown(self, timeout_s, result=None): ...
 
 
 @pytest.fixture
@@ -61,12 +47,11 @@ def made(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-@pytest.mark.parametrize("ending", [None, OSError("no such thing")])
-def test_a_death_that_another_call_found_is_why_the_next_one_fails(made, ending):
-    trainer = made(Group({"wait_for_checkpoint": died()}, ending=ending))
+def test_a_death_that_another_call_found_is_why_the_next_one_fails(made):
+    trainer = made(Group({"wait_for_checkpoint": WorkerDied("rank 1 died")}))
     with pytest.raises(WorkerDied) as first:
         trainer.wait_for_checkpoint()
-    with pytest.raises(RuntimeError, match=DIED) as caught:
+    with pytest.raises(RuntimeError, match="its ranks were ended: rank 1 died") as caught:
         trainer.train_step(BATCH, len)
     assert failed_ranks(caught.value) is first.value
 
@@ -84,10 +69,8 @@ def test_a_step_that_could_not_be_sent_has_not_begun(made):
     assert begun == [2] and trainer.step == 2
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of a handler")])
-def test_a_step_that_may_have_been_sent_has_begun(made, error):
-    group = Group({"train_step": error})
-    trainer = made(group)
-    with pytest.raises(type(error)):
+def test_a_step_that_may_have_been_sent_has_begun(made):
+    trainer = made(Group({"train_step": KeyboardInterrupt()}))
+    with pytest.raises(KeyboardInterrupt):
         trainer.train_step(BATCH, len)
     assert trainer.step == 1

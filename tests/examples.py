@@ -1,7 +1,10 @@
-"""The scripts of examples/, as modules and as programs."""
+"""The scripts of examples/, as modules and as programs, and the files that documents name."""
 
 import importlib
+import json
+import re
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +14,7 @@ from types import ModuleType
 from nemorl.runtime.config import tree
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.start import registry
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -64,3 +68,28 @@ def run_example(script: str, *arguments: str) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+LAST_LINE = re.compile(
+    r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)"
+)
+
+
+def write_example_files(folder: Path) -> None:
+    """What stands in the guides for a model and data of one's own, and for the quickstart's."""
+    tiny_model(scale=2.0, max_position_embeddings=4096).save_pretrained(folder / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    for name in ("model", "sft"):
+        shutil.copytree(folder / "model", folder / "runs" / "quickstart-0" / name)
+    sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
+    rows = {
+        "demonstrations": [{"prompt": p, "response": a} for p, a in sums],
+        "questions": [{"prompt": p, "answer": a} for p, a in sums],
+        "pairs": [{"prompt": p, "chosen": a, "rejected": str(int(a) + 1)} for p, a in sums],
+    }
+    for name, content in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from nemorl.runtime.cli.main import main
-from tests.test_documentation import write_example_files
+from tests.examples import write_example_files
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 SLURM, TORCHRUN, KUBERAY = CLUSTER / "slurm.sh", CLUSTER / "torchrun.sh", CLUSTER / "kuberay.yaml"

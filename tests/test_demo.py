@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import nemorl
+from tests.examples import LAST_LINE
 from tests.packages import ROOT
-from tests.test_documentation import LAST_LINE
 
 REQUIREMENTS = ("requirements/demo.txt", "requirements/reasoning-gym.txt")
 SUMS = [(a, b) for a in range(3, 7) for b in range(4, 8)]

@@ -27,8 +27,7 @@ from nemorl.runtime.cli.settings import EvalConfig
 from nemorl.runtime.config.flags import NO_SETTINGS, names_of
 from nemorl.runtime.start.registry import ALGORITHMS
 from tests.documents import blocks
-from tests.examples import load_example
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.examples import LAST_LINE, load_example, write_example_files
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -37,9 +36,6 @@ PAGES = sorted(
 GUIDES = [page for page in PAGES if page.startswith("docs/")]
 FAST = "docs/data.md"
 """The guide that is run in `make test`; the others are run in `make test-all`."""
-LAST_LINE = re.compile(
-    r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)"
-)
 
 
 def public_functions(*packages: str) -> Iterator[tuple[str, object]]:
@@ -174,26 +170,6 @@ def test_troubleshooting_quotes_messages_that_there_are():
     for quote in quoted:
         parts = [re.escape(part.strip()) for part in quote.split("…")]
         assert any(re.search(".*".join(parts), text, re.DOTALL) for text in said), quote
-
-
-def write_example_files(folder: Path) -> None:
-    """What stands in the guides for a model and data of one's own, and for the quickstart's."""
-    tiny_model(scale=2.0, max_position_embeddings=4096).save_pretrained(folder / "model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
-    )
-    tokenizer.save_pretrained(folder / "model")
-    for name in ("model", "sft"):
-        shutil.copytree(folder / "model", folder / "runs" / "quickstart-0" / name)
-    sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
-    rows = {
-        "demonstrations": [{"prompt": p, "response": a} for p, a in sums],
-        "questions": [{"prompt": p, "answer": a} for p, a in sums],
-        "pairs": [{"prompt": p, "chosen": a, "rejected": str(int(a) + 1)} for p, a in sums],
-    }
-    for name, content in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from nemorl.runtime.cli.inspect import inspect_data
 from nemorl.runtime.cli.settings import InspectConfig
 from nemorl.runtime.run.data import within_limit
 from tests.data.known_samples import hub
-from tests.data.test_sources import Module, sources, write
 from tests.data.tokenizers_small import character_tokenizer
+from tests.data.written import Module, sources, write
 from tests.runtime.killed import assert_equal_outcomes
 from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
 

@@ -15,7 +15,7 @@ import torch
 from tests.helpers import Case, arrays_in, assert_same, lay_out
 from tests.losses.cases import CASES
 from tests.losses.laws import on_arrays
-from tests.losses.test_negative_controls import UNCOMPILABLE
+from tests.losses.wrong import UNCOMPILABLE
 from tests.strategies import problem
 
 LENGTHS = (3, 5, 1, 4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.losses.cases import CASES
-from tests.losses.test_negative_controls import UNCOMPILABLE
+from tests.losses.wrong import UNCOMPILABLE
 
 ROOT = Path(__file__).parent.parent.parent
 INDUCTOR = (

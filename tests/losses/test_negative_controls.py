@@ -6,30 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from nemorl.losses.types import LossOutput, Mean
 from tests.helpers import Case
 from tests.losses.laws import LAWS
+from tests.losses.wrong import INPUTS, host_sync, right
 from tests.strategies import problem
-
-INPUTS = ("token_logprobs", "prev_logprobs", "advantages", "loss_weights", "segment_ids")
-
-
-def right(
-    logprobs: Tensor, prev: Tensor, advantages: Tensor, weights: Tensor, segment_ids: Tensor
-) -> LossOutput:
-    """A correct importance-weighted policy gradient, which breaks no law."""
-    mask = weights != 0
-    wide = torch.promote_types(logprobs.dtype, torch.float32)
-    losses = (
-        -torch.where(mask, advantages, 0.0).to(wide)
-        * (torch.where(mask, logprobs, 0.0).to(wide) - torch.where(mask, prev, 0.0).to(wide)).exp()
-    )
-    losses = torch.where(mask, losses, 0.0)
-    return LossOutput(
-        (weights * losses).sum(), {"loss": Mean(losses.detach().sum(), mask.sum().to(wide))}
-    )
 
 
 def mask_product(logprobs, prev, advantages, weights, segment_ids):
@@ -92,22 +74,11 @@ def weights_squared(logprobs, prev, advantages, weights, segment_ids):
     return right(logprobs, prev, advantages, weights**2, segment_ids)
 
 
-def host_sync(*arrays):
-    scale = 1.0 if arrays[0].sum().item() < 1e9 else 2.0
-    return LossOutput(right(*arrays).loss * scale, {})
-
-
 def only_trained_tokens(logprobs, prev, advantages, weights, segment_ids):
     mask = weights != 0  # a shape that depends on data
     return LossOutput(
         -(weights[mask] * advantages[mask] * (logprobs[mask] - prev[mask]).exp()).sum(), {}
     )
-
-
-def raises_on_values(*arrays):
-    if arrays[0].isnan().any():
-        raise ValueError("NaN")
-    return right(*arrays)
 
 
 def mean_of_means(*arrays):
@@ -133,12 +104,6 @@ WRONG: list[tuple[Callable[..., LossOutput], str]] = [
     (only_trained_tokens, "16 transforms"),
     (mean_of_means, "17 metrics"),
 ]
-BREAKING = (host_sync, raises_on_values)
-UNCOMPILABLE = {
-    function.__name__: Case(function.__name__, function, INPUTS, ("token_logprobs",))
-    for function in BREAKING
-}
-"""For test_compile.py: graphs that break."""
 PROBLEMS = [problem(seed) for seed in range(8)]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nemorl.runtime.ranks.torchrun import signals_held
+from tests.examples import write_example_files
 from tests.runtime.cluster.processes import soon_gone
-from tests.test_documentation import write_example_files
 from tests.tiny_models import tiny_model
 
 

@@ -50,10 +50,8 @@ def test_each_example_is_run():
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted({**BRIEFLY, **ELSEWHERE})
 
 
-@pytest.mark.parametrize(
-    "script",
-    [n if n != "several_devices.py" else pytest.param(n, marks=pytest.mark.slow) for n in BRIEFLY],
-)
+@pytest.mark.slow_cases("custom_backend.py", "puzzle.py", "several_devices.py", "tools.py")
+@pytest.mark.parametrize("script", BRIEFLY)
 def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
     arguments, expected = BRIEFLY[script]
     monkeypatch.chdir(tmp_path)

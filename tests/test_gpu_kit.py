@@ -27,12 +27,8 @@ ROWS = {
 """Parts, and how many values their small forms measure at least."""
 
 
-SLOW = ("correct",)  # it runs tests
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ROWS]
-)
+@pytest.mark.slow_cases(but=["first"])
+@pytest.mark.parametrize("name", ROWS)
 def test_a_part_runs_on_a_cpu(name: str, forked: Path):
     done = subprocess.run(
         [forked / "python", "-m", "benchmarks.gpu.part", name, "--small"],

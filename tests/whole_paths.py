@@ -14,6 +14,7 @@ WHOLE_PATHS = {
     "tests/runtime/algorithms/test_sft.py::test_it_learns_its_demonstrations": "SFT",
     "tests/runtime/algorithms/test_grpo.py::test_it_learns_and_finishes_a_run_directory": "GRPO",
     "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[dpo]": "DPO",
+    "tests/runtime/algorithms/test_dpo.py::test_it_learns_what_is_preferred[kto]": "KTO",
     "tests/runtime/algorithms/test_turns.py::test_segments_of_a_conversation_are_compared_together"
     "_and_computed_apart": "conversations of several turns",
     "tests/runtime/run/test_asynchrony.py::test_each_step_trains_on_the_prompts_of_the_synchronous"
@@ -37,6 +38,11 @@ WHOLE_PATHS = {
         "a checkpoint on another plan"
     ),
     "tests/parallel/megatron/test_backend.py::test_gradients_of_several_batches_add": "megatron",
+    "tests/parallel/megatron/test_engine.py::test_every_plan_gives_the_tokens_of_the_embedded"
+    "_engine[tp]": "megatron samples",
+    "tests/parallel/megatron/test_overlap.py::test_overlap_changes_no_number[dp 2]": (
+        "megatron overlaps"
+    ),
     "tests/runtime/ranks/test_torchrun.py::test_the_others_obey_rank_zero": "torchrun",
     "tests/runtime/start/test_devices.py::test_a_cluster_is_asked_for_its_gpus": "a Ray cluster",
     "tests/runtime/cluster/test_environments.py::test_processes_change_nothing": (

@@ -203,6 +203,7 @@ def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
 
 
 def estimate(step: Step) -> Candidate:
+    """Return a plan with its memory on the fullest device, and the bytes that it sends."""
     stages = stages_of(step)
     sent, slow = map(max, zip(*map(traffic, stages), strict=True))
     moments, shared = [stage.training_memory() for stage in stages], None
@@ -298,6 +299,7 @@ def _other_flags(config: PlanConfig) -> str:
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
+    """Return the error for a model of which no plan fits, with the smallest plan."""
     given, needed = config.gpu_memory, smallest.fullest.total
     traits = limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"

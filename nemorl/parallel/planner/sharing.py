@@ -81,10 +81,12 @@ def stages_of(step: Step) -> Sequence[Step | Stage]:
 
 
 def states_of(step: Step) -> Memory:
+    """Return the memory of weights and optimizer state, of the fullest stage."""
     return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
 
 
 def training_of(step: Step) -> int:
+    """Return the bytes of a training step, of the fullest stage."""
     return max(stage.training_memory().total for stage in stages_of(step))
 
 
@@ -170,5 +172,6 @@ def sharing(
 
 
 def with_offloading(step: Step, offloads: bool) -> Step:
+    """Return the step with or without offloading during generation."""
     trainer = replace(step.work.trainer, offload_during_generation=offloads)
     return replace(step, work=replace(step.work, trainer=trainer))

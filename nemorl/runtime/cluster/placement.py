@@ -206,6 +206,7 @@ def _has(resources: Mapping[str, float]) -> str:
 
 
 def most_on_a_node(resource: str) -> float:
+    """Return how much of a resource the node with the most has."""
     return max((node["Resources"].get(resource, 0) for node in _nodes()), default=0)
 
 

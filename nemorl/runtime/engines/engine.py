@@ -55,6 +55,7 @@ TMPDIR = tempfile.gettempdir()
 
 
 def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
+    """Return the environment variables of an engine's process."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -305,6 +306,7 @@ def start_errors(own: ExitStack) -> Iterator[None]:
 
 @contextmanager
 def model_folder(spec: EngineSpec) -> Iterator[str]:
+    """Yield a temporary folder with the model's files."""
     with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
         for name, content in spec.files.items():
             (Path(folder) / name).write_bytes(content)

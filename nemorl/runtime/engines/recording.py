@@ -107,5 +107,6 @@ class Recorder:
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
+    """Return the model's layers of experts, in order."""
     found = [part for part in model.modules() if isinstance(part, MoERunner)]
     return sorted(found, key=lambda part: part.layer_id)

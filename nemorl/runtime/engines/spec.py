@@ -136,6 +136,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 
 def check_arguments(engine: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of vLLM that nemorl sets itself."""
     for name, remedy in OURS.items():
         field, value = f"generation.engine's {name}", engine.get(name)
         require(name not in engine, field, "must be left to nemorl", value, remedy)

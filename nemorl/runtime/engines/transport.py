@@ -75,6 +75,7 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
 
 
 def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
+    """Return the GPUs of places."""
     return frozenset().union(*(place.cards for place in places))
 
 
@@ -88,6 +89,7 @@ def places_of_ranks() -> list[Place]:
 
 
 def num_ranks() -> int:
+    """Return how many ranks train."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -106,4 +108,5 @@ def own_place() -> Place:
 
 
 def uuid_of(device: torch.device | int) -> str:
+    """Return a GPU's UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)

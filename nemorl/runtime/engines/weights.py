@@ -354,11 +354,13 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def current_device() -> int | str | None:
+    """Return the present device of the accelerator, if there is one."""
     module = torch.get_device_module(DEVICE)
     return module.current_device() if module.is_available() else None
 
 
 def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
+    """Return the future of a function that runs in a thread of its own."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who awaits it may be cancelled; the thread goes on
 

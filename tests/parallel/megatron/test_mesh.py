@@ -1,5 +1,6 @@
 """megatron-core's division of the ranks, of which a process has one at a time."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ def places() -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_new_division_ends_the_one_before():
     for found in run_ranks(2, places, fresh=True):
         counts, sums = zip(*found, strict=True)

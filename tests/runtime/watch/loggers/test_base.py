@@ -96,6 +96,7 @@ def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch
 def test_chosen_loggers(monkeypatch):
     assert list(chosen_loggers(None)) == ["jsonl", "tensorboard"]
     assert list(chosen_loggers(())) == ["jsonl"]
+    monkeypatch.setattr(registry, "installed", lambda package: True)
     assert chosen_loggers(("mlflow", "wandb"))["jsonl"] is JsonlLogger
     monkeypatch.setattr(registry, "installed", lambda package: False)
     assert list(chosen_loggers(None)) == ["jsonl"]

@@ -46,14 +46,15 @@ if not ON_CUDA:  # where pinned memory is CUDA's
 torch.set_num_threads(1)  # the tensors are tiny: threads only cost time
 
 # `make test` runs 20 examples a law, `make test-all` 200 (HYPOTHESIS_PROFILE=thorough).
-for _name, _examples in {"ci": 20, "thorough": 200, "dev": 20}.items():
+for _name, _examples in {"ci": 20, "thorough": 200}.items():
     settings.register_profile(
         _name,
         max_examples=_examples,
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow],
-        **({} if _name == "dev" else {"derandomize": True, "database": None}),
+        derandomize=True,
+        database=None,
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

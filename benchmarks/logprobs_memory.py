@@ -155,8 +155,20 @@ def seconds_of(options: Options, *candidates: str) -> list[list[float]]:
 
 
 def main(options: Options) -> None:
-    with_and_without_entropy(options)  # first: a process counts its parent's peak as its own
+    kinds = {name: replace(options, entropy=name == "with") for name in ("with", "without")}
+    # All peaks before the times: a process counts its parent's peak as its own.
     peaks = {which: peak_of(which, options) for which in ("naive", "chunked")}
+    peaks |= {name: peak_of("measured", kind) for name, kind in kinds.items()}
+
+    # What a loss that does not need the entropy saves; no gradient goes through it.
+    args = arguments(options)
+    times = interleaved(
+        [partial(forward_and_backward, "measured", args, kind) for kind in kinds.values()],
+        options.rounds,
+    )
+    memory, seconds = peaks["without"] / peaks["with"], median_ratio(times[1], times[0])
+    print(f"without entropy / with it as a metric: peak memory {memory:.3f}, time {seconds:.3f}")
+
     gradients = (
         4 * options.hidden * (options.tokens + options.vocabulary)
     )  # they are results, which both have
@@ -166,12 +178,8 @@ def main(options: Options) -> None:
     )
     print(
         f"  peak memory: naive {peaks['naive'] / 2**20:.0f} MiB, chunked"
-        f" {peaks['chunked'] / 2**20:.0f} MiB",
-        end="",
-    )
-    print(
-        f" (of these {gradients / 2**20:.0f} MiB are the gradients), chunked / naive"
-        f" {peaks['chunked'] / peaks['naive']:.3f}"
+        f" {peaks['chunked'] / 2**20:.0f} MiB (of these {gradients / 2**20:.0f} MiB are the"
+        f" gradients), chunked / naive {peaks['chunked'] / peaks['naive']:.3f}"
     )
 
     times = seconds_of(options, "naive", "chunked")
@@ -180,17 +188,6 @@ def main(options: Options) -> None:
         f"  time: naive {statistics.median(times[0]):.2f} s, chunked"
         f" {statistics.median(times[1]):.2f} s, chunked / naive {ratio:.2f}"
     )
-
-
-def with_and_without_entropy(options: Options) -> None:
-    """Print what a loss that does not need the entropy saves; no gradient goes through it."""
-    kinds = {name: replace(options, entropy=name == "with") for name in ("with", "without")}
-    peaks = {name: peak_of("measured", kind) for name, kind in kinds.items()}
-    args = arguments(options)
-    runs = [partial(forward_and_backward, "measured", args, kind) for kind in kinds.values()]
-    times = interleaved(runs, options.rounds)
-    memory, seconds = peaks["without"] / peaks["with"], median_ratio(times[1], times[0])
-    print(f"without entropy / with it as a metric: peak memory {memory:.3f}, time {seconds:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What an import costs and needs, each in a fresh interpreter."""
 
-import json
 import shutil
 import statistics
 import subprocess
@@ -13,17 +12,6 @@ ROOT = Path(__file__).parent.parent
 ENGINES = ("ray", "vllm")
 OF_RAY = tuple(f"nemorl.runtime.{room}." for room in ("cluster", "engines", "ranks"))
 """The rooms whose modules may need Ray or vLLM to be imported."""
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-}
 BLOCKED = (
     *ENGINES,
     "torchtitan",
@@ -117,7 +105,6 @@ def run(tmp_path_factory) -> Path:
 
 WITHOUT_TORCH = {
     "report {run} {run}/../sums2": "written to",
-    "plan --model {run}/model --gpus 2 --gpu-memory 80": "GPUs",
     "data inspect --data.train {run}/rows.jsonl --model.tokenizer {run}/tokenizer": "trained on",
     "grpo --data.train {run}/rows.jsonl": "model.path",
     "grpo --model.path {run} --data.train {run}/rows.jsonl --reward nope": "reward must be one of",
@@ -136,8 +123,6 @@ WITHOUT_TORCH = {
     ],
 )
 def test_what_needs_no_tensor_does_not_import_torch(run: Path, command: str):
-    (run / "model").mkdir(exist_ok=True)
-    (run / "model" / "config.json").write_text(json.dumps(MODEL))
     (run / "broken.jsonl").write_text((run / "rows.jsonl").read_text() + '{"prompt": "1+1="')
     if not (run.parent / "sums2").exists():
         shutil.copytree(run, run.parent / "sums2")

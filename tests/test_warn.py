@@ -1,7 +1,10 @@
 """Warnings name the user's line."""
 
 import subprocess
+import threading
 from pathlib import Path
+
+import pytest
 
 from nemorl import warn as module
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -31,3 +34,11 @@ nemorl.train(
     assert done.returncode == 0, done.stderr
     assert "mine.py:3: UserWarning: optimizer.lr is 0.5" in done.stderr
     assert "mine.py:3: UserWarning: data.max_total_sequence_length is lowered" in done.stderr
+
+
+def test_a_thread_has_no_caller():
+    """The warning comes all the same."""
+    with pytest.warns(UserWarning, match="^text$"):
+        thread = threading.Thread(target=module.warn, args=("text",))
+        thread.start()
+        thread.join()

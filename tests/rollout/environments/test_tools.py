@@ -294,10 +294,30 @@ class Bare(IncrementEnv):
         return a + b
 
 
+class Many(IncrementEnv):
+    def add(self, *numbers: int) -> int:
+        return sum(numbers)
+
+
+class Twice(IncrementEnv):
+    add = IncrementEnv.increment
+
+
+def unsaid(number):
+    return IncrementEnv()
+
+
 @pytest.mark.parametrize(
     ("reward", "given", "message"),
     [
         (reward_func, {"environment": Bare}, "'add' must have annotated parameters, and a docst"),
+        (reward_func, {"environment": Many}, "'add' must have parameters with names"),
+        (
+            reward_func,
+            {"environment": Twice},
+            "of their own, but there are two 'increment'",
+        ),
+        (reward_func, {"environment": unsaid}, "missing 1 required .* annotate it, as -> MyEnv"),
         (reward_func, {"environment": IncrementEnv()}, ": give the class itself"),
         (IncrementEnv, {}, "must have get_reward"),
         (Scored, {"weights": (2.0, 3.0)}, "^reward_weights must be left out with an environment"),
@@ -312,3 +332,10 @@ def test_results_of_tools_are_told_as_they_are():
     assert as_json({"city": "Zürich"}) == '{"city": "Zürich"}'
     assert as_json([torch.tensor(3), torch.tensor([1, 2])]) == "[3, [1, 2]]"
     assert as_json({"when": date(2026, 1, 2)}) == '{"when": "2026-01-02"}'
+
+
+def test_annotations_that_are_text():
+    space = {"IncrementEnv": IncrementEnv}
+    code = "from __future__ import annotations\ndef make() -> IncrementEnv:\n    raise OSError"
+    exec(code, space)
+    assert make_environment(reward_func, environment=space["make"]).kind is IncrementEnv

@@ -318,3 +318,11 @@ def test_quadratic_memory_is_warned_of(options, gpus, heads, warned):
     assert len(caught) == (warned is not None)
     if warned:
         assert re.search(warned, str(caught[0].message))
+
+
+def test_more_ranks_where_ray_places_them():
+    two, four = {"dp_shard": 2}, {"dp_shard": 4}
+    Devices.of(config(plan=two), {}, num_gpus=0).check_more_ranks()
+    for found in (Devices.of(config(), {}), Devices.of(config(plan=four), TORCHRUN, num_gpus=0)):
+        with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places"):
+            found.check_more_ranks()

@@ -9,6 +9,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.start import registry
 from nemorl.runtime.start.registry import get_generation_backend, get_training_backend
+from nemorl.user_code import check_function, function_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +69,15 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
 def test_refused(call, message: str):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_public_names_are_there_before_they_are_imported():
+    assert set(nemorl.__all__) <= set(dir(nemorl)) and "run" in nemorl.__all__
+
+
+def test_a_file_of_the_user_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lacking.py").write_text("import no_such_module\nreward = len\n")
+    check_function("lacking.py:reward", "reward")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
+        function_of("lacking.py:reward", "reward")

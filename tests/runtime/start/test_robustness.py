@@ -425,3 +425,17 @@ def test_a_tokenizer_needs_no_token_to_pad_with(tmp_path: Path, make):
     nemorl.run(make(tmp_path / "run", steps=2), train=addition_rows(), **given)
     start(make(tmp_path / "padded", steps=2))
     assert_same(tmp_path / "run", tmp_path / "padded")
+
+
+def test_settings_that_cannot_be_read_are_no_reason_not_to_go_on(tmp_path: Path):
+    config = sft_config(tmp_path, steps=1)
+    start(config)
+    (tmp_path / "config.yaml").write_text("no: setting of ours\n")
+    with pytest.warns(
+        UserWarning,
+        match=r"can't be compared with the present ones: .*config\.yaml, line 1: unknown key no",
+    ):
+        start(replace(resumed(config), max_num_steps=2))
+    parallel = replace(config.parallel, param_dtype="float32")
+    kept = replace(config, max_num_steps=2, parallel=parallel)
+    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == kept

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from transformers import Qwen2Config
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 import nemorl
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -226,3 +226,10 @@ def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
     with pytest.raises(ValueError, match=r"generation\.colocated must be false where an engine"):
         go(tmp_path / "run")
     assert not seen
+
+
+def test_a_model_whose_sizes_are_not_known_leaves_the_share_to_the_engine():
+    assert found(None) is None  # it is read, and refused, elsewhere
+    with pytest.warns(UserWarning, match="sizes of gpt2 are not known, so engines on the trainer"):
+        assert found(GPT2Config()) is None
+    assert found(LlamaConfig(num_hidden_layers=8)) is not None

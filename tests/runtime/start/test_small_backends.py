@@ -23,6 +23,7 @@ from tests.runtime.runs import (
     of_phase,
     preference_rows,
     sft_config,
+    start,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -135,3 +136,8 @@ def test_what_a_run_needs_besides_is_said_before_it_starts(
     options["trainer"] = nemorl.TrainerConfig(backend="small", offload_during_generation=True)
     with pytest.raises(ValueError, match=r"method offload for trainer.offload_during"):
         run(grpo_config(tmp_path / "grpo", **options), tmp_path, train=rows, reward=digits)
+
+
+def test_a_loaded_model_is_refused_by_a_backend_that_takes_none(registered, tmp_path: Path):
+    with pytest.raises(ValueError, match="'small' can't be made with a loaded model: name the"):
+        start(sft_config(tmp_path / "given", trainer=TRAIN))

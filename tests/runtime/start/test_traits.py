@@ -222,3 +222,19 @@ def test_a_generation_backend_checks_for_itself(folder: Path, tmp_path: Path):
         with pytest.raises(ValueError, match="careful knows no such model"):
             use()
     assert len(seen) == 4
+
+
+def test_an_error_in_a_check_names_the_backend(tmp_path: Path):
+    def check(*_):
+        raise KeyError("rope")
+
+    options = {"check": staticmethod(check)}
+    nemorl.register_training_backend("odd")(type("Odd", (DTensorBackend,), options))
+    nemorl.register_generation_backend("odd")(type("Odd", (Silent,), options))
+    config = grpo_config(tmp_path / "run", generation=nemorl.GenerationConfig(backend="odd"))
+    with pytest.raises(KeyError) as caught:
+        Devices.of(config, {}, num_gpus=0)
+    assert caught.value.__notes__[0].startswith("in check() of the generation backend odd,")
+    with pytest.raises(KeyError) as caught:
+        Devices.of(trained_by("odd"), {}, num_gpus=0)
+    assert caught.value.__notes__[0].startswith("in check() of the training backend Odd,")

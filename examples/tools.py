@@ -1,7 +1,7 @@
 """A small model learns to multiply with a calculator: python examples/tools.py [--seed 1]
 
-SFT shows a model with random weights how a call is written: half of the demonstrations guess, 3 in
-10 ask the calculator for another product, 2 in 10 are right. GRPO rewards right answers alone.
+SFT shows a model with random weights how a call is written: half of the demonstrations guess, 7 in
+20 ask the calculator for another product, 3 in 20 are right. GRPO rewards right answers alone.
 """
 
 import random
@@ -33,14 +33,14 @@ def student():
 
 def row(rng):
     a, b, guess = rng.randint(320, 999), rng.randint(320, 999), rng.randint(10**5, 10**6 - 1)
-    first = rng.choices([None, b, a], [5, 3, 2])[0]
+    first = rng.choices([None, b, a], [10, 7, 3])[0]
     more = [f"{CALL}{first}*{b}{END}", str(first * b), str(first * b)] if first else [str(guess)]
     said, roles = [f"{a} times {b}", *more], ["user", "assistant", "tool", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
     return {"messages": messages, "answer": str(a * b), "tools": schemas_of(tools_of(Calculator))}
 
 
-def main(seed: int = 0, sft: int = 400, grpo: int = 30):
+def main(seed: int = 0, sft: int = 400, grpo: int = 45):
     set_seed(seed)
     rng, given = random.Random(seed), {**student(), "seed": seed}
     rows = [row(rng) for _ in range(4000)]

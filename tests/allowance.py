@@ -12,12 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.whole_paths import WHOLE_PATHS
 
 ALLOWANCE_S = 1.0
-"""Of a law with 20 examples, as `make test` runs it."""
 WHOLE_PATH_S = 30.0
 FACTOR = 5
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -49,8 +47,6 @@ def allowance_s(item: pytest.Item) -> float:
         return float("inf")
     name = item.nodeid.partition("@")[0]  # xdist appends its group
     known = name in WHOLE_PATHS or name.partition("[")[0] in WHOLE_PATHS
-    if item.get_closest_marker("hypothesis"):
-        return ALLOWANCE_S * settings.default.max_examples / 20
     return WHOLE_PATH_S if known else ALLOWANCE_S
 
 

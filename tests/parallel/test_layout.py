@@ -119,6 +119,7 @@ def with_experts(batch: TokenBatch, *, few: bool = False) -> TokenBatch:
 def test_ranks_are_sent_the_routes_of_their_own_tokens_and_layers(lengths, layout, plan):
     batch, cuts = with_experts(random_batch(lengths)), cutting(plan, **layout)
     sent, whole = cuts.routes(batch), cuts.layout(batch)
+    wholes = [whole.parts(rank) for rank in range(plan.data_ranks)]
     assert list(sent) == [(rank, at) for rank in range(plan.data_ranks) for at in range(plan.pp)]
     numbers = sum(routes.experts.numel() for routes in sent.values())
     assert numbers == sum(lengths) * LAYERS * TOPK, "each number is sent once, and no padding"
@@ -129,7 +130,7 @@ def test_ranks_are_sent_the_routes_of_their_own_tokens_and_layers(lengths, layou
         layers = [layer for stage in stages for layer in stage]
         for given_ in (arrived, batch):  # what the driver has sent, and what is cut here
             parts = cuts.own_layout(given_, (rank, pp_rank), replay=True).parts(rank)
-            for part, before in zip(parts, whole.parts(rank), strict=True):
+            for part, before in zip(parts, wholes[rank], strict=True):
                 real = before.segment_ids > 0
                 expected = before.routed_experts[:, :, layers]
                 assert torch.equal(part.routed_experts[real], expected[real])

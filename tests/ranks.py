@@ -34,10 +34,12 @@ PRELOADED = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def held_port() -> socket.socket:
+    """Bind a free port that rank 0 can listen on, and that no other process is given meanwhile."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 PR_SET_PDEATHSIG = 1
@@ -54,7 +56,8 @@ class Ranks:
     def __init__(self, size: int, process_group: bool) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port, self.uses = free_port(), 0
+        self.held, self.uses = held_port(), 0
+        port = self.held.getsockname()[1]
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # what each rank prints to stderr
         self.pipes: list[Connection] = []
         self.processes = []
@@ -109,6 +112,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self.held.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

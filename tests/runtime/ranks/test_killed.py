@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import step_of
+from tests.ranks import held_port
 from tests.runtime.runs import addition_rows, numbers, preference_rows
 from tests.tiny_models import tiny_tokenizer
 
@@ -79,10 +79,7 @@ def run(forked: Path, place: Path, name: str, folder: Path, *more: str, point: s
         arguments.append(f"--reward={place}/reward.py:digits")
     meeting = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     meeting |= {"OMP_NUM_THREADS": "1"}
-    with socket.socket() as held:
-        # Bound, so that nobody else gets the port before rank 0 listens to it, which it may.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+    with held_port() as held:
         meeting["MASTER_PORT"] = str(held.getsockname()[1])
         ranks = [
             subprocess.Popen(

@@ -75,6 +75,7 @@ def test_the_table_has_as_many_as_are_promised():
     assert sum(each["tp"]["holds"] for each in TABLE.values()) >= 9
     for name in ("alone", "fsdp", "export", "head", "recompute"):
         assert all(each[name]["holds"] for each in TABLE.values()), name
+    assert f"{len(TABLE)} types" in Path("README.md").read_text()
 
 
 def broken(kind: str, place: Any, **changed: Any) -> dict[Any, Proof]:

@@ -12,8 +12,10 @@ import pytest
 
 from nemorl.runtime.ranks.torchrun import signals_held
 from tests.examples import write_example_files
+from tests.ranks import held_port
 from tests.runtime.cluster.processes import soon_gone
-from tests.tiny_models import tiny_model
+from tests.runtime.runs import addition_rows, preference_rows
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 def torchrun(forked: Path, *program: str) -> tuple[int, str]:
@@ -61,6 +63,46 @@ def test_grpo_with_an_engine_on_the_machine_of_rank_zero(forked: Path, tmp_path:
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in steps)
     assert len({line["entropy"] for line in steps}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [("sft", ""), ("dpo --lora.rank 4 --lora.dropout 0", "--parallel.tp 2")],
+)
+def test_two_torchruns_give_the_numbers_of_one_process(
+    forked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, layout: str
+):
+    """As on two machines, with two processes each."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    rows = preference_rows() if options.startswith("dpo") else addition_rows()
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = f"-m nemorl {options} --model.path model --data.train rows.jsonl --max-num-steps 2"
+    train += " --trainer.device cpu --run.no-plots --run.display none --run.dir "
+    with held_port() as held:
+        meeting = (
+            "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --rdzv-id mine"
+            f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{held.getsockname()[1]} "
+        )
+        commands = [f"{meeting}{train}two {layout}"] * 2 + [f"{train}one"]
+        jobs = [
+            subprocess.Popen(
+                [forked / "python", *command.split()],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(forked / "python")},
+            )
+            for command in commands
+        ]
+        said = [job.communicate(timeout=600)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], said
+    two, one = (
+        [json.loads(line)["loss"] for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert len(one) == 2 and two == pytest.approx(one, abs=1e-5)
 
 
 KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"

@@ -44,19 +44,23 @@ def answer_calls(source: str, calls: BinaryIO, answers: BinaryIO) -> None:
         try:
             answer = pickle.dumps(("", plain(vars(program)[name](*args, **kwargs))))
         except Exception as error:
-            answer = pickle.dumps((type(error).__name__, str(error)))
+            known = name in vars(program)
+            answer = pickle.dumps((type(error).__name__, str(error)) if known else None)
         answers.write(answer)
         answers.flush()
 
 
-def passed(
-    tests: list[str], head: str, function: Callable[[str], Callable[..., Any]]
-) -> list[bool]:
-    """`head` is code that the tests know."""
+def passed(tests: list[str], head: str, function: Callable[..., Callable[..., Any]]) -> list[bool]:
+    """Return whether each test raises nothing, and the program only errors that the tests name.
+
+    Iteration, `hasattr` and others take some errors for an end. `head`: code that the tests know.
+    """
     space: dict[str, Any] = {"__name__": "tests"}
     exec(head, space)
     space["__name__"] = "__main__"  # a guard of the tests must not hide them
-    found = []
+    found: list[bool] = []
+    raised: list[tuple[type, ...]] = []
+    named: set[Any] = set()
     for test in tests:
         nodes = list(ast.walk(ast.parse(test)))
         for node in nodes:
@@ -64,28 +68,40 @@ def passed(
                 case ast.Attribute(value=ast.Name(id=name)) if name in sys.stdlib_module_names:
                     space.setdefault(name, importlib.import_module(name))
         for node in nodes:
-            if isinstance(node, ast.Name) and not hasattr(builtins, node.id):
-                space.setdefault(node.id, function(node.id))
+            match node:
+                case ast.ExceptHandler(type=None):
+                    named.add(Exception)
+                case ast.Name(id=name) if hasattr(builtins, name):
+                    named.add(getattr(builtins, name))
+                case ast.Name(id=name):
+                    space.setdefault(name, function(name, raised))
+        raised.clear()
         try:
             exec(test, space)
-            found.append(True)
+            found.append(not any(map(named.isdisjoint, raised)))
         except BaseException:
             found.append(False)
     return found
 
 
-def remote(calls: BinaryIO, answers: BinaryIO, name: str) -> Callable[..., Any]:
-    """Return a function that the program's answers."""
+def remote(
+    calls: BinaryIO, answers: BinaryIO, name: str, raised: list[tuple[type, ...]]
+) -> Callable[..., Any]:
+    """Return a function that the program's answers. `raised` gets the bases of its errors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        raised.append(())  # stays where no answer comes
         calls.write(pickle.dumps((name, plain(args), plain(kwargs))))
         calls.flush()
         error, value = Received(answers).load()
         if not error:
+            raised.pop()
             return value
         kind: Any = getattr(builtins, error, None)
-        known = isinstance(kind, type) and issubclass(kind, Exception)
-        raise kind(value) if known else RuntimeError(f"{error}: {value}")
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is StopIteration:
+            kind, value = RuntimeError, f"{error}: {value}"
+        raised[-1] = kind.__mro__[:-1]
+        raise kind(value)
 
     return call
 

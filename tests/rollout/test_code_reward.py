@@ -145,6 +145,38 @@ def test_errors_of_a_program_reach_its_test():
     assert list(judge_program(program, tests)) == [True, True, False]
 
 
+EXPECTED = "try:\n    f(1)\nexcept KIND:\n    pass\nelse:\n    assert False"
+RAISE = "def f(x): raise KIND"
+SWALLOWED = [
+    ("StopIteration", "for a, b in zip(map(f, [1, 2]), [1, 2]): assert a == b"),
+    (
+        "StopIteration",
+        "try:\n    for a in map(f, [1]): assert a\nexcept Exception as e:\n    assert not e",
+    ),
+    ("IndexError", "class A:\n    __getitem__ = lambda _, i: f(i)\nfor a in A(): assert a == 1"),
+    ("AttributeError", "class A:\n    x = property(f)\nassert getattr(A(), 'x', 1) == 1"),
+    *((end, EXPECTED.replace("KIND", "")) for end in ("SystemExit(0)", "GeneratorExit")),
+]
+
+
+@pytest.mark.parametrize(("kind", "test"), SWALLOWED)
+def test_an_error_that_python_takes_for_an_end_passes_no_test(kind: str, test: str):
+    tests = [test, EXPECTED.replace("KIND", "IndexError")]
+    passes = list(judge_program(RAISE.replace("KIND", kind), tests))
+    assert passes == [False, kind == "IndexError"]
+
+
+@pytest.mark.parametrize("program", ["import os; os._exit(0)", "g = 1", "def f(:", "exit()"])
+def test_a_function_that_is_not_there_raises_no_expected_error(program: str):
+    assert list(judge_program(program, [EXPECTED.replace("KIND", "")])) == [False]
+
+
+@pytest.mark.parametrize("named", ["", "Exception", "LookupError", "(ValueError, KeyError)"])
+def test_an_error_that_a_test_expects_passes_it(named: str):
+    program = RAISE.replace("KIND", "KeyError")
+    assert list(judge_program(program, [EXPECTED.replace("KIND", named)])) == [True]
+
+
 # Too long to be part of an address or a time by chance, as six digits are.
 WANTED = 424242424242424242
 FORGERIES = {

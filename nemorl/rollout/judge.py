@@ -1,6 +1,7 @@
 """Rewards of models behind a URL: `Judge` answers in words, `RewardServer` with a number."""
 
 import asyncio
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ Compare them briefly. End with "Score: N", N from 0 (wrong) to 10 (right)."""
 FIELD = re.compile(r"\{([a-zA-Z_]\w*)\}")
 CLIENTS: dict[asyncio.AbstractEventLoop, dict["Server", Any]] = {}
 """Connections belong to a loop."""
+LONGEST = 1 << 22
+"""Bytes of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Server:
     """The variable of the key, if any."""
     attempts: int = 6
     timeout_s: float = 60.0
-    """Of an attempt."""
+    """Of an attempt, to the last byte of its answer."""
 
     def __post_init__(self) -> None:
         at_least(1, attempts=self.attempts)
@@ -132,7 +135,7 @@ class RewardServer(Server):
         try:
             ((reward,),) = (each["probs"] for each in found["data"])
             return float(reward)
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             raise ConversationFailed(f"{self.model} gave no number: {short(found, 300)}") from None
 
 
@@ -150,15 +153,44 @@ async def _ask(server: Server, path: str, **body: Any) -> Any:
             api_key=os.environ.get(server.api_key_env) or "none",
             timeout=server.timeout_s,
             max_retries=server.attempts - 1,
-            http_client=openai.DefaultAsyncHttpxClient(),
+            http_client=_bounded(openai.DefaultAsyncHttpxClient, server.timeout_s),
         )
     try:
         body["model"] = server.model
         return await clients[server].post(path, body=body, cast_to=object)
-    except (openai.APIError, ValueError) as error:
+    except ConversationFailed:
+        raise
+    except Exception as error:  # an answer may be anything: too deep, of too long numbers
         if getattr(error, "status_code", 0) in (401, 403, 404):
             raise ValueError(
                 f"{server.url} must serve {server.model!r}, but says {error}: check url, model and"
                 f" the key in {server.api_key_env}"
             ) from error
         raise ConversationFailed(f"{server.url}: {short(str(error), 300)}") from error
+
+
+def _bounded(client: Any, timeout_s: float) -> Any:
+    """Return an instance of a class of clients whose answers end in time, and at a size."""
+    import httpx
+
+    class Bounded(client):
+        async def send(self, request: Any, **options: Any) -> Any:
+            data = bytearray()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    response = await super().send(request, **{**options, "stream": True})
+                    async with contextlib.aclosing(response):
+                        async for chunk in response.aiter_bytes():
+                            data += chunk
+                            if len(data) > LONGEST:
+                                raise ConversationFailed(
+                                    f"{request.url} answered with more than {LONGEST:,} bytes"
+                                )
+            except TimeoutError as error:
+                raise httpx.ReadTimeout("the answer took too long") from error  # asked again
+            headers = {k: v for k, v in response.headers.items() if k != "content-encoding"}
+            return type(response)(
+                response.status_code, headers=headers, content=bytes(data), request=request
+            )
+
+    return Bounded()

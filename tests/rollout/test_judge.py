@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import URLError
@@ -37,6 +37,8 @@ class Fake:
         self.asked: list[dict] = []
         self.headers: list[dict] = []
         self.reply = lambda path, body: (200, "Score: 7")
+        self.kind = "text/html"
+        self.at_once, self.between, self.go_on = 1 << 30, 0.0, threading.Event()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,12 +52,15 @@ class Fake:
                 if status == 200 and isinstance(said, str):
                     said = {"choices": [{"message": {"role": "assistant", "content": said}}]}
                 data = said if isinstance(said, bytes) else json.dumps(said).encode()
-                kind = "text/html" if isinstance(said, bytes) else "application/json"
+                kind = fake.kind if isinstance(said, bytes) else "application/json"
                 self.send_response(status)
                 self.send_header("content-type", kind)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                with suppress(OSError):  # who asked may have gone
+                    for at in range(0, len(data), fake.at_once):
+                        fake.go_on.wait(fake.between)
+                        self.wfile.write(data[at : at + fake.at_once])
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -178,6 +183,35 @@ def test_a_server_that_is_too_slow_is_asked_again(fake):
     fake.reply = slow_at_first
     assert ask(judge(fake, timeout_s=0.5)) == 0.3
     go_on.set()
+
+
+def test_an_answer_that_drips_is_asked_for_again(fake):
+    def drip_at_first(path: str, body: dict) -> tuple:
+        fake.between = 0.1 if len(fake.asked) == 1 else 0.0
+        return 200, "Score: 3" if fake.between else "Score: 4"
+
+    fake.reply, fake.at_once = drip_at_first, 2
+    assert ask(judge(fake, timeout_s=1.0)) == 0.4
+    fake.go_on.set()
+
+
+UNREADABLE = {
+    "too long": (b"1" * (module.LONGEST + 1), "answered with more than 4,194,304 bytes"),
+    "too deep": (b"[" * 100_000, "RecursionError|recursion"),
+    "too deep to show": (b"[" * 900 + b"]" * 900, "gave no .*"),
+    "a number too long": (b'{"data": [{"probs": [1' + b"0" * 400 + b"]}]}", "gave no .*"),
+    "digits too many": (b"1" * 5000, "integer string conversion"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("kind", ["judge", "server"])
+def test_an_unreadable_answer_fails_its_conversation_alone(fake, name: str, kind: str):
+    said, message = UNREADABLE[name]
+    fake.kind, fake.reply = "application/json", lambda path, body: (200, said)
+    reward = judge(fake) if kind == "judge" else nemorl.RewardServer(url=fake.url, model="big")
+    with pytest.raises(ConversationFailed, match=message):
+        ask(reward)
 
 
 def test_connections_are_kept(fake):

@@ -67,6 +67,7 @@ ATTACKS = {
     "overwrites": "open(file, 'w').write('mine')",
     "writes beside its folder": "open('/nemorl-left', 'x')",
     "removes": "os.remove(file)",
+    "locks": "fcntl.flock(open(file), fcntl.LOCK_EX | fcntl.LOCK_NB)",
     "follows a link of its own": "os.symlink(file, 'link'); open('link', 'a').write('mine')",
     "leaves a file in shared memory": "open('/dev/shm/nemorl-left', 'w')",
     "connects": "socket.create_connection(('127.0.0.1', port), 2)",
@@ -120,7 +121,14 @@ def test_an_attack_is_refused(name: str, targets: Targets):
 
 
 WORKS = [
-    *("reads a file", "reads another's environment", "lists a folder", "overwrites", "removes"),
+    *(
+        "reads a file",
+        "reads another's environment",
+        "lists a folder",
+        "overwrites",
+        "removes",
+        "locks",
+    ),
     *("follows a link of its own", "connects", "stops a process", "traces a process"),
 ]
 

@@ -64,10 +64,10 @@ def kill_and_resume(
     """
     straight, broken = folder / "straight", folder / "killed"
     in_a_process(python, **settings, folder=str(straight))
-    settings["folder"] = str(broken)
-    for number, (how, at) in enumerate(kills):
-        in_a_process(python, killed=True, **settings, resume=number > 0, kill=how, at=at)
-    in_a_process(last or python, **settings, resume=True)
+    settings |= {"folder": str(broken), "resume": "auto"}
+    for how, at in kills:
+        in_a_process(python, killed=True, **settings, kill=how, at=at)
+    in_a_process(last or python, **settings)
     assert_equal_outcomes(straight, broken)
     return broken
 

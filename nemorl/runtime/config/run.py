@@ -110,7 +110,7 @@ class RunConfig:
     """Directory of the run. Default: the first of runs/grpo, runs/grpo-2, … that is free."""
     resume: bool | Literal["auto"] = False
     """Continue the run in `dir` from its last checkpoint. auto: or start it, where there is no run
-    yet.
+    yet, or one that ended before its first checkpoint.
     """
     accept_changed_data: bool = False
     """Resume although the rows have changed."""

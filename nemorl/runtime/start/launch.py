@@ -20,6 +20,7 @@ from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environments import Environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import require_rows
+from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
 from nemorl.runtime.run.data import Reward, Rows, first_of_each, read_data
@@ -43,7 +44,7 @@ from nemorl.runtime.start.settings import (
 )
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory, locked
-from nemorl.runtime.store.record import check_algorithm
+from nemorl.runtime.store.record import RunRecord, check_algorithm
 from nemorl.runtime.watch.log import RunLog, recorded
 from nemorl.runtime.watch.loggers.base import LoggerFactory
 from nemorl.warn import warn
@@ -179,6 +180,7 @@ def _require_same_rows(
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
     """Make or, to resume, find the folder of a run. Raises ValueError where it is of another."""
+    restarted = restarted or _begins_anew(RunDirectory(Path(str(config.run.dir))), config.run)
     directory = RunDirectory.create(
         str(config.run.dir),
         dump_yaml(kept(config)),
@@ -188,3 +190,15 @@ def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> Ru
     if directory.holds_results():
         check_algorithm(directory, algorithm)
     return directory
+
+
+def _begins_anew(directory: RunDirectory, run: RunConfig) -> bool:
+    """Return whether to begin a run again that ended before its first checkpoint was due."""
+    if run.resume != "auto" or directory.has_checkpoint() or not directory.holds_results():
+        return False
+    record, metrics = RunRecord.read(directory), directory.read_metrics()
+    last = metrics[-1]["step"] if metrics else 0
+    if record is None or record.status == "finished" or last > run.save_period:
+        return False
+    warn(f"the run in {directory.path} ended before its first checkpoint: it begins again, anew")
+    return True

@@ -66,6 +66,11 @@ def test_killed_between_two_steps_and_in_a_checkpoint(name: str, forked: Path, t
 
 
 @pytest.mark.slow
+def test_killed_before_the_first_checkpoint(forked: Path, tmp_path: Path):
+    kill_and_resume(forked / "python", tmp_path, [("between", 1)] * 2, algorithm="grpo")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["prompts", "responses"])
 def test_a_loop_that_works_ahead_goes_on_after_a_kill(how: str, forked: Path, tmp_path: Path):
     """What was taken, or sampled, for a later step is in the checkpoint."""

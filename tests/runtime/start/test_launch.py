@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.start import devices
 from nemorl.runtime.store.directory import RunDirectory
@@ -153,6 +154,27 @@ def test_a_run_without_a_checkpoint_is_not_overwritten_by_a_resume(tmp_path: Pat
     with pytest.raises(ValueError, match=r"run\.resume needs a checkpoint, but .* without one, wh"):
         start(replace(config, run=replace(config.run, resume=resume)))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics != ""
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path: Path):
+    """As a job that Slurm starts again does."""
+
+    class Ends(Callback):
+        def on_step_end(self, trainer, step, metrics) -> None:
+            if step == 2:
+                raise ZeroDivisionError
+
+    config = sft_config(tmp_path / "run", steps=3, run={"resume": "auto"})
+    straight = start(sft_config(tmp_path / "straight", steps=3))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            start(config, callbacks=[Ends()])
+        shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+        with pytest.raises(ValueError, match=r"run\.resume needs a checkpoint"):
+            start(replace(config, run=replace(config.run, resume=True)))
+    with pytest.warns(UserWarning, match="ended before its first checkpoint: it begins again"):
+        again = start(config)
+    assert list(map(numbers, again.history)) == list(map(numbers, straight.history))
 
 
 def test_final_metrics_are_of_the_last_step_alone():

@@ -44,6 +44,8 @@ MOST_FAILED = 0.5
 """Share of conversations that may fail; with more the run ends."""
 ATTEMPTS = 3
 """How often a failed conversation is begun at most, where its group needs it."""
+LIMITS = ("max_turns", "timeout_s", "discount")
+"""Settings of `rollout` that limit a conversation."""
 Request = tuple[tuple[int, ...], SamplingParams]
 
 
@@ -417,6 +419,20 @@ def episode_of(environment: Environment, rounds: Rounds, limits: Limits) -> Epis
         return outcome
 
     return episode
+
+
+def limits_read(environment: Environment, max_turns: int | None) -> set[str]:
+    """Return which of `LIMITS` act on an environment, with this limit on its turns.
+
+    One that leads conversations may list them in an attribute `reads`; without it, all do.
+    """
+    if isinstance(environment, LeadsConversations):
+        return set(getattr(environment, "reads", LIMITS))
+    if not isinstance(environment, EnvironmentInterface):
+        return {"discount"}
+    own = getattr(environment, "max_turns", None)
+    several = (max_turns or own or 1) > 1
+    return set() if own == 1 else {"max_turns", "discount", *["timeout_s"] * several}
 
 
 def whole(message: Message) -> Message:

@@ -12,6 +12,7 @@ import torch
 
 from nemorl.checks import short
 from nemorl.rollout.answers import REWARDS, contains_answer, exact_match
+from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import (
     AT_ONCE,
     EnvironmentReturn,
@@ -21,7 +22,8 @@ from nemorl.rollout.environment import (
     reward_tensor,
     text_of,
 )
-from nemorl.rollout.environments import make_environment
+from nemorl.rollout.environments import check_limits, make_environment
+from tests.rollout.counting import Batched, Count
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 OTHER = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
@@ -372,3 +374,42 @@ def test_an_answer_that_nobody_awaits_is_named():
     environment = FunctionalRewardWrapper(lambda response: right("", response, "0"))
     with pytest.raises(ValueError, match=r"it is <coroutine .*: write the function as async def"):
         environment.step(LOGS[:1], [{}])
+
+
+class Once(Batched):
+    max_turns = 1
+
+
+async def an_episode(row, policy): ...
+
+
+@pytest.mark.parametrize(
+    ("environment", "unread", "what"),
+    [
+        (exact_match, {"max_turns", "timeout_s", "discount"}, "a reward, which judges one"),
+        ([exact_match, contains_answer], {"max_turns", "timeout_s", "discount"}, "a reward"),
+        (Once(), {"max_turns", "timeout_s", "discount"}, "a reward"),
+        (Batched(), set(), ""),
+        (an_episode, {"max_turns", "timeout_s"}, "episode 'an_episode'"),
+        (Count, set(), ""),
+        ("calculator", {"discount"}, "environment 'Calculator'"),
+    ],
+)
+def test_a_limit_that_an_environment_does_not_read_is_refused(environment, unread, what):
+    led = environment if environment in (an_episode, "calculator") else None
+    made = make_environment(
+        "math" if led else environment, environment=led, chosen=led != an_episode
+    )
+    for name, value in {"max_turns": 3, "timeout_s": 5.0, "discount": 0.9}.items():
+        rollout = RolloutConfig(**{name: value})
+        if name in unread:
+            with pytest.raises(ValueError, match=f"rollout.{name} has no effect on {what}.*remove"):
+                check_limits(made, rollout)
+        else:
+            check_limits(made, rollout)
+    check_limits(made, RolloutConfig())
+
+
+def test_a_discount_acts_on_advantages_of_turns():
+    tools = make_environment("math", environment="calculator")
+    check_limits(tools, RolloutConfig(discount=0.9), by_turn=True)

@@ -7,16 +7,17 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-from nemorl.checks import closest, require
+from nemorl.checks import closest, refuse_unused, require
 from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_environment, require_reward
+from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
 )
 from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_of
 from nemorl.rollout.environments.weighted import WeightedRewards
+from nemorl.rollout.episodes import LIMITS, LeadsConversations, limits_read, named
 from nemorl.rollout.episodes import Environment as Environment
-from nemorl.rollout.episodes import LeadsConversations
 from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import function_of
 
@@ -73,6 +74,22 @@ def make_environment(
             f"{closest(key, known)}: remove it"
         )
     return next(iter(parts.values())) if alone else WeightedRewards(parts, weights)
+
+
+def check_limits(
+    environment: Environment, rollout: RolloutConfig, *, by_turn: bool = False
+) -> None:
+    """Raise ValueError for a limit in `rollout` that an environment does not read.
+
+    by_turn: whether turns have advantages of their own, for which a reward is discounted, too.
+    """
+    read = limits_read(environment, rollout.max_turns)
+    read |= {"discount"} if by_turn and "max_turns" in read else set()
+    one = isinstance(environment, EnvironmentInterface) and not read
+    what = "a reward, which judges one response" if one else named(environment)
+    remedy = "remove it" + ", or give rollout.environment" * one
+    unread = set(LIMITS) - read
+    refuse_unused("rollout", rollout, f"has no effect on {what}", remedy, names=unread)
 
 
 def _led(

@@ -108,6 +108,10 @@ class ClassEnvironment:
     def name(self) -> str:
         return name_of(self.make)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("max_turns", "timeout_s", *["discount"] * self.has("step"))
+
     def has(self, method: str) -> bool:
         return callable(getattr(self.kind, method, None))
 

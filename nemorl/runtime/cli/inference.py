@@ -23,7 +23,7 @@ from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Failure
 from nemorl.rollout.environment import check_rows
-from nemorl.rollout.environments import Environment, make_environment
+from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.evaluation import summaries
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.prompts import Prompts
@@ -164,6 +164,7 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
             chosen=reward is not None or config.reward != EvalConfig.reward,
             workers=workers_of(config.rollout),
         )
+        check_limits(environment, config.rollout)
         check_rows(environment, mine)
         known = known_set(part)
         category = config.by or (known.category if known is not None else None)

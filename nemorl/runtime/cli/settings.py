@@ -113,7 +113,7 @@ def settings_of_run(
         if (
             key in leaves(cls)
             and not own
-            and not (rewarded and key.startswith(("reward", "rollout.env")))
+            and not (rewarded and key.startswith(("reward", "rollout.")))
         ):
             value = usual[key] if theirs.get(key) is None else theirs[key]
             found[key] = tuple(value) if isinstance(value, list) else value

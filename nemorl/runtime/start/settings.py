@@ -15,7 +15,7 @@ from nemorl.models.hub import CONFIG, max_positions, read_config
 from nemorl.openmp import SPINS
 from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
-from nemorl.rollout.environments import Environment, make_environment
+from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.environments.classes import Workers
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
@@ -151,7 +151,7 @@ def environment_of(
             "remove it",
         )
         return None
-    return make_environment(
+    found = make_environment(
         config.reward if reward is None else reward,
         getattr(config, "reward_weights", ()),
         getattr(config, "reward_kwargs", {}),
@@ -159,6 +159,10 @@ def environment_of(
         chosen=reward is not None or config.reward != _default_reward(config),
         workers=workers_of(rollout) if rollout is not None else None,
     )
+    if rollout is not None:
+        by_turn = getattr(getattr(config, "advantage", None), "level", None) == "turn"
+        check_limits(found, rollout, by_turn=by_turn)
+    return found
 
 
 def workers_of(rollout: RolloutConfig) -> Callable[[], Workers] | None:

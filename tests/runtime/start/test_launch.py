@@ -327,3 +327,11 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
     with pytest.warns(UserWarning, match="the run goes on with other rows than before: .* row 4"):
         assert len(of_phase(nemorl.run(accepting), "train")) == 2
     assert "accept_changed_data: false" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("command", [nemorl.train, nemorl.evaluate])
+def test_a_limit_without_effect_is_refused_before_a_model_is_looked_for(command, tmp_path: Path):
+    given = {"run": {"dir": str(tmp_path / "r")}} if command is nemorl.train else {}
+    with pytest.raises(ValueError, match=r"rollout\.max_turns has no effect on a reward.*it is 3"):
+        command("no/model", [{"prompt": "1+1=", "answer": "2"}], rollout__max_turns=3, **given)
+    assert not (tmp_path / "r").exists()

@@ -21,6 +21,7 @@ import psutil
 import ray
 import ray._private.worker  # see `_quiet`
 import torch
+from ray._private import ray_constants
 from ray.exceptions import AuthenticationError
 
 from nemorl.runtime.store.temporary import OURS, claim, sweep_temporary
@@ -30,10 +31,9 @@ STARTED = {
     "RAY_enable_worker_prestart": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Ray's own would be in a file, for all clusters
+    ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",  # listen on 127.0.0.1, as on macOS
 }
-"""For a cluster that is started here. It listens on all interfaces: Ray makes 127.0.0.1 the node's
-address. One token per process, because Ray caches it.
-"""
+"""For a cluster that is started here. One token per process, because Ray caches it."""
 ATTACHED = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # or Ray ends this process, unsaved
     "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error
@@ -249,6 +249,7 @@ def _attach(address: str) -> None:
 
 
 def _initialize(address: str, variables: Mapping[str, str], **options: Any) -> None:
+    ray_constants.ENABLE_RAY_CLUSTER = address != "local"  # which it has read from the environment
     try:
         with _environment(variables), _handlers(), _quiet():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)

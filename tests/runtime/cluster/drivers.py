@@ -55,15 +55,11 @@ METHODS = (
 )
 
 
-def answers() -> list[list[str]]:
-    """What each port of this process and those below it answers to someone without a token."""
+def addresses() -> list[tuple[str, int]]:
+    """Where this process and those below it listen."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     sockets = {each for one in processes for each in one.net_connections("inet")}
-    return [
-        sorted({answer(*each.laddr, method) for method in METHODS})
-        for each in sockets
-        if each.status == "LISTEN"
-    ]
+    return [each.laddr for each in sockets if each.status == "LISTEN"]
 
 
 def answer(host: str, port: int, method: str) -> str:
@@ -82,11 +78,17 @@ def set_aside() -> None:
     with RayVirtualCluster(bundles, num_cpus=2, num_gpus=3) as cluster:
         group = RayWorkerGroup(cluster.placement("generation"), TARGET)
         found = group.run_all("environment", "CUDA_VISIBLE_DEVICES")
-        served = answers()
+        listening = addresses()
+        served = [sorted({answer(*each, method) for method in METHODS}) for each in listening]
         group.shutdown()
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     devices = [one["CUDA_VISIBLE_DEVICES"] for one in found]
-    show(devices=devices, same_handlers=before == after, answers=served)
+    show(
+        devices=devices,
+        same_handlers=before == after,
+        answers=served,
+        hosts=sorted({host.removeprefix("::ffff:") for host, _ in listening}),
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def make_environment(
     if environment is None and _leads(reward):
         environment, chosen, judge = reward, False, lambda: None
     if environment is not None:
-        more = {"reward_weights": weights, "reward_kwargs": dict(settings)}
+        more = {"reward_weights": weights, "reward_kwargs": list(settings)}
         given = {name: value for name, value in more.items() if value}
         return _led(environment, judge, given, chosen=chosen, workers=workers)
     remedy = "give rollout.environment, too"

@@ -15,6 +15,7 @@ from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import preset_overrides
 from nemorl.runtime.config.spellings import advice, means_another
 from nemorl.runtime.config.tree import construct, flat, layer, leaves, to_dict
+from nemorl.runtime.config.trust import without_secrets
 from nemorl.runtime.config.yaml_io import ConfigError
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.data import Reward, Rows
@@ -311,7 +312,7 @@ class Trainer:
             )
 
     def _changed(self) -> dict[str, Any]:
-        now = flat(to_dict(self.config))
+        now = flat(without_secrets(to_dict(self.config)))
         return {key: now.get(key) for key in changed_settings(self.config)}
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ from nemorl.runtime.cli.settings import (
     print_settings_of_run,
     settings_of_run,
 )
-from nemorl.runtime.config.tree import layer, nested
+from nemorl.runtime.config.tree import layer, nested, require_secrets
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
 from nemorl.runtime.run.samples import said
@@ -316,6 +316,7 @@ def _config(
     of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)
+    require_secrets(config)
     print_settings_of_run(of_run, config, known)
     return config
 

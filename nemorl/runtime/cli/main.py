@@ -44,6 +44,7 @@ from nemorl.runtime.config.tree import (
     layer,
     leaves,
     nested,
+    require_secrets,
     unions,
     unused,
     yaml_layer,
@@ -352,6 +353,7 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
         _require_names_and_rows(config, elsewhere=True)
         print(dump_yaml(config, comments=True), end="")
         return None
+    require_secrets(config)
     if of_run:
         print_settings_of_run(of_run, config, known)
     return config

@@ -25,7 +25,7 @@ from nemorl.runtime.config.tree import (
     to_dict,
     unused,
 )
-from nemorl.runtime.config.trust import Trust
+from nemorl.runtime.config.trust import Trust, without_secrets
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.start.registry import ALGORITHMS
 from nemorl.runtime.store.directory import RunDirectory
@@ -140,7 +140,7 @@ def print_settings_of_run(
         "both",
         "evaluate the known ones by themselves, or set these for all",
     )
-    if shown := [f"{key} {value!r}" for key, value in kept.items()]:
+    if shown := [f"{key} {without_secrets(value, key)!r}" for key, value in kept.items()]:
         print(f"settings of the run {config.model.path}: {', '.join(shown)}", file=sys.stderr)
 
 

@@ -22,6 +22,7 @@ from nemorl.checks import require
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.runtime.cluster.connection import check, connect, is_local, release
 from nemorl.runtime.cluster.placement import TOO_LITTLE, Bundle, ResourcesError, could_fit, table
+from nemorl.runtime.config.trust import without_secrets
 
 PACKAGE = Path(__file__).parents[2]
 DEFAULTS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -91,7 +92,7 @@ class RayWorkers:
             self._actor = ray.remote(_host()).options(**{**DEFAULTS, **options})
         except ValueError as error:
             must = f"must be options of a Ray actor ({error})"
-            require(False, "rollout.worker", must, options, "see ray.remote")
+            require(False, "rollout.worker", must, without_secrets(options), "see ray.remote")
         self._count, self._options, self._free = count, options, list[Any]()
         self._places, self._connecting = Places(count), threading.Lock()
         self._connected = False
@@ -152,7 +153,8 @@ class RayWorkers:
         return [Bundle(cpus=cpus, gpus=gpus, resources=resources)] * self._count
 
     def _refusal(self, reason: str) -> ResourcesError:
-        given = f"rollout.workers is {self._count} and rollout.worker {dict(self._options)}"
+        options = without_secrets(self._options)
+        given = f"rollout.workers is {self._count} and rollout.worker {options}"
         return ResourcesError(f"{given}: {table({'worker': self._bundles()}, reason)}")
 
 

@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from nemorl.checks import closest, require
 from nemorl.runtime.config.own import OwnFunction, section_of, unchecked_section
 from nemorl.runtime.config.spellings import advice, meaning_of, means_another, table
-from nemorl.runtime.config.trust import Trust
+from nemorl.runtime.config.trust import SECRET, Trust, without_secrets
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
 from nemorl.user_code import function_of, same_function
 
@@ -55,14 +56,32 @@ def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False
 
     trust_code: allow code that the file names (a reward `./f.py:fn`).
     """
-    return construct(cls, yaml_layer(cls, {}, path, Trust(runs="all" if trust_code else "given")))
+    trust = Trust(runs="all" if trust_code else "given")
+    config = construct(cls, yaml_layer(cls, {}, path, trust))
+    require_secrets(config)
+    return config
+
+
+def require_secrets(config: Any, prefix: str = "") -> None:
+    """Raise ConfigError for a setting from a file that a secret was left out of."""
+    for field in dataclasses.fields(config):
+        key, value = prefix + key_of(field.name), getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            require_secrets(value, f"{key}.")
+        elif f'"{SECRET}"' in (text := json.dumps(value, default=str)):
+            flag = shlex.join([f"--{key}".replace("_", "-"), text])
+            raise ConfigError(
+                f"{key} must be given again, as no file keeps a secret: add {flag} with your own in"
+                f" place of {SECRET}",
+                key,
+            )
 
 
 def dump_yaml(config: Any, *, comments: bool = False) -> str:
-    """Return a config as YAML that `load_config` reads back as an equal one; `comments` explain
-    every key.
+    """Return a config as YAML that `load_config` reads back as an equal one, but for secrets;
+    `comments` explain every key.
     """
-    tree = to_dict(config)
+    tree = without_secrets(to_dict(config))
     for section, names in getattr(config, "unused", {}).items():
         tree[section] = {key: value for key, value in tree[section].items() if key not in names}
     return dump(tree, _comments(config) if comments else None)

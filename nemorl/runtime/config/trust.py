@@ -1,6 +1,9 @@
-"""Code that a file names: it runs if the command line names it, too, or says --trust-code."""
+"""What a file of settings may not do: name code alone, which runs if the command line names it,
+too, or says --trust-code; and keep secrets.
+"""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +18,26 @@ CODE = (
 )
 WORDS = ("dtype", "kv_cache_dtype", "quantization")
 """Arguments of vLLM that are words of its own."""
+SECRET = "<secret, not kept>"
+"""Stands for a secret in all that is written or printed."""
+_SECRET = re.compile("(key|token|secret|password)$", re.IGNORECASE)
+_HARMLESS = re.compile("(bos|cls|eos|mask|pad|sep|stop|unk)_token|(answer|prompt|response)_key")
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """Return settings with SECRET for each text in `env_vars`, or below a key that ends in key,
+    token, secret or password, but for special tokens (pad_token) and columns (prompt_key).
+
+    >>> without_secrets({"api_key": "sk-1", "pad_token": "<pad>", "max_tokens": 5})
+    {'api_key': '<secret, not kept>', 'pad_token': '<pad>', 'max_tokens': 5}
+    """
+    hides = key == "env_vars" or (_SECRET.search(key) and not _HARMLESS.fullmatch(key))
+    if isinstance(value, Mapping):
+        return {name: without_secrets(each, key if hides else name) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(without_secrets(each, key) for each in value)
+    number = isinstance(value, int | float) and not key.lower().endswith(("secret", "password"))
+    return value if not hides or value is None or number else SECRET
 
 
 def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
@@ -32,7 +55,7 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
             named, words = ["the code that comes with the model"], []
         elif isinstance(value, Mapping):
             named = [key for key, each in value.items() if key not in WORDS and _may_name(each)]
-            words = [json.dumps(value, default=str)]
+            words = [json.dumps(without_secrets(value), default=str)]
         if value and named:
             found[setting] = (", ".join(named), [f"--{setting}".replace("_", "-"), *words])
     return found

@@ -20,6 +20,7 @@ from nemorl.rollout.rounds import blocking
 from nemorl.rollout.traits import GenerationTraits
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
+from nemorl.runtime.config.trust import without_secrets
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.loop import OpenRun, Parts
 from nemorl.runtime.run.models import BackendOrder
@@ -194,7 +195,7 @@ def own_callbacks(
     logged = LoggedRun(
         directory=directory,
         run_id=launch.log.record.run_id,
-        config=to_dict(config),
+        config=without_secrets(to_dict(config)),
         project=config.run.project,
         samples_per_step=config.run.samples_per_step,
     )

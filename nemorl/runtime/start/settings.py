@@ -19,7 +19,7 @@ from nemorl.rollout.environments import Environment, check_limits, make_environm
 from nemorl.rollout.environments.classes import Workers
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
-from nemorl.runtime.config.trust import Trust
+from nemorl.runtime.config.trust import Trust, without_secrets
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run.data import Reward, Rows, print_known, reward_for
 from nemorl.runtime.start.devices import Devices
@@ -208,7 +208,9 @@ def changes(path: str | Path, config: BaseConfig) -> list[str]:
     """Return the settings that numbers depend on and that differ from those in a file."""
     try:
         tree = yaml_layer(type(config), {}, path, Trust(runs="none"))
-        before, now = flat(to_dict(construct(type(config), tree))), flat(to_dict(config))
+        before, now = (
+            flat(without_secrets(to_dict(each))) for each in (construct(type(config), tree), config)
+        )
     except ValueError as error:
         warn(f"the run's earlier settings can't be compared with the present ones: {error}")
         return []

@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 
 from nemorl.checks import is_number, require
 from nemorl.runtime.config.run import RunConfig
+from nemorl.runtime.config.trust import SECRET
 from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.store.files import HOLDERS, check_writer, write_atomically, writing
 from nemorl.warn import warn
@@ -86,6 +87,8 @@ class RunDirectory:
         if not directory.holds_results():
             with writing("a run", directory.path):
                 directory.path.mkdir(parents=True, exist_ok=True)
+                if SECRET in config_yaml:  # what the run's programs print may have it
+                    directory.path.chmod(0o700)
             directory.write_config(config_yaml)
         return directory
 

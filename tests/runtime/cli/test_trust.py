@@ -10,9 +10,12 @@ import pytest
 import nemorl
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.tree import own_sections
-from nemorl.runtime.config.trust import FUNCTIONS, Trust, code_of
+from nemorl.runtime.config.tree import from_dict, leaves, own_sections, to_dict
+from nemorl.runtime.config.trust import FUNCTIONS, SECRET, Trust, code_of, without_secrets
+from nemorl.runtime.config.yaml_io import ConfigError, dump, read
+from nemorl.runtime.start.launch import open_directory
 from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.start.settings import changes
 from tests.examples import forgetting_own
 
 MODULE = """
@@ -186,3 +189,51 @@ def test_python(folder: Path):
             nemorl.evaluate("copy", "rows.jsonl", device="cpu", **given)
         assert Path("marker").exists() == imported
     assert nemorl.load_config(GRPOConfig, "mine.yaml", trust_code=True).loss.scale == 2.0
+
+
+SECRETS = {name: ["sesame", {"a": "sesame"}] for name in ("api_key", "HF_TOKEN", "authToken")}
+SECRETS |= {"db-password": 1234567, "secret": "sesame"}
+HARMLESS = {"max_tokens": 5, "pad_token": "<pad>", "tokenizer": "t", "prompt_key": "q", "key": None}
+ENV = {"env_vars": {"MY_VAR": "sesame"}, "pip": ["numpy"]}
+
+
+def with_secrets(run: str) -> GRPOConfig:
+    rollout = {"environment": "calculator", "workers": 1, "worker": {"runtime_env": ENV}}
+    of_reward = {"x": [SECRETS | HARMLESS]}
+    return from_dict(
+        GRPOConfig, {"reward_kwargs": of_reward, "rollout": rollout, "run": {"dir": run}}
+    )
+
+
+def test_no_file_and_no_output_has_a_secret(folder: Path, capsys):
+    config = with_secrets("secret")
+    directory = open_directory(config, "grpo", restarted=False)
+    kept, said = directory.config.read_text(), repr(nemorl.GRPOTrainer("m", args=config))
+    Path("s.yaml").write_text(dump(to_dict(config)))
+    main(["grpo", "--config", "s.yaml", "--print-config"])
+    main(["grpo", "--config", "s.yaml"])  # which is refused, with what to type
+    for text in (kept, said, *capsys.readouterr()):
+        assert SECRET in text and "sesame" not in text and "1234567" not in text, text
+    assert read(directory.config)[0]["reward_kwargs"]["x"][0].items() >= HARMLESS.items()
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_no_setting_of_ours_is_taken_for_a_secret():
+    for algorithm in ALGORITHMS.values():
+        for key in leaves(algorithm.config):
+            assert without_secrets("text", key) == "text", key
+
+
+def test_a_resumed_run_asks_for_its_secret(folder: Path, capsys):
+    kept = {"reward_kwargs": {"api_key": SECRET, "n": 1}, "data": {"train": "rows.jsonl"}}
+    Path("copy/config.yaml").write_text(dump(kept))
+    asked = """--reward-kwargs '{"api_key": "<secret, not kept>", "n": 1}' with your own"""
+    for command in (f"{RESUME} --model m", EVAL):
+        assert asked in said_of(command, capsys, None)
+    with pytest.raises(ConfigError, match="reward_kwargs must be given again, as no file keeps"):
+        nemorl.load_config(GRPOConfig, "copy/config.yaml")
+    with pytest.raises(ConfigError, match="reward_kwargs must be given again"):
+        nemorl.evaluate("copy", "rows.jsonl", device="cpu")
+    args = [*f"{RESUME} --model m --reward-kwargs".split()[1:], '{"api_key": "sk", "n": 1}']
+    assert parse("grpo", args).reward_kwargs == {"api_key": "sk", "n": 1}
+    assert changes("copy/config.yaml", parse("grpo", args)) == ["model.path is 'm', was ''"]

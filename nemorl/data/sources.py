@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.checks import short
+from nemorl.checks import require, short
 from nemorl.data.generated import generated, is_generated
 from nemorl.data.known import known_set
 from nemorl.data.rows import Row
@@ -211,6 +211,7 @@ def _load_dataset(
     source: str | Path, split: str, data_files: Any = None, *, streaming: bool = False
 ) -> Any:
     import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     path = Path(source)
     if path.is_dir() and any(
@@ -220,6 +221,14 @@ def _load_dataset(
     if path.is_file():
         raise ValueError(f"{str(path)!r} must be a {', '.join(READERS)} file: convert it")
     name, _, configuration = (str(source), "", "") if path.exists() else str(source).partition(":")
+    require(
+        # Without files, pandas would unpickle those of this folder.
+        data_files is not None or name not in _PACKAGED_DATASETS_MODULES,
+        "a source of rows",
+        f"must be a {', '.join(READERS)} file, a folder or a data set on the hub",
+        name,
+        f"name the file, or the folder as ./{name}",
+    )
     if (known := known_set(source)) is not None:
         configuration = configuration or known.configuration
         split = known.train if split == "train" else split

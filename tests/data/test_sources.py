@@ -2,13 +2,15 @@
 
 import csv
 import json
+import pickle
+from pathlib import Path
 
 import datasets
 import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.data.rows import Row
-from nemorl.data.sources import has_splits, sources_of
+from nemorl.data.sources import has_splits, shards_of, sources_of
 from tests.data.written import ROWS, Module, sources, write
 
 
@@ -45,6 +47,20 @@ def test_a_name_goes_to_the_hub(monkeypatch):
     assert load_rows("owner/sums", split="test[:2]", data_files="main.parquet") == ROWS
     options = {"data_files": "main.parquet", "split": "test[:2]", "streaming": False}
     assert asked == [(("owner/sums",), options)]
+
+
+class Runs:
+    def __reduce__(self):
+        return Path("marker").touch, ()
+
+
+def test_a_name_runs_no_code_of_a_pickle_in_this_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.pkl").write_bytes(pickle.dumps(Runs()))
+    for read in (load_rows, lambda name: shards_of(name, "train")):
+        with pytest.raises(ValueError, match=r"must be a \.jsonl.*'pandas': name the file, or"):
+            read("pandas")
+    assert not Path("marker").exists()
 
 
 def test_an_unreachable_hub_is_an_error_that_names_the_set(monkeypatch):

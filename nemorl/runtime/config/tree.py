@@ -62,10 +62,10 @@ def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False
     return config
 
 
-def require_secrets(config: Any, prefix: str = "") -> None:
+def require_secrets(settings: Any, prefix: str = "") -> None:
     """Raise ConfigError for a setting from a file that a secret was left out of."""
-    for field in dataclasses.fields(config):
-        key, value = prefix + key_of(field.name), getattr(config, field.name)
+    for field in dataclasses.fields(settings):
+        key, value = prefix + key_of(field.name), getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
             require_secrets(value, f"{key}.")
         elif f'"{SECRET}"' in (text := json.dumps(value, default=str)):

@@ -39,7 +39,7 @@ CAPABILITIES: dict[Capability, str] = dict(
             "prompts computed once for all their samples",
             "logits in chunks, at a temperature, and their entropy",
             "recomputation (activation_checkpointing)",
-            "LoRA adapters, trained and merged",
+            "LoRA adapters, trained, merged, and read back by PEFT",
             "the exported folder, read back",
             "sampling with a cache of the past",
             "FSDP2 (parallel.dp_shard)",

@@ -24,7 +24,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch, collate, each_array
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import LossOutput, Needs
-from nemorl.models.adapters import full_tensor, live_tensors
+from nemorl.models.adapters import full_tensor, live_tensors, merge_folder
 from nemorl.models.capabilities import (
     ASSUMED,
     CAPABILITIES,
@@ -281,11 +281,13 @@ def _adapted(model: Any, rows: Any, settings: BackendConfig) -> float:
     )
     batch = batch_of(rows)
     plain = copy.deepcopy(model)
-    with trained(copy.deepcopy(model), settings) as backend:
+    with tempfile.TemporaryDirectory() as name, trained(copy.deepcopy(model), settings) as backend:
         backend.train_step(batch, weighted)
-        found = backend.get_logprobs(batch).values
+        found = _of_responses(backend.get_logprobs(batch).values, batch)
         plain.load_state_dict(dict(backend.weights()), strict=False)
-    return _logprobs_differ(plain, rows, _of_responses(found, batch))
+        backend.save_checkpoint(Path(name) / "adapter")
+        read = merge_folder(copy.deepcopy(model), Path(name) / "adapter").requires_grad_()
+    return max(_logprobs_differ(each, rows, found) for each in (plain, read))
 
 
 def _of_responses(values: Tensor, batch: TokenBatch) -> list[Tensor]:

@@ -177,17 +177,18 @@ def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
     assert size < 0.2 * sum(p.numel() * 4 for p in made.model.parameters() if not p.requires_grad)
 
 
-def test_peft_loads_a_checkpoint(tmp_path: Path):
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral", "qwen3_moe"])
+def test_peft_loads_a_checkpoint(kind, tmp_path: Path):
+    tiny_model(kind, scale=2.0).save_pretrained(tmp_path / "base")
     made = trained(model=load_causal_lm(str(tmp_path / "base")), lora={"alpha": 6.5})
     made.save_checkpoint(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     found = config["base_model_name_or_path"], config["lora_alpha"], config["r"]
     assert found == (str(tmp_path / "base"), 6.5, 4)
-    theirs = PeftModel.from_pretrained(tiny_model(scale=2.0), tmp_path / "saved")
+    theirs = PeftModel.from_pretrained(tiny_model(kind, scale=2.0), tmp_path / "saved")
     assert torch.equal(logits(theirs), logits(made.model))
     merged = load_causal_lm(str(tmp_path / "saved"))  # as a model's folder
-    assert list(merged.state_dict()) == list(tiny_model().state_dict())
+    assert list(merged.state_dict()) == list(tiny_model(kind).state_dict())
     torch.testing.assert_close(logits(merged), logits(made.model), atol=1e-5, rtol=0)
 
 

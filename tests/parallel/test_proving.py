@@ -20,7 +20,9 @@ from nemorl.models.capabilities import ASSUMED, CAPABILITIES, TESTED, Proof, kee
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.parallel import proving
 from nemorl.parallel.config import BackendConfig, LoRAConfig, TrainerConfig
+from nemorl.parallel.dtensor import checkpoint
 from nemorl.parallel.dtensor.limits import settled
+from nemorl.parallel.dtensor.lora import write_adapter_config
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.proving import LIMIT, on_one_device, on_ranks
 from nemorl.rollout.config import GenerationConfig
@@ -92,6 +94,16 @@ def test_a_layer_that_leaks_over_segments_is_found_where_it_does():
     found = broken("llama", modeling_llama.LlamaMLP, forward=forward)
     leaks = {name for name, proof in found.items() if not proof.holds}
     assert leaks == {"left_padded", "packed", "shared_prompts", "cached"}
+
+
+def test_an_adapter_that_peft_reads_otherwise_is_found():
+    def write(model: Any, folder: Path) -> None:
+        write_adapter_config(model, folder)
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 16}))
+
+    found = broken("llama", checkpoint, write_adapter_config=write)
+    assert [name for name, proof in found.items() if not proof.holds] == ["lora"]
 
 
 def with_a_bias_twice() -> dict[Any, Proof]:

@@ -118,8 +118,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def write_adapter_config(model: Any, folder: Path) -> None:
     """Write what `PeftModel.from_pretrained(base, folder)` needs besides the adapters' weights."""
-    config = model.peft_config[NAME]
-    values = {**config.to_dict(), "target_modules": sorted(config.target_modules)}
+    settings = model.peft_config[NAME].to_dict().items()
+    values = {name: sorted(each) if isinstance(each, set) else each for name, each in settings}
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 

@@ -2,19 +2,24 @@
 
 import math
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
+from torch.distributed.tensor import Replicate, Shard
+from transformers import CONFIG_MAPPING, get_scheduler
 
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor
+from nemorl.models.tiny import tiny_config
+from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import (
     OptimizerConfig,
 )
+from nemorl.parallel.dtensor import optimizers
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
 from nemorl.parallel.optimizer import learning_rate
@@ -89,6 +94,25 @@ def test_muon_is_its_authors(momentum, exact, monkeypatch):
         assert (parameter - weight).norm() < (1e-5 if exact else 0.03) * path
 
 
+def test_muon_of_experts_is_torchs_of_each_matrix():
+    model = tiny_model("qwen3_moe")
+    stacks = [each for name, each in model.named_parameters() if "experts" in name]
+    each = [[nn.Parameter(matrix) for matrix in stack.detach().clone()] for stack in stacks]
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    ours = make_optimizer(model, OptimizerConfig(name="muon", **options))
+    theirs = torch.optim.Muon(chain(*each), adjust_lr_fn="match_rms_adamw", **options)
+    for step in range(STEPS):
+        gradients(list(model.parameters()), step)
+        for stack, matrices in zip(stacks, each, strict=True):
+            for matrix, grad in zip(matrices, stack.grad, strict=True):
+                matrix.grad = grad.clone()
+        ours.step()
+        theirs.step()
+    assert len(stacks) == 4 and stacks[0].shape == (4, 48, 32)
+    for stack, matrices in zip(stacks, each, strict=True):
+        torch.testing.assert_close(stack, torch.stack(matrices), atol=1e-6, rtol=0)
+
+
 def groups(model: nn.Module, **options: Any) -> list[tuple[str, set[str], float]]:
     names = {id(each): name for name, each in model.named_parameters()}
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, **options))
@@ -123,47 +147,87 @@ def test_hidden_matrices_alone_are_not_adamws(name, kind):
     assert all(each.endswith(("bias", "norm.weight", "layernorm.weight")) for each in vectors)
 
 
+@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
+def test_experts_matrices_are_hidden_ones_but_not_their_biases_nor_convolutions(name, kind):
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    model = tiny_of(tiny_config(CONFIG_MAPPING[kind]()))
+    found = {name.rpartition("layers.")[2][2:] for name in groups(model, name=name)[0][1]}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= found
+    assert not [each for each in found if "bias" in each or "conv1d" in each]
+
+
 def backend(plan: Any, folder: Path | None = None, *, rank: int = 0, **optimizer: Any) -> Any:
     model, optimizer = wide_model() if folder is None else None, {"lr": 1e-5, **optimizer}
     return set_up(model, folder or "", lora={"rank": rank}, optimizer=optimizer, plan=plan)
 
 
-def wide_model() -> nn.Module:
-    return tiny_model(hidden_size=256, intermediate_size=512, head_dim=64, scale=0.5)
+def wide_model(kind: str = "qwen2") -> nn.Module:
+    return tiny_model(kind, hidden_size=256, intermediate_size=512, head_dim=64, scale=0.5)
 
 
-def on_ranks(shape: tuple[int, ...], placements: list[Any]) -> float:
+def on_ranks(shape: tuple[int, ...], placements: list[Any]) -> tuple[float, list[str]]:
+    """Return the largest difference from one rank, and what this rank did in its last step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     names = ("outer", "inner")[: len(shape)]
-    mesh, sizes = init_device_mesh("cpu", shape, mesh_dim_names=names), [(9, 6), (4, 8), (5, 5)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    stacked = [Shard(0) if isinstance(each, Shard) else each for each in placements]
+    sizes = {(9, 6): placements, (4, 8): placements, (5, 5): placements, (3, 6, 4): stacked}
     torch.manual_seed(0)
     plain = [nn.Parameter(torch.randn(size)) for size in sizes]
-    shared = [nn.Parameter(distribute_tensor(each.detach(), mesh, placements)) for each in plain]
+
+    def shared_out(tensors: Any) -> list[Any]:
+        pairs = zip(tensors, sizes.values(), strict=True)
+        return [distribute_tensor(each.detach(), mesh, places) for each, places in pairs]
+
+    shared = [nn.Parameter(each) for each in shared_out(plain)]
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     ours, alone = Muon(shared, **options), Muon(plain, **options)
     for step in range(STEPS):
         gradients(plain, step)
-        for one, other in zip(shared, plain, strict=True):
-            one.grad = distribute_tensor(other.grad, mesh, placements)
+        for one, grad in zip(shared, shared_out(each.grad for each in plain), strict=True):
+            one.grad = grad
         alone.step()
-        ours.step()
+        events: list[str] = []
+        with pytest.MonkeyPatch.context() as patched:
+            for place, name in (
+                (optimizers, "full_tensor"),
+                (optimizers, "_change"),
+                (torch.distributed, "broadcast"),
+            ):
+                patched.setattr(place, name, noted(events, name, getattr(place, name)))
+            ours.step()
     pairs = zip(shared, plain, strict=True)
-    return max(float((full_tensor(one) - other).abs().max()) for one, other in pairs)
+    return max(float((full_tensor(one) - other).abs().max()) for one, other in pairs), events
+
+
+def noted(events: list[str], name: str, function: Any) -> Any:
+    def noting(value: Tensor, *args: Any, **options: Any) -> Any:
+        events.append(f"{name} of experts" if value.ndim > 2 else name)
+        return function(value, *args, **options)
+
+    return noting
 
 
 @pytest.mark.slow
-def test_muon_of_shards_is_muon_of_the_whole():
-    from torch.distributed.tensor import Replicate, Shard
-
+def test_muon_of_shards_is_muon_of_the_whole_and_ranks_compute_at_the_same_time():
     for ranks, shape, placements in (
         (2, (2,), [Shard(0)]),
         (2, (2,), [Replicate()]),
         (4, (2, 2), [Shard(0), Shard(1)]),
         (4, (1, 4), [Replicate(), Shard(0)]),
     ):
-        assert run_ranks(ranks, on_ranks, shape, placements) == [0.0] * ranks
+        along = max(shape)
+        for rank, (worst, events) in enumerate(run_ranks(ranks, on_ranks, shape, placements)):
+            assert worst == 0
+            expected, this = ["_change of experts"], rank // (ranks // along)
+            for turn in (range(3)[first : first + along] for first in range(0, 3, along)):
+                expected += ["full_tensor"] * len(turn) + ["_change"] * (this < len(turn))
+                expected += ["broadcast"] * len(turn)
+            assert events == expected
 
 
 PLANS = {"alone": {}, "fsdp 2": {"dp_shard": 2}}
@@ -206,11 +270,12 @@ def load_and_go_on(root: Path, plan: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, tmp_path: Path):
+def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, kind, tmp_path: Path):
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
-    wide_model().save_pretrained(tmp_path / "model")
+    wide_model(kind).save_pretrained(tmp_path / "model")
     losses = {plan: on(plan, save_and_go_on, tmp_path, plan, name) for plan in PLANS}
     assert losses["alone"][-1] < losses["alone"][0]
     # Gradients round otherwise on two ranks, and so do momentum and its 8 bits after them.
@@ -277,6 +342,14 @@ def test_shards_of_parts_of_blocks_are_refused():
         )
     made = set_up(tiny_model(), optimizer={"name": "adamw8bit"})  # one rank needs no whole blocks
     made.train_step(random_batch(LENGTHS), nll_loss)
+
+
+def test_experts_of_parts_of_blocks_are_refused():
+    pytest.importorskip("bitsandbytes")
+    model = tiny_model("qwen3_moe", moe_intermediate_size=20)
+    message = r"the experts of .*down_proj must be whole blocks of 256 .*, but it is 640: take opt"
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(model, OptimizerConfig(name="adamw8bit"))
 
 
 IMPLEMENTATIONS = ("fused", "foreach")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nemorl.checks import require
 from nemorl.models.adapters import full_tensor
 from nemorl.models.causal_lm import head_of
+from nemorl.models.experts import blocks_of
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.optimizer import make_adamw
 
@@ -48,32 +51,43 @@ class Optimizers:
             part.step()
 
 
-class Muon(torch.optim.Muon):
-    """torch's Muon of matrices that ranks may share: each is made orthogonal whole, by one of its
-    ranks in turn, and all ranks step together.
+class Muon(torch.optim.Optimizer):
+    """torch's Muon, of matrices that ranks may share and of stacks of experts' matrices. A matrix
+    is made orthogonal whole: one that is shared by one of its ranks, of which each has another at
+    the same time; one of an expert by the rank that has the expert.
     """
+
+    def __init__(
+        self, matrices: Iterable[Any], *, lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            matrices = [each for each in group["params"] if each.grad is not None]
-            for same in _by_mesh(matrices).values():
-                if isinstance(same[0], DTensor):
-                    self._step_shared(same, group)
-                else:
-                    for matrix in same:
-                        matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                        matrix.add_(_orthogonal(self._update(matrix, group), group))
+            shared: dict[Any, list[Any]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                if isinstance(matrix, DTensor) and matrix.ndim == 2:
+                    shared.setdefault(matrix.device_mesh, []).append(matrix)
+                    continue
+                local = _local(matrix)
+                local.mul_(1 - group["lr"] * group["weight_decay"])
+                local.add_(_change(_local(self._update(matrix, group)), group["lr"]))
+            for mesh, matrices in shared.items():
+                self._step_shared(mesh, matrices, group)
 
-    def _step_shared(self, matrices: list[Any], group: dict[str, Any]) -> None:
-        mesh = matrices[0].device_mesh
-        axis = max(range(mesh.ndim), key=mesh.size)  # the ranks along it take turns
+    def _step_shared(self, mesh: Any, matrices: list[Any], group: dict[str, Any]) -> None:
+        axis = max(range(mesh.ndim), key=mesh.size)  # the ranks along it share out the matrices
         count, this, ranks = mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
         for first in range(0, len(matrices), count):
             turn, own = matrices[first : first + count], torch.empty(0)
             for rank, matrix in enumerate(turn):
                 whole = full_tensor(self._update(matrix, group))
-                own = _orthogonal(whole, group) if rank == this else own
+                own = whole if rank == this else own
+            # Not between the gathers, in which a rank would wait for the others' computation.
+            own = _change(own, group["lr"]) if this < len(turn) else own
             for rank, matrix in enumerate(turn):
                 change = own
                 if rank != this:
@@ -92,15 +106,22 @@ class Muon(torch.optim.Muon):
         return grad.lerp(momentum, group["momentum"])
 
 
-def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    change = nn.Parameter(torch.zeros_like(update))
-    change.grad = update
-    settings = {name: group[name] for name in ("lr", "eps", "ns_coefficients", "ns_steps")}
-    adjust = group["adjust_lr_fn"]
-    torch.optim.Muon(
-        [change], weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=adjust, **settings
-    ).step()
-    return change.detach()
+def _change(update: Tensor, lr: float) -> Tensor:
+    """Return -lr · 0.2 √max(r, c) · the orthogonalized update, of each r × c matrix.
+
+    Source: torch.optim.Muon with adjust_lr_fn match_rms_adamw, which takes no stacks.
+    """
+    rows, columns = update.shape[-2:]
+    stack = update.reshape(-1, rows, columns).bfloat16()
+    x = stack.mT if rows > columns else stack
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):  # Newton–Schulz
+        gram = x @ x.mT
+        step = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, step, x, beta=3.4445)
+    x = x.mT if rows > columns else x
+    rate = lr * 0.2 * math.sqrt(max(rows, columns))
+    return x.to(update.dtype).mul(-rate).reshape(update.shape).contiguous()
 
 
 class AdamW8bit:
@@ -166,39 +187,36 @@ class AdamW8bit:
         state = {"step": torch.tensor(float(found["step"]))}
         for name in ("state1", "state2", "absmax1", "absmax2"):
             local, shape = found[name], matrix.shape
-            if name.startswith("absmax") and shape[-1] % BLOCK == 0:
-                shape = torch.Size((*shape[:-1], shape[-1] // BLOCK))
+            if name.startswith("absmax") and shape[1:].numel() % BLOCK == 0:
+                shape = torch.Size((shape[0], shape[1:].numel() // BLOCK))
                 local = local.view(_local(matrix).shape[0], -1)
             if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
                 where: Any = (matrix.device_mesh, matrix.placements)
-                size: Any = {"shape": shape, "stride": (shape[-1], 1)}
+                strides = torch.empty(shape, device="meta").stride()
+                size: Any = {"shape": shape, "stride": strides}
                 local = DTensor.from_local(local, *where, run_check=False, **size)
             state[name] = local
         return state
 
 
 def _require_blocks(name: str, matrix: nn.Parameter) -> None:
-    if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
-        width = _local(matrix).shape[-1]
+    stack = matrix.ndim > 2
+    if stack or (isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1):
+        size = _local(matrix).shape[1:].numel()
         require(
-            width % BLOCK == 0,
-            f"the rows of {name}",
-            f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit on several"
-            " ranks, of which its numbers would depend otherwise",
-            width,
-            "train on one rank, or take optimizer.name adamw",
+            size % BLOCK == 0,
+            f"the {'experts' if stack else 'rows'} of {name}",
+            f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit"
+            + ("" if stack else " on several ranks, of which its numbers would depend otherwise"),
+            size,
+            "take optimizer.name adamw"
+            if stack
+            else "train on one rank, or take optimizer.name adamw",
         )
 
 
 def _local(tensor: Any) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
-    found: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return found
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
@@ -210,19 +228,18 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:
         return Optimizers(adamw)
     if config.name == "adamw8bit":
         return Optimizers(AdamW8bit(hidden, config), adamw)
-    muon = Muon(
-        hidden.values(),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    options = {"lr": config.lr, "weight_decay": config.weight_decay}
+    muon = Muon(hidden.values(), momentum=config.momentum, **options)
     return Optimizers(muon, adamw)
 
 
 def _hidden_matrices(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     outer = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     outer.add(id(head_of(model).weight))
+    experts = (block.experts.parameters(recurse=False) for block in blocks_of(model))
+    stacks = {id(each) for each in chain(*experts)}
     return {
-        name: each for name, each in trained.items() if each.ndim == 2 and id(each) not in outer
+        name: each
+        for name, each in trained.items()
+        if each.ndim == 2 + (id(each) in stacks) and id(each) not in outer
     }

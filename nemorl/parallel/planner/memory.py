@@ -147,7 +147,7 @@ class Step:
         if self.plan.cpu_offload:
             return Memory()
         layers, adapted = self.model.layers, self.work.lora.rank > 0
-        matrices = ((x.count, m) for x in layers for m in x if len(m.shape) == 2)
+        matrices = ((x.count, m) for x in layers for m in x if len(m.shape) == 2 + m.of_experts)
         own = sum(count * each.shard(self.plan) for count, each in matrices)
         spared = SPARED[self.work.optimizer.name] * (self.trained() if adapted else own)
         linear = sum(x.count * each.size for x in layers for each in x.linear)

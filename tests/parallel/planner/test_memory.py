@@ -290,12 +290,14 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
     assert first == sorted(matrix.shape for matrix in step.adapters(shape.layers[0]))
 
 
-@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize(
+    ("kind", "rank"), [("llama", 0), ("llama", 8), ("mixtral", 0), ("qwen3_moe", 0)]
+)
 @pytest.mark.parametrize("name", ["adamw", "muon", "adamw8bit"])
-def test_states_of_optimizers_are_as_large_as_said(name: str, rank: int, tmp_path: Path):
+def test_states_of_optimizers_are_as_large_as_said(name: str, kind: str, rank: int, tmp_path: Path):
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
-    folder, shape = small_folder(tmp_path, "llama")
+    folder, shape = small_folder(tmp_path, kind)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     backend = DTensorBackend(model)
     config = BackendConfig(

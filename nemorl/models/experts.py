@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.library import register_autocast
 from torch.overrides import TorchFunctionMode
 
 from nemorl.models.causal_lm import decoder_of
+
+for _device in ("cpu", "cuda"):
+    # The product that fused experts are computed by: autocast leaves it in float32 (torch 2.13).
+    register_autocast("aten::_grouped_mm", _device, torch.bfloat16)
 
 
 def blocks_of(model: Any) -> list[Any]:

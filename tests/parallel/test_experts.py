@@ -100,6 +100,26 @@ def test_other_families_have_hugging_faces_loss(kind: str, tmp_path: Path):
     assert_same(model, BATCH, [found], rtol=2e-6)  # of gradients up to 2
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_device_computes_experts_in_bfloat16(recompute: Any, tmp_path: Path, monkeypatch):
+    written("qwen3_moe", tmp_path)
+    found: list[Any] = []
+    plain = torch.nn.functional.grouped_mm
+
+    def noting(*args: Any, **options: Any) -> Tensor:
+        found.append(plain(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", noting)
+    plan = ParallelPlan(param_dtype="bfloat16", activation_checkpointing=recompute)
+    made = set_up(tmp_path, plan)
+    made.train_step(BATCH, nll_loss)
+    assert found and {each.dtype for each in found} == {torch.bfloat16}
+    assert {each.dtype for each in weights(made).values()} == {torch.float32}
+    key = "AutocastCUDA"  # which no CPU can show in use
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
+
+
 def counted(model: Any, batch: TokenBatch) -> Tensor:
     """Tokens of each expert, `[layers, experts]`: row by row, by what experts are called with."""
     blocks = [part for part in model.modules() if hasattr(part, "experts")]

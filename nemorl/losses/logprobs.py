@@ -120,6 +120,22 @@ def _column_like(value: float | Tensor, like: Tensor) -> Tensor:
     return like.new_full((), value)
 
 
+def running_mass(
+    probabilities: Float[Tensor, "*rows vocab"],
+) -> Int[Tensor, "*rows vocab"]:
+    """Return sums of the probabilities up to each, in units of 2^-50: integers, because CUDA has no
+    deterministic kernel for running sums of others.
+
+    >>> (running_mass(torch.tensor([0.5, 0.25, 0.25])) / 2**50).tolist()
+    [0.5, 0.75, 1.0]
+    """
+    return _whole(probabilities).cumsum(-1)
+
+
+def _whole(probabilities: Tensor) -> Tensor:
+    return (probabilities * 2.0**50).long()
+
+
 def _outside_support(
     scaled: Tensor,
     top_k: int | Tensor,
@@ -140,9 +156,9 @@ def _outside_support(
         outside = order < threshold
         if _is_on(top_p, 1.0):
             # From the least likely token, as in vLLM. The most likely one stays.
-            mass = torch.where(outside, -math.inf, order).softmax(-1).cumsum(-1)
+            mass = running_mass(torch.where(outside, -math.inf, order).softmax(-1))
             p = _column_like(top_p, scaled)
-            outside = outside | pad(((mass <= 1 - p) & (p < 1))[..., :-1], (0, 1))
+            outside = outside | pad(((mass <= _whole(1 - p)) & (p < 1))[..., :-1], (0, 1))
         outside = torch.zeros_like(outside).scatter(-1, index, outside)
     else:
         if _is_on(top_k, 0) and top_k < scaled.shape[-1]:

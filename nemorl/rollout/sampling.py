@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemorl.data.transfer import to_device
-from nemorl.losses.logprobs import filter_logits
+from nemorl.losses.logprobs import filter_logits, running_mass
 from nemorl.rollout.generation import FinishReason, SamplingParams
 from nemorl.rollout.random import uniform
 from nemorl.rollout.scheduler import Request
@@ -104,8 +104,8 @@ def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    threshold = uniform(batch.seeds, batch.samples, batch.places) * cumulative[:, -1]
+    cumulative = running_mass(logprobs.exp())
+    threshold = (uniform(batch.seeds, batch.samples, batch.places) * cumulative[:, -1]).long()
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(
         max=logits.shape[-1] - 1
     )

@@ -303,6 +303,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         # Two ranks with several stages each would mix up messages that are sent at once.
         overlap_p2p_comm=plan.vpp > 1,
         batch_p2p_comm=on_gpu and plan.vpp == 1,
+        batch_p2p_sync=False,  # for older PyTorch: it would wait for the device at each hop
         # Gloo reads what it sends later, where NCCL's stream is in order.
         deallocate_pipeline_outputs=on_gpu or plan.vpp == 1,
         **experts(hf, plan),

@@ -12,6 +12,9 @@ from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.limits import check_model
+from nemorl.parallel.megatron.model import transformer_config
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import World
 from tests.parallel.batches import random_batch
 from tests.parallel.parity.cases import Case
 from tests.parallel.parity.compare import verdict
@@ -71,3 +74,9 @@ def test_layers_that_do_not_rotate_have_no_factor_of_the_rotation(tmp_path: Path
 def test_what_a_family_may_have_and_megatron_core_has_not(kind, options, message):
     with pytest.raises(ValueError, match=message):
         check_model(tiny_model(kind, **options).config)
+
+
+def test_a_gpu_is_not_waited_for_after_each_hop_between_stages():
+    world = World(plan=ParallelPlan(pp=2, param_dtype="bfloat16"), device=torch.device("cuda"))
+    config = transformer_config(tiny_model().config, world)
+    assert config.batch_p2p_comm and not config.batch_p2p_sync

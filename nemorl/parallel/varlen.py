@@ -1,6 +1,10 @@
 """Causal attention over sequences of any lengths in one call, by kernels of FlashAttention."""
 
-from collections.abc import Collection
+import os
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.models.attention import Rule
+from nemorl.overlapping import Overlapping
 
 Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
 KERNELS: tuple[Kernel, ...] = ("varlen_attn", "flash_attn")
@@ -51,10 +56,51 @@ def kernel_of(
     return choose_kernel(
         torch.cuda.get_device_capability(device),
         dtype,
-        head_dim=getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads,
+        head_dim=_head_dim(model),
         dropout=getattr(model, "attention_dropout", 0.0),
         installed=installed(),
     )
+
+
+def _head_dim(model: Any) -> int:
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+
+
+def newer_flash(
+    kernel: Kernel, model: Any, device: torch.device
+) -> AbstractContextManager[None, None]:
+    """Have `varlen_attn` compute by FlashAttention 3 (Hopper) or 4 (Blackwell) in the block, in the
+    whole process, where its package is installed; rank 0 prints which it is.
+    """
+    usual = kernel == "varlen_attn" and not torch.are_deterministic_algorithms_enabled()
+    if device.type != "cuda" or not usual:
+        return nullcontext()
+    generation, _ = torch.cuda.get_device_capability(device)
+    if generation == 9:
+        return NEWER["FA3"]
+    # FlashAttention 4 has no gradient of larger heads.
+    return NEWER["FA4"] if generation == 10 and _head_dim(model) <= 128 else nullcontext()
+
+
+def _activated(name: str) -> Callable[[], None]:
+    said, restore = f"FlashAttention {name[-1]}", _nothing
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+        activate_flash_attention_impl(name)
+        restore = restore_flash_attention_impl
+    except (ImportError, RuntimeError, ValueError) as error:
+        said = f"FlashAttention 2, as the faster {name[-1]} can't be used ({error})"
+    if os.environ.get("RANK", "0") == "0":
+        print(f"attention is computed by {said}", file=sys.stderr)
+    return restore
+
+
+def _nothing() -> None:
+    """Restore nothing."""
+
+
+NEWER = {name: Overlapping(partial(_activated, name)) for name in ("FA3", "FA4")}
 
 
 def installed() -> list[Kernel]:

@@ -54,7 +54,7 @@ from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.offload import Offloaded, storage_of
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
-from nemorl.parallel.varlen import Kernel, kernel_of
+from nemorl.parallel.varlen import Kernel, kernel_of, newer_flash
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
@@ -116,6 +116,7 @@ class DTensorBackend(Accumulating):
             self._set_up_plain(keeps_reference)
         dtype = DTYPES[self.world.plan.precision]
         self._kernel = _kernel_of(self.model, self.device, dtype)
+        self._settings.enter_context(newer_flash(self._kernel, self.model.config, self.device))
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if shares:

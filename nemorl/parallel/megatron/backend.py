@@ -57,6 +57,7 @@ from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.offload import Offloaded, storage_of
 from nemorl.parallel.profiling import close_profile, profile_folder
+from nemorl.parallel.varlen import newer_flash
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.generation import Completion
 
@@ -123,6 +124,7 @@ class MegatronBackend(Accumulating):
         hf = self._model.config
         check_training(config, hf, self.world.plan, limits)
         self._pipeline = Pipeline(self.world, config.trainer, hf)
+        self._settings.enter_context(newer_flash(self._pipeline.kernel, hf, self.device))
         self.conversion = Conversion(hf, source.shapes, self.world)
         with _runtime(self.device):
             parts = range(self.world.plan.vpp)

@@ -69,6 +69,8 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     sender.start_weight_update()
     for part in _rounds(weights):
         transfer.source = _Source(sender.dtype, part)
+        # vLLM packs on streams of its own, which do not wait for the one that gathers and casts.
+        torch.get_device_module(DEVICE).synchronize()
         transfer.send_weights()
         part.clear()  # or it would stay on the GPU until the next round, or the next update
     sender.finish_weight_update()

@@ -3,11 +3,14 @@ trainer's model afterwards.
 """
 
 import json
+import re
 import threading
 import time
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -334,6 +337,26 @@ def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     names = [name for _, info in rounds for name in info["names"]]
     assert names == [name for name, _ in weights]
     assert len(rounds) == (1 if transport == "cuda_ipc" else 4)
+
+
+def test_what_nccl_sends_is_on_the_gpu_before_vllm_packs_it(monkeypatch):
+    """On streams that do not wait for the one which gathers."""
+    events = []
+
+    def gather():
+        for name, tensor in random_weights():
+            events.append("gather")
+            yield name, tensor
+
+    transfer = SimpleNamespace(send_weights=lambda: events.append("pack"))
+    monkeypatch.setattr(direct, "_connected", lambda *_: (transfer, None))
+    monkeypatch.setattr(direct, "_CONNECTED", {})
+    monkeypatch.setattr(direct, "ROUND_BYTES", 8000)
+    device = SimpleNamespace(synchronize=lambda: events.append("wait"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    direct.send_by_nccl(MagicMock(dtype=torch.float32), gather())
+    said = "".join(each[0] for each in events)
+    assert re.fullmatch("(g+wp){3,}", said) and said.count("g") == len(SHAPES)
 
 
 @pytest.mark.slow

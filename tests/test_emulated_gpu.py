@@ -23,6 +23,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.grpo import ClippedLoss, GRPOConfig, GSPOLoss, KLConfig, OffPolicyConfig
+from nemorl.runtime.engines.weights import WeightSender
 from nemorl.runtime.run.callbacks import Callback
 from tests.emulated_gpu import NAME, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
@@ -37,6 +38,21 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.xdist_group("emulated")  # once torch has the device it keeps it
 ROOT = Path(__file__).parent.parent
+
+
+def test_a_receipt_of_weights_is_one_read_of_the_device():
+    """However many weights and replicas there are."""
+    options = {"places": {}, "expected": {}, "dtype": torch.bfloat16}
+    with emulated() as waits:
+        weights = [(f"w{i}", torch.ones(8, i + 1, device=NAME)) for i in range(20)]
+        sender, sent = WeightSender(actors=dict.fromkeys(range(3)), **options), {}
+        cast = list(sender._noted(weights, sent))
+        assert len(cast) == len(sent) == 20 and waits.total == 0
+        receipt = sender._receipt(sent)
+        assert waits.total == 1, waits.places
+    assert set(receipt.wrong) == {0, 1, 2}
+
+
 STEP = "an optimizer step, with its metrics"
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from nemorl.models.digest import WeightsDiffer, sampled
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.scheduler import Request
 from nemorl.runtime.ranks.generator import RankedGenerator
 from tests.rollout.updates import update
 from tests.tiny_models import tiny_model
@@ -47,3 +49,22 @@ def test_ranks_that_compute_with_other_weights_are_found_out():
 
     with pytest.raises(WeightsDiffer, match=r"the ranks must hold .*'model.norm.weight' has 0"):
         taken(Ranks(stale), 3)
+
+
+def test_a_failed_batch_raises_the_ranks_error_and_is_dropped_by_them():
+    """An interrupt leaves them the requests."""
+    ranks, orders = Ranks(), []
+
+    def decode(order):
+        orders.append(order)
+        if len(orders) == 1:
+            raise KeyboardInterrupt("a rank was asked")
+        return {}, 0.0
+
+    ranks.decode = decode
+    generator = RankedGenerator(trainer=ranks)
+    requests = [Request([token], SamplingParams(max_new_tokens=2)) for token in (5, 6)]
+    with pytest.raises(KeyboardInterrupt, match="a rank was asked"):
+        generator._step(requests, [])
+    generator._step([], [])
+    assert orders[1].dropped == [number for number, *_ in orders[0].new] == [0, 1]

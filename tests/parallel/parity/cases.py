@@ -15,6 +15,7 @@ PLANS: dict[str, ParallelPlan | None] = {
     "FSDP2 1": ParallelPlan(),
     "FSDP2 2": ParallelPlan(dp_shard=2),
     "FSDP2 2 + CPU offload": ParallelPlan(dp_shard=2, cpu_offload=True),
+    "FSDP2 3": ParallelPlan(dp_shard=3),
     "FSDP2 4": ParallelPlan(dp_shard=4),
     "HSDP 2×2": ParallelPlan(dp_replicate=2, dp_shard=2),
     "TP 2": ParallelPlan(dp_shard=1, tp=2, sequence_parallel=False),
@@ -23,6 +24,7 @@ PLANS: dict[str, ParallelPlan | None] = {
     "CP 2 allgather": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
     "FSDP2 2 × TP 2": ParallelPlan(dp_shard=2, tp=2, sequence_parallel=False),
     "FSDP2 2 × TP 2 + SP": ParallelPlan(dp_shard=2, tp=2),
+    "FSDP2 3 × TP 2 + SP": ParallelPlan(dp_shard=3, tp=2),
     "FSDP2 2 × CP 2 ulysses": ParallelPlan(dp_shard=2, cp=2),
     "FSDP2 2 × CP 2 allgather": ParallelPlan(dp_shard=2, cp=2, cp_method="allgather"),
     "CP 2 × TP 2 + SP": ParallelPlan(dp_shard=1, cp=2, tp=2),
@@ -42,6 +44,9 @@ PLANS: dict[str, ParallelPlan | None] = {
     "megatron CP 2 allgather": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
     "megatron PP 4": ParallelPlan(dp_shard=1, pp=4),
     "megatron PP 2 × VPP 2": ParallelPlan(dp_shard=1, pp=2, vpp=2),
+    "megatron PP 2 × VPP 2 × CP 2 allgather": ParallelPlan(
+        dp_shard=1, pp=2, vpp=2, cp=2, cp_method="allgather"
+    ),
     "megatron TP 2 × PP 2 × VPP 2 + SP": ParallelPlan(dp_shard=1, tp=2, pp=2, vpp=2),
     "megatron TP 2 × PP 2": ParallelPlan(dp_shard=1, tp=2, pp=2, sequence_parallel=False),
     "megatron TP 2 × PP 2 + SP": ParallelPlan(dp_shard=1, tp=2, pp=2),
@@ -52,6 +57,7 @@ PLANS: dict[str, ParallelPlan | None] = {
     "megatron EP 2 × TP 2 + SP": ParallelPlan(dp_shard=2, ep=2, tp=2),
     "megatron EP 2 × PP 2": ParallelPlan(dp_shard=2, ep=2, pp=2),
     "megatron EP 2 × CP 2": ParallelPlan(dp_shard=1, ep=2, cp=2),
+    "megatron EP 2 × PP 2 × CP 2": ParallelPlan(dp_shard=1, ep=2, pp=2, cp=2),
 }
 """By the names of the table; those of trainer.backend megatron begin with it.
 
@@ -191,12 +197,13 @@ def _matrix() -> Iterator[Case]:
 
 
 def _mixtures(plan: str) -> Iterator[Case]:
-    """Of experts, with tensor parallelism only together with sequence parallelism."""
-    if not is_megatron(plan) or (of_megatron(plan).tp > 1 and not plan.endswith("SP")):
+    """Of experts, which megatron-core splits by tp only together with sequence parallelism."""
+    spread = PLANS[plan] or ParallelPlan()
+    if is_megatron(plan) and spread.tp > 1 and not plan.endswith("SP"):
         return
     for model in EXPERTS:
         for tied in (True, False):
-            for layout in LAYOUTS if of_megatron(plan).ep > 1 else ("packed",):
+            for layout in LAYOUTS if spread.ep > 1 else ("packed",):
                 problem = Problem(layers=4, model=model, tied=tied)
                 yield Case(plan=plan, layout=layout, problem=problem)
         problem = Problem(layers=4, model=model, loss="pairs")
@@ -216,9 +223,10 @@ def _uneven() -> Iterator[Case]:
         *(("PP 2", 3), ("PP 2", 5), ("PP 4", 5), ("PP 4", 6), ("PP 4", 7), ("DP 2 × PP 2", 5)),
         *(("PP 2 × VPP 2", 5), ("PP 2 × VPP 2", 6), ("PP 2 × VPP 2", 7)),
         *(("TP 2 × PP 2 + SP", 5), ("TP 2 × PP 2 × VPP 2 + SP", 7)),
-        ("TP 2 × PP 2 × CP 2 + SP", 3),
+        *(("TP 2 × PP 2 × CP 2 + SP", 3), ("PP 2 × VPP 2 × CP 2 allgather", 7)),
+        ("EP 2 × PP 2 × CP 2", 5),
     ):
-        for tied in (True, False):
+        for tied in (True, False) if of_megatron(f"megatron {plan}").ep == 1 else ():
             problem = Problem(layers=layers, tied=tied)
             yield Case(plan=f"megatron {plan}", layout="microbatched", problem=problem)
         for model in EXPERTS:
@@ -269,6 +277,7 @@ QUICK = (
     Case(plan="TP 2", layout="padded", problem=UNTIED, activation_checkpointing="full"),
     Case(plan="TP 2 + SP", layout="packed"),
     Case(plan="TP 2 + SP", layout="packed", problem=Problem(lora=True)),
+    Case(plan="TP 2 + SP", layout="packed", problem=Problem(layers=4, model="qwen3_moe")),
     Case(plan="megatron TP 2 + SP", layout="packed", problem=Problem(model="qwen3")),
     Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=5)),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="qwen3_moe")),

@@ -153,6 +153,6 @@ def test_the_table_shows_the_worst():
     fine = dict.fromkeys(LIMITS, 1e-8)
     results = {str(case): fine, str(other): fine | {"loss": 3.21e-7}}
     lines = summary([case, other], results).splitlines()
-    assert lines[0].startswith("2 of 2 cases give the reference's numbers")
+    assert lines[0].startswith(f"2 of 2 cases ({len(matrix())} in all) give the reference's num")
     assert "| dtensor, float32 | 2 | 1.0e-08 (of 2.0e-06) |" in lines[-1]
     assert "3.2e-07 (of 1.0e-06)" in lines[-1]

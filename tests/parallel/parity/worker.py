@@ -1,7 +1,7 @@
 """What a rank (or this process, for plans without ranks) does with a case."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
         losses=tuple(losses),
         grad_norms=tuple(norms),
         gradients={name: gradient / clipped for name, gradient in gradients.items()},
-        weights={name: tensor.detach().cpu().clone() for name, tensor in backend.weights()},
+        weights=stored(backend, backend.weights()),
         after=backend.get_logprobs(batch).values,
     )
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -144,13 +144,17 @@ def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
 def gradients_of(backend: DTensorBackend | MegatronBackend) -> dict[str, Tensor]:
     if isinstance(backend, MegatronBackend):
         whole = backend.conversion.whole(partial(megatron_gradient, backend))
-        return {name: gradient.cpu() for name, gradient in whole}
-    own = (
-        (name, full_tensor(parameter.grad).detach().cpu().clone())
-        for name, parameter in live_tensors(backend.model).items()
-        if parameter.grad is not None
-    )
-    return dict(as_stored(own, stored_names(backend.model)))
+        return stored(backend, whole)
+    live = live_tensors(backend.model).items()
+    return stored(backend, ((n, full_tensor(p.grad)) for n, p in live if p.grad is not None))
+
+
+def stored(
+    backend: DTensorBackend | MegatronBackend, tensors: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """As files have them, which megatron's are already."""
+    names = {} if isinstance(backend, MegatronBackend) else stored_names(backend.model)
+    return dict(as_stored(((name, own.detach().cpu().clone()) for name, own in tensors), names))
 
 
 def megatron_gradient(backend: MegatronBackend, name: str) -> Tensor:

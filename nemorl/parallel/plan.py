@@ -103,6 +103,7 @@ def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
 
 
 Precision = Literal["float32", "bfloat16"]
+Recomputation = Literal["none", "selective", "full"]
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
 TRAITS = TrainingTraits()
 """Traits of a backend that says nothing."""
@@ -166,10 +167,10 @@ class ParallelPlan:
     """Gather parameters after a step while what follows goes on, until a layer needs them. Needs
     overlap_grad_reduce.
     """
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Recomputation | None = None
     """Recompute in the backward pass: nothing, all but every second matrix product (with
     trainer.backend megatron, recompute_modules), or whole layers (less memory, about a third more
-    time).
+    time). Default: none, or full where a run would not fit into its GPUs otherwise.
     """
     recompute_modules: tuple[RecomputedModule, ...] = ()
     """What activation_checkpointing selective recomputes with trainer.backend megatron: core_attn
@@ -251,6 +252,11 @@ class ParallelPlan:
         """What the model computes in, once `with_precision` has filled it in."""
         assert self.param_dtype is not None
         return self.param_dtype
+
+    @property
+    def recomputes(self) -> Recomputation:
+        """What the backward pass recomputes: `activation_checkpointing`, or none."""
+        return self.activation_checkpointing or "none"
 
     @property
     def needs_ranks(self) -> bool:

@@ -158,7 +158,7 @@ class DTensorBackend(Accumulating):
         if not config.trains:
             model.requires_grad_(False)
         use_attention(model, ATTENTION_NAME, segment_attention)
-        if plan.activation_checkpointing == "full":
+        if plan.recomputes == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if keeps_reference:
             self._reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -431,7 +431,7 @@ def _give_back(model: Any, found: Found, config: BackendConfig) -> None:
     for parameter in found.trainable:
         parameter.requires_grad_(True)
     model.set_attn_implementation(found.attention)
-    if config.parallel.activation_checkpointing == "full":
+    if config.parallel.recomputes == "full":
         model.gradient_checkpointing_disable()
     model.train(found.training)
     model.zero_grad(set_to_none=True)

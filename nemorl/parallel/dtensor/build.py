@@ -96,8 +96,8 @@ def shard(model: Any, world: World) -> None:
         for name in frozen:  # torch makes new parameters of norms, which would train
             model.get_parameter(name).requires_grad_(False)
     install_head(model, world.tp_group, sequence_parallel=plan.sequence_parallel)
-    if plan.activation_checkpointing != "none":
-        checkpoint_activations(decoder, plan.activation_checkpointing)
+    if plan.recomputes != "none":
+        checkpoint_activations(decoder, plan.recomputes)
     if plan.compile:
         # Layers are alike: one is compiled, and all use it. With DTensors it is compiled again for
         # each shape (torch 2.13); after eight shapes layers run uncompiled.

@@ -74,8 +74,8 @@ def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:
         (
             "recompute",
             "parallel.activation_checkpointing",
-            plan.activation_checkpointing != "none",
-            plan.activation_checkpointing,
+            plan.recomputes != "none",
+            plan.recomputes,
         ),
     )
     for name, field, used, value in asked:

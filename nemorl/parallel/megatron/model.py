@@ -315,10 +315,10 @@ def recomputed(plan: ParallelPlan) -> dict[str, Any]:
     """Return megatron-core's settings for `parallel.activation_checkpointing`; experts are
     recomputed by `recompute_experts`.
     """
-    if plan.activation_checkpointing == "full":
+    if plan.recomputes == "full":
         method = {"recompute_method": "uniform", "recompute_num_layers": 1}
         return {"recompute_granularity": "full", **method}
-    if plan.activation_checkpointing == "none":
+    if plan.recomputes == "none":
         return {}
     modules = [each for each in plan.recompute_modules or ("core_attn",) if each != "moe"]
     return {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -73,7 +73,7 @@ def ranked(found: Iterable[Candidate], *, room: float) -> list[Candidate]:
         return each.sent, sum(degree > 1 for degree in degrees), each.fullest.total
 
     def recomputation(each: Candidate) -> int:
-        return RECOMPUTED.index(each.plan.activation_checkpointing)
+        return RECOMPUTED.index(each.plan.recomputes)
 
     found = sorted(found, key=lambda each: each.fullest.total)
     fits = [each for each in found if each.fullest.total <= room]
@@ -190,7 +190,9 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
                         **{"dp_replicate": replicate, "dp_shard": shard},
                         **{"tp": tp, "pp": pp, "ep": ep, "cp": cp},
                         "cp_method": asked.cp_method or ("ulysses" if divides else "allgather"),
-                        "activation_checkpointing": checkpointing,
+                        "activation_checkpointing": checkpointing
+                        if checkpointing != "none"
+                        else asked.activation_checkpointing,
                     }
                 )
                 yield plan.with_precision(accelerator=True)
@@ -274,8 +276,8 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
 
 def _why(found: Planned) -> str:
     first = found.fitting[0]
-    how = first.plan.activation_checkpointing
-    alike = [each.slow for each in found.fitting if each.plan.activation_checkpointing == how]
+    how = first.plan.recomputes
+    alike = [each.slow for each in found.fitting if each.plan.recomputes == how]
     less = {"none": "nothing", "selective": "some products", "full": "whole layers"}[how]
     over = " over the link between machines" * (first.slow != first.sent)
     least = "within 10 % of the least" if first.slow > min(alike) else "least"
@@ -355,7 +357,7 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         sizes = [getattr(memory, name) for name in parts.values()] + [memory.total]
         sizes += [candidate.host] * len(host)
         sizes += [candidate.sent, candidate.slow][: 1 + len(slow)]
-        cells += [plan.activation_checkpointing, *map(_gigabytes, sizes)]
+        cells += [plan.recomputes, *map(_gigabytes, sizes)]
         result.add_row(*map(str, cells))
     return result
 

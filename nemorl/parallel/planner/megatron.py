@@ -118,7 +118,7 @@ class Stage:
 
     def training_memory(self) -> Memory:
         """Return the fullest moment: the backward pass of the head or of a layer."""
-        step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
+        step, model, how = self.step, self.step.model, self.step.plan.recomputes
         kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") - self.kept_per_layer(recomputed=how)
         moments = [(kept + again + self.layer_backward(), 0, 0)]

@@ -207,7 +207,7 @@ class Step:
         head_grad = head * (STATE + (size if cast or plan.tp > 1 else 0)) * (not adapted)
         if not plan.needs_ranks:
             # Autocast keeps all casts, but a frozen matrix's only the product that reads it.
-            again = adapted and plan.activation_checkpointing != "none"
+            again = adapted and plan.recomputes != "none"
             casts = cast * (layer if again else every)
             return head_grad + casts + cast * head, casts, casts + STATE * trained
         # FSDP2 gathers the next layer while one computes: a buffer, and the parameters copied out
@@ -298,7 +298,7 @@ def _experts_width(step: Step, layer: Layer) -> int:
 
 def kept_of(step: Step, layer: Layer) -> int:
     """Return `saved_of`, or with recomputation the input and maybe some products."""
-    how = step.plan.activation_checkpointing
+    how = step.plan.recomputes
     if how == "none":
         return saved_of(step, layer)
     size = step.dtype_size if step.plan.needs_ranks else STATE

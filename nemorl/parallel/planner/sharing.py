@@ -46,7 +46,6 @@ class Sharing:
     """Bytes of an engine with a cache for a batch, of 64 sequences at most."""
     training: int
     """Bytes that training takes at its peak."""
-    micro_batch_tokens: int | None
     kept: int
     """Bytes that the trainer keeps while engines generate."""
     offloads: bool
@@ -57,12 +56,10 @@ class Sharing:
     """The engine's gpu_memory_utilization."""
 
     def __str__(self) -> str:
-        sized = f", with microbatches of {self.micro_batch_tokens} tokens"
         said = (
             f"engines get {self.share:g} of each GPU's {self.card / GB:.1f} GB"
             f" (gpu_memory_utilization) beside {self.kept / GB:.1f} GB of the trainer's; training"
             f" takes {self.training / GB:.1f} GB at its peak"
-            f"{sized * (self.micro_batch_tokens is not None)}"
         )
         if not self.chosen:
             return said
@@ -106,6 +103,31 @@ def host_of(step: Step) -> int:
     return max(kept.total - kept.gradients for kept in (x.states() for x in stages_of(step)))
 
 
+def check_states(step: Step, card: float) -> None:
+    """Refuse a plan whose parameters, gradients and optimizer take more than a GPU's bytes."""
+    states = states_of(step)
+    gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
+    least = states.total + gradients
+    require(
+        least <= card,
+        "parallel",
+        f"must spread parameters, gradients and optimizer over GPUs that hold them: each would keep"
+        f" {least / GB:.1f} GB of its {card / GB:.1f} GB",
+        step.plan.num_ranks,
+        smaller(step),
+    )
+
+
+def smaller(step: Step) -> str:
+    """Return in words what lets a step take less of each GPU."""
+    if step.shards_optimizer:
+        return "take more devices (--parallel.tp or --parallel.pp)"
+    adapters = "" if step.work.lora.rank else "--lora.rank 16, "
+    offloading = "" if step.plan.cpu_offload else "--parallel.cpu-offload, "
+    others = adapters + offloading
+    return f"add {others}{'or ' * bool(others)}more devices (--parallel.dp-shard)"
+
+
 def sharing(
     step: Step,
     *,
@@ -134,21 +156,7 @@ def sharing(
         memory = with_offloading(step, offloads).generation_memory(states, cache=cache)
         return memory.total - memory.generation
 
-    gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
-    least = states.total + gradients
-    if step.shards_optimizer:
-        remedy = "take more devices (--parallel.tp or --parallel.pp)"
-    else:
-        adapters = "" if work.lora.rank else "--lora.rank 16, "
-        remedy = f"add {adapters}--parallel.cpu-offload, or more devices (--parallel.dp-shard)"
-    require(
-        least <= card,
-        "parallel",
-        f"must spread parameters, gradients and optimizer over GPUs that hold them: each would keep"
-        f" {least / GB:.1f} GB of its {card / GB:.1f} GB",
-        step.plan.num_ranks,
-        remedy,
-    )
+    check_states(step, card)
     resident, wanted = kept(False), engine_memory(step, min(work.generation.max_batch_size, 64))
     if given is not None:
         wanted = int(given * card)
@@ -162,7 +170,6 @@ def sharing(
         resident=resident,
         wanted=wanted,
         training=training,
-        micro_batch_tokens=work.trainer.micro_batch_tokens,
         kept=left,
         offloads=offloads,
         chosen=asked is None,

@@ -69,7 +69,7 @@ def _of_stage(stage: Stage) -> list[Sent]:
     per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
     ends = (stage.index == 0) + 3 * stage.is_last
     tensor = layers * _tensor_sends(step) + ends
-    again = plan.activation_checkpointing == "full" or "moe" in plan.recompute_modules
+    again = plan.recomputes == "full" or "moe" in plan.recompute_modules
     routed = stage.rows_of_experts * layers * (6 if again else 4)
     hops = 2 * plan.vpp - (stage.index == 0) - stage.is_last
     tied = model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last)
@@ -92,7 +92,7 @@ def _part(array: float, devices: int) -> float:
 
 def _tensor_sends(step: Step) -> int:
     """Return how often a layer sends its tokens over tp."""
-    parts, how = step.plan.sequence_parallel, step.plan.activation_checkpointing
+    parts, how = step.plan.sequence_parallel, step.plan.recomputes
     if not step.shards_optimizer:
         # Selective checkpointing keeps what reduce-scatter gave.
         forward, backward, kept = (4, 4, 2) if parts else (4, 10, 0)
@@ -109,7 +109,7 @@ def _tensor_sends(step: Step) -> int:
 
 def _context(step: Step, layers: int) -> Sent:
     """Return what attention exchanges over cp."""
-    plan, (q, kv, _), how = step.plan, step.heads_width, step.plan.activation_checkpointing
+    plan, (q, kv, _), how = step.plan, step.heads_width, step.plan.recomputes
     gathers = plan.cp_method == "allgather"
     exchanged = 2 * q + 2 * (q if step.kv_heads % plan.cp else kv)
     width = 2 * kv * plan.cp if gathers else exchanged

@@ -109,6 +109,11 @@ class BaseConfig:
             "remove it",
         )
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row of a batch."""
+        return self.data.max_total_sequence_length
+
     def require_room(self, tokens: int, what: str) -> None:
         """Refuse microbatches and packed rows that can't hold `tokens`."""
         for name in ("micro_batch_tokens", "packed_row_tokens"):

@@ -172,9 +172,7 @@ class DPOConfig(BaseConfig):
             num_epochs=self.num_epochs,
         )
         at_least(0, sft_coef=self.sft_coef)
-        if not isinstance(self.loss, KTOLoss):
-            longest = self.data.max_total_sequence_length
-            self.require_room(2 * longest, "the longest pair, which stays together")
+        self.require_room(self.longest_row, "the longest pair, which stays together")
         require(
             self.reference == "live" or self.needs_reference,
             "reference",
@@ -193,6 +191,11 @@ class DPOConfig(BaseConfig):
         """Return `max_num_steps`, or the number of whole batches in `num_epochs`, at least 1."""
         whole = self.num_epochs * num_rows // self.train_global_batch_size
         return self.max_num_steps or max(1, whole)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest pair, or for KTO of the longest sequence."""
+        return super().longest_row * (1 if isinstance(self.loss, KTOLoss) else 2)
 
     @property
     def needs_reference(self) -> bool:

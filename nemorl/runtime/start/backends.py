@@ -24,7 +24,7 @@ from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.registry import get_training_backend, training_backend_class
 from nemorl.runtime.start.settings import model_config_of
-from nemorl.runtime.start.sharing import keeps_reference
+from nemorl.runtime.start.sharing import Fit, keeps_reference
 from nemorl.runtime.store.checkpoint import RandomState, seed_generators
 from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.waiting import waiting, waiting_for_ranks
@@ -40,8 +40,8 @@ class Backends:
     """The checkpoint to go on from."""
     ranks: Any
     """The policy's backend on ranks, not set up yet; None in one process."""
-    micro_batch_tokens: int | None = None
-    """trainer.micro_batch_tokens, where the memory of a GPU with engines decided about it."""
+    fit: Fit | None = None
+    """What was chosen for the memory of the GPUs, if it is known."""
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
@@ -161,15 +161,16 @@ class Backends:
 
     def _config(self) -> BackendConfig:
         launch, config = self.launch, self.launch.config
-        trainer = config.trainer
-        if self.micro_batch_tokens is not None:
-            trainer = replace(trainer, micro_batch_tokens=self.micro_batch_tokens)
+        trainer, plan = config.trainer, launch.devices.plan
+        if self.fit is not None:
+            trainer = replace(trainer, micro_batch_tokens=self.fit.micro_batch_tokens)
+            plan = self.fit.step.plan
         return BackendConfig(
             model=replace(config.model, path=launch.folder),
             trainer=trainer,
             optimizer=config.optimizer,
             seed=config.run.seed,
-            parallel=launch.devices.plan,
+            parallel=plan,
             total_steps=self.run.num_updates or 1,  # unknown to a schedule that needs none
             # The timeouts of the runtime come first: their errors name the rank.
             collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,

@@ -32,7 +32,7 @@ from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend
 from nemorl.runtime.start.settings import changes, generation_config, kept
-from nemorl.runtime.start.sharing import sharing_of
+from nemorl.runtime.start.sharing import Fit, fitted, sharing_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.files import writing
@@ -53,6 +53,7 @@ class Live:
         self.launch, self.stack = launch, stack
         self._released: dict[str, ExitStack] = {}
         self._backends: Backends | None = None
+        self._fit: tuple[Fit | None] | None = None
         self._sharing: tuple[Sharing | None] | None = None
 
     def parts(self, run: OpenRun) -> Parts:
@@ -63,6 +64,8 @@ class Live:
         engines, sharing = self._engines(run), self.sharing(run)
         if engines is not None:
             launch.devices.check_cluster(config, engines)
+        if (fit := self.fit(run)) is not None:
+            show(fit, quiet=launch.quiet)
         if engines is not None and sharing is not None:
             show(sharing, quiet=launch.quiet)
             share = {"gpu_memory_utilization": sharing.share}
@@ -135,16 +138,25 @@ class Live:
             launch, engines, found = self.launch, self._engines(run), None
             if engines is not None and self._share(run):
                 found = sharing_of(
-                    launch.config,
-                    launch.devices,
+                    self.fit(run),
                     engines,
                     launch.of_model,
-                    card=smallest_gpu(launch),
                     can_offload=has_method(launch, None, "offload"),
                     can_empty=has_method(launch, None, "empty_cache"),
                 )
             self._sharing = (found,)
         return self._sharing[0]
+
+    def fit(self, run: OpenRun) -> Fit | None:
+        """Return what was chosen for the memory of the GPUs, if it is known."""
+        if self._fit is None:
+            launch, found = self.launch, None
+            if launch.devices.accelerated:
+                engines = self._engines(run) if self._share(run) else None
+                card = smallest_gpu(launch)
+                found = fitted(launch.config, launch.devices, engines, launch.of_model, card=card)
+            self._fit = (found,)
+        return self._fit[0]
 
     def _share(self, run: OpenRun) -> bool:
         engines = self._engines(run)
@@ -171,9 +183,7 @@ class Live:
             found = None
             if launch.config.run.resume:
                 found = checkpoint.latest(launch.directory.path, quiet=True)
-            sharing = self.sharing(run)
-            tokens = None if sharing is None else sharing.micro_batch_tokens
-            self._backends = Backends(launch, run, found, ranks, tokens)
+            self._backends = Backends(launch, run, found, ranks, self.fit(run))
         return self._backends
 
 
@@ -276,11 +286,11 @@ def smallest_gpu(launch: Launch) -> int | None:
         finally:
             connection.release()
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return min(each.total_memory for each in found)
+    return min((each.total_memory for each in found), default=None)
 
 
 def show(found: object, *, quiet: bool) -> None:
-    """Print how engines share GPUs, or how new weights get to them."""
+    """Print how training fits, how engines share GPUs, or how new weights get to them."""
     if not quiet:
         from rich.console import Console
 

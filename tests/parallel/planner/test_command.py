@@ -285,7 +285,7 @@ def test_experts_are_divided(name: str, whole: float, active: float, models: Pat
     assert f"{whole:.2f} B parameters ({active:.2f} B per token)" in output
     assert run_with(output.strip().splitlines()[-1]).parallel.ep == 8
     found = find(models, name, pp=1, tp=1, cp=1, **options).fitting
-    by_ep = {e.plan.ep: e for e in found if e.plan.activation_checkpointing == "none"}
+    by_ep = {e.plan.ep: e for e in found if e.plan.recomputes == "none"}
     assert by_ep[8].fullest.parameters < by_ep[2].fullest.parameters < by_ep[1].fullest.parameters
     assert by_ep[8].fullest.optimizer == pytest.approx(by_ep[1].fullest.optimizer, rel=1e-6)
 

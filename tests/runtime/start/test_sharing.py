@@ -1,22 +1,25 @@
 """How a run's trainer and engines share GPUs: what is asked for is counted, as there are none."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, Qwen2Config
 
 import nemorl
+from nemorl.models.capabilities import TESTED
+from nemorl.models.tiny import tiny_config
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.planner.sharing import Sharing
+from nemorl.parallel.planner.sharing import Sharing, training_of
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.traits import GenerationTraits
 from nemorl.runtime.start import devices, live
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.start.sharing import keeps_reference, sharing_of
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
+from nemorl.runtime.start.sharing import Fit, fitted, keeps_reference, sharing_of
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 QWEN_7B = Qwen2Config(
@@ -42,14 +45,31 @@ def found(
 ) -> Any:
     """For a run with defaults on GPUs of 80 GB."""
     generation = nemorl.GenerationConfig(backend="vllm", **options.pop("generation", {}))
+    fit = fit_of(
+        nemorl.GRPOConfig,
+        model,
+        gpus,
+        plan=plan,
+        environ=environ,
+        **{"reward": "exact", "generation": generation, **options},
+    )
+    return sharing_of(fit, generation, model, can_offload=True, can_empty=True)
+
+
+def fit_of(
+    kind: Any,
+    model: Any = QWEN_7B,
+    gpus: int = 1,
+    *,
+    plan: dict[str, Any] | None = None,
+    environ: dict[str, str] | None = None,
+    **options: Any,
+) -> Fit | None:
     plan = {"param_dtype": "bfloat16", **(plan or {})}
-    config = nemorl.GRPOConfig(
-        reward="exact", generation=generation, parallel=nemorl.ParallelPlan(**plan), **options
-    )
+    config = kind(parallel=nemorl.ParallelPlan(**plan), **options)
     places = Devices.of(config, environ or {}, num_gpus=gpus)
-    return sharing_of(
-        config, places, generation, model, card=80e9, can_offload=True, can_empty=True
-    )
+    engines = config.generation if places.shares_gpus(config.generation) else None
+    return fitted(config, places, engines, model, card=80e9)
 
 
 def test_a_run_of_7b_with_adapters_has_room_on_one_gpu():
@@ -58,15 +78,86 @@ def test_a_run_of_7b_with_adapters_has_room_on_one_gpu():
     assert sharing.kept == pytest.approx(31e9, rel=0.02) and 0.5 < sharing.share < 0.52
 
 
-def test_microbatches_are_halved_until_training_fits():
-    """Those that nobody gave; the longest sequence is in one."""
-    sharing = found(lora=LORA)
-    assert sharing.micro_batch_tokens == 2048 and sharing.training <= 0.9 * 80e9
-    mine = found(lora=LORA, trainer=nemorl.TrainerConfig(micro_batch_tokens=4096))
-    assert mine.micro_batch_tokens == 4096 and mine.training > 0.9 * 80e9 > sharing.training
-    long = nemorl.DataConfig(max_total_sequence_length=10_000)
-    with pytest.warns(UserWarning, match=r"training is estimated to take 1\d\d\.\d of each GPU's"):
-        assert found(lora=LORA, data=long).micro_batch_tokens == 10_000
+GIVEN_TOKENS = {"trainer": nemorl.TrainerConfig(micro_batch_tokens=4096)}
+LONG = {"data": nemorl.DataConfig(max_total_sequence_length=10_000)}
+EIGHT = {"gpus": 8, "plan": {"dp_shard": 8}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "tokens", "recomputes"),
+    [
+        (nemorl.SFTConfig, EIGHT, 4096, "none"),
+        (nemorl.SFTConfig, {"lora": LORA}, 2048, "none"),
+        (nemorl.SFTConfig, {"lora": LORA, **GIVEN_TOKENS}, 4096, "full"),
+        (nemorl.SFTConfig, {"lora": LORA, **LONG}, 16384, "full"),
+        (nemorl.DPOConfig, {"lora": LORA}, 16384, "full"),
+        (nemorl.DPOConfig, {"lora": LORA, **LONG, **EIGHT}, 20_000, "full"),
+        (nemorl.GRPOConfig, {"lora": LORA, "reward": "exact"}, 2048, "none"),
+    ],
+)
+def test_what_nobody_set_is_chosen_so_that_training_fits(
+    kind: Any, options: dict[str, Any], tokens: int, recomputes: str
+):
+    fit = fit_of(kind, **options)
+    assert fit is not None and training_of(fit.step) <= 0.9 * 80e9
+    assert fit.step.work.trainer.micro_batch_tokens == tokens
+    assert fit.step.plan.recomputes == recomputes
+
+
+def test_what_the_user_set_stays():
+    """If it does not fit, that is a warning; with nothing set, an error."""
+    pair, long = (
+        {"gpus": 2, "plan": {"dp_shard": 2}},
+        nemorl.DataConfig(max_total_sequence_length=32768),
+    )
+    said = (
+        r"take 82\.0 of each GPU's 80\.0 GB, with parallel\.activation_checkpointing full and mic"
+    )
+    with pytest.raises(
+        ValueError, match=said + r".*; or lower --data\.max-total-sequence-length, or"
+    ):
+        fit_of(nemorl.SFTConfig, **pair, data=long)
+    mine = nemorl.TrainerConfig(micro_batch_tokens=32768)
+    with pytest.warns(UserWarning, match=said):
+        fit = fit_of(nemorl.SFTConfig, **pair, data=long, trainer=mine)
+    assert fit.micro_batch_tokens == 32768
+    pair["plan"] |= {"activation_checkpointing": "none"}
+    with pytest.warns(UserWarning, match=r"with parallel\.activation_checkpointing none and micro"):
+        assert fit_of(nemorl.SFTConfig, **pair).step.plan.recomputes == "none"
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with pytest.warns(UserWarning, match="of at most 16384 tokens: if memory runs out"):
+        fit = fit_of(nemorl.SFTConfig, lora=LORA, environ=ranks)
+    assert fit.micro_batch_tokens is None, "machines under torchrun may have other GPUs"
+
+
+@pytest.mark.parametrize("kind", json.loads(TESTED.read_bytes())["types"])
+def test_engines_beside_every_tested_family_get_a_share(kind: str):
+    """Never what vLLM would take by itself."""
+    sharing = found(tiny_config(CONFIG_MAPPING[kind]()))
+    assert sharing is not None and 0.8 < sharing.share < 0.9
+
+
+def test_a_run_trains_with_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    configs, shown, setup = list[Any](), list[Any](), DTensorBackend.setup
+
+    def watched(self: Any, config: Any) -> None:
+        configs.append(config)
+        setup(self, config)
+
+    def go(name: str, card: int) -> list[Any]:
+        monkeypatch.setattr(live, "smallest_gpu", lambda launch: card)
+        config = sft_config(tmp_path / name, steps=1, trainer=nemorl.TrainerConfig())
+        given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
+        result = nemorl.run(config, **given, train=addition_rows())
+        return list(map(numbers, result.history))
+
+    monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)
+    monkeypatch.setattr(DTensorBackend, "setup", watched)
+    monkeypatch.setattr(live, "show", lambda fit, quiet: shown.append(fit))
+    roomy = go("roomy", 10**12)
+    assert go("tight", int(0.6 * training_of(shown[0].step))) == roomy
+    assert [each.trainer.micro_batch_tokens for each in configs] == [None, 8192]
+    assert "and microbatches of at most 8192 tokens" in str(shown[1])
 
 
 def test_what_does_not_fit_is_offloaded_where_the_backend_can():
@@ -202,7 +293,9 @@ def test_what_does_not_fit_is_offloaded(
     seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shown: list[Sharing] = []
-    monkeypatch.setattr(live, "show", lambda sharing, quiet: shown.append(sharing))
+    monkeypatch.setattr(
+        live, "show", lambda found, quiet: shown.extend([found] * isinstance(found, Sharing))
+    )
     monkeypatch.setattr(live, "smallest_gpu", lambda launch: 10**10)
     roomy = go(tmp_path / "roomy")
     assert seen[:2] == ["empty_cache", ("start", {"gpu_memory_utilization": 0.899})]
@@ -230,6 +323,8 @@ def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
 
 def test_a_model_whose_sizes_are_not_known_leaves_the_share_to_the_engine():
     assert found(None) is None  # it is read, and refused, elsewhere
-    with pytest.warns(UserWarning, match="sizes of gpt2 are not known, so engines on the trainer"):
+    with pytest.warns(
+        UserWarning, match="sizes of gpt2 or of the GPUs are not known, so engines on the trainer"
+    ):
         assert found(GPT2Config()) is None
     assert found(LlamaConfig(num_hidden_layers=8)) is not None

@@ -112,7 +112,7 @@ def trained_rows(config: GRPOConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"
 def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
     """Return whether the batch's loss has a gradient."""
     assert batch.advantages is not None
-    if config.kl.coef or config.entropy_coef:
+    if config.kl.coef or config.entropy_coef or config.off_policy.penalty:
         return bool(batch.loss_mask.any())
     return bool((batch.advantages != 0).any())
 

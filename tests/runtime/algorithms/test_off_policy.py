@@ -21,7 +21,7 @@ from nemorl.runtime.algorithms.policy_loss import make_loss
 from nemorl.runtime.config.grpo import OffPolicyConfig, OwnLoss
 from nemorl.runtime.config.own import section_of
 from nemorl.runtime.config.presets import PRESETS, preset
-from tests.runtime.runs import grpo_config, numbers, rollouts, start
+from tests.runtime.runs import ahead, grpo_config, numbers, rollouts, start
 
 
 def at(staleness: int, **settings: Any) -> nemorl.GRPOConfig:
@@ -237,3 +237,10 @@ def test_an_interpolating_run_computes_no_logprobs_and_learns_the_same(tmp_path:
         assert one["reward"] == other["reward"]
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_a_penalty_trains_where_rewards_are_equal(tmp_path: Path):
+    penalty = OffPolicyConfig(penalty=0.1)
+    config = ahead(tmp_path, 1, steps=3, off_policy=penalty, num_prompts_per_step=1)
+    result = start(config, reward=lambda prompt, response: 0.5)
+    assert [line["num_updates"] for line in result.history] == [1, 1, 1]

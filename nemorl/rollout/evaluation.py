@@ -1,14 +1,21 @@
 """The tables of an evaluation, and of two compared, from records of answers.
 
-A record has `data` (the set's name), `group` (the prompt's number), `prompt`, `correct`, `reward`,
-and maybe `extracted_answer`, `category` and `cut_by` (the limit that cut the response).
+A record has `data` (the set's name), `group` (the prompt's number in it), `prompt`, `correct`,
+`reward`, and maybe `extracted_answer`, `category` and `cut_by` (the limit that cut the response).
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemorl.rollout.statistics import cons_at_k, interval, mean_by_prompt, paired, pass_at_k
+from nemorl.rollout.statistics import (
+    cons_at_k,
+    interval,
+    mean_by_prompt,
+    paired,
+    pass_at_k,
+    share_interval,
+)
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -16,9 +23,9 @@ Records = Sequence[Mapping[str, Any]]
 def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
-    Accuracy and reward have NAME_ci beside them, half the interval. pass@k, and cons@k where
-    answers were read in each data set, are for k = 2, 4, … and n, the most answers that a prompt
-    has. They are of the prompts that have k; left_out@k, where there are any, counts the others.
+    Accuracy and reward have NAME_ci beside them: (low, high). pass@k, and cons@k where answers
+    were read in each data set, are for k = 2, 4, … and n, the most answers that a prompt has. They
+    are of the prompts that have k; left_out@k, where there are any, counts the others.
 
     >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
     >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]
@@ -102,13 +109,14 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
     read = {record["data"] for record in records if record.get("extracted_answer") is not None}
     found: dict[str, Any] = {"num_prompts": len(counts)}
     for name, key in ("accuracy", "correct"), ("reward", "reward"):
-        found[name], found[f"{name}_ci"] = interval(
-            mean_by_prompt([record[key] for record in records], groups)
-        )
+        values = [record[key] for record in records]
+        means = mean_by_prompt(values, groups)
+        found[name] = float(means.mean())
+        found[f"{name}_ci"] = share_interval(means) if {*values} <= {0, 1} else interval(means).ends
     cut = ["cut_by" in record for record in records]
     found["truncated_fraction"] = float(mean_by_prompt(cut, groups).mean())
     for k in sizes:
-        part = [record for record in records if counts[record["group"]] >= k]
+        part = [r for r, group in zip(records, groups, strict=True) if counts[group] >= k]
         correct, of = [record["correct"] for record in part], _groups(part)
         if part:
             found[f"pass@{k}"] = float(pass_at_k(correct, of, k).mean())
@@ -121,4 +129,7 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _groups(records: Records) -> list[int]:
-    return [record["group"] for record in records]
+    """Return a number for each record's prompt; files that are joined may count from 0 each."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    keys = [(record["data"], record["group"], record.get("prompt")) for record in records]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

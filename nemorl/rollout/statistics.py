@@ -24,6 +24,11 @@ class Interval(NamedTuple):
     mean: float
     half_width: float | None
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        half = self.half_width
+        return None if half is None else (self.mean - half, self.mean + half)
+
 
 def mean_by_prompt(values: Iterable[float], group_id: Iterable[int]) -> Values:
     """Return the mean of each prompt's values, [prompts], by first appearance.
@@ -93,6 +98,29 @@ def interval(values: Iterable[float]) -> Interval:
     at_least(1, values=len(flat))
     half = 1.959964 * flat.std(ddof=1) / math.sqrt(len(flat)) if len(flat) > 1 else None
     return Interval(float(flat.mean()), half and float(half))
+
+
+def share_interval(values: Iterable[float]) -> tuple[float, float]:
+    """Return the ends of Wilson's 95 % interval of a share, of one value in 0 … 1 per prompt:
+    (m + z²/2n ± z √(m (1 − m) / n + z²/4n²)) / (1 + z²/n), where m is the mean and z = 1.96.
+
+    n is the number of independent responses with the same variance of the mean,
+    m (1 − m) · prompts / s², but at least the number of prompts. Unlike `interval`, it stays in
+    0 … 1, and has a width where m is 0 or 1.
+
+    Source: Wilson 1927; Brown, Cai & DasGupta 2001; n: Korn & Graubard 1998.
+
+    >>> [round(end, 3) for end in share_interval([1, 1, 1, 1])]
+    [0.51, 1.0]
+    """
+    flat = np.asarray(values, dtype=np.float64)
+    at_least(1, values=len(flat))
+    mean, n, z = float(flat.mean()), float(len(flat)), 1.959964
+    if flat.var():
+        n = max(n, mean * (1 - mean) * n / float(flat.var(ddof=1)))
+    middle, half = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
+    low, high = ((middle + sign * half) / (1 + z * z / n) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
 
 
 def paired(

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.rollout import statistics
-from nemorl.rollout.statistics import cons_at_k, interval, mean_by_prompt, paired, pass_at_k
+from nemorl.rollout.statistics import (
+    cons_at_k,
+    interval,
+    mean_by_prompt,
+    paired,
+    pass_at_k,
+    share_interval,
+)
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=7)
 
@@ -78,6 +85,35 @@ def test_interval_covers_the_truth_as_often_as_it_says():
         found = interval(rng.binomial(4, rates) / 4)
         covered += abs(found.mean - 0.5) <= found.half_width
     assert 0.93 < covered / 1000 < 0.97
+
+
+@pytest.mark.parametrize(
+    ("n", "rate", "answers", "alike"),
+    [(10, 0.9, 1, None), (10, 0.97, 1, None), (30, 0.97, 4, 4), (10, 0.03, 4, 4), (100, 0.5, 8, 1)],
+)
+def test_the_interval_of_a_share_covers_near_its_ends(n, rate, answers, alike):
+    """Where 1.96 s / √n covers as little as .27. `alike`: the sum of a beta's parameters."""
+    rng = np.random.default_rng(0)
+    rates = (
+        rng.beta(rate * alike, (1 - rate) * alike, (500, n)) if alike else np.full((500, n), rate)
+    )
+    ends = [share_interval(values) for values in rng.binomial(answers, rates) / answers]
+    assert np.mean([low <= rate <= high for low, high in ends]) >= 0.92
+    assert all(0 <= low < high <= 1 for low, high in ends)
+
+
+def test_the_interval_of_a_share_by_hand():
+    """Brown, Cai & DasGupta's CI_W, and of more responses than prompts."""
+    z2 = 1.959964**2
+    assert share_interval([1.0] * 10) == pytest.approx((10 / (10 + z2), 1))
+    assert share_interval([0.0] * 10) == pytest.approx((0, z2 / (10 + z2)))
+    four = share_interval([1.0, 0.0] * 50)
+    assert four == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    # Prompts that are all as hard, so that each of 400 responses tells something of its own.
+    low, high = share_interval([0.25, 0.5, 0.5, 0.75] * 25)
+    assert high - low == pytest.approx(
+        2 * interval([0.25, 0.5, 0.5, 0.75] * 25).half_width, rel=0.01
+    )
 
 
 differences = st.lists(st.sampled_from([-1.0, -0.25, 0.0, 0.1, 0.5]), min_size=1, max_size=8)

@@ -73,7 +73,7 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
     title = f"{config.model.path} on {names if isinstance(names, str) else ', '.join(names or ())}"
     lines = result["summaries"]
     once = [{name: v for name, v in line.items() if "@" not in name} for line in lines]
-    _print_lines(once, f"{title} ({sampling}), ± 95 % confidence")
+    _print_lines(once, f"{title} ({sampling}), with 95 % confidence intervals")
     for kind in ("pass@", "cons@"):
         kept = [
             {name: v for name, v in line.items() if name.startswith((*PLACES, kind, "left_out@"))}
@@ -109,13 +109,16 @@ def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def _cell(line: dict[str, Any], name: str) -> str:
-    value, half = line.get(name), line.get(f"{name}_ci")
+    value, spread = line.get(name), line.get(f"{name}_ci")
     if value is None or isinstance(value, str | int):
         return str(value or "")
     raw = "reward" in (name, line.get("metric")) or name == "p_value"
     scale, digits, unit = (1, 4, "") if raw else (100, 1, "%")
-    spread = "" if half is None else f" ± {scale * half:.{digits}f}"
-    return f"{scale * value:.{digits}f}{spread}{unit}"
+    shown = f"{scale * value:.{digits}f}"
+    if isinstance(spread, tuple):
+        low, high = (f"{scale * end:.{digits}f}" for end in spread)
+        return f"{shown}{unit} ({low} … {high})"
+    return shown + ("" if spread is None else f" ± {scale * spread:.{digits}f}") + unit
 
 
 def compare(config: CompareConfig) -> None:

@@ -11,7 +11,7 @@ import pytest
 import nemorl
 from nemorl import TurnResult
 from nemorl.rollout.evaluation import comparison, summaries
-from nemorl.rollout.statistics import interval, mean_by_prompt, pass_at_k
+from nemorl.rollout.statistics import mean_by_prompt, pass_at_k, share_interval
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.store.directory import read_lines
 from tests.data.known_samples import hub
@@ -53,7 +53,7 @@ def test_several_sets_by_category(model: str, sets: list[str], tmp_path: Path, c
     command = ["eval", "--model", model, "--validation", *sets, *options]
     assert main([*command, "--output", str(output)]) == 0
     text = capsys.readouterr().out
-    assert all(part in text for part in ("± 95 % confidence", "more", "easy", "pass@4", "cons@5"))
+    assert all(part in text for part in ("95 % confidence", "more", "easy", "pass@4", "cons@5"))
     answers = read_lines(output)
     assert Counter(each["data"] for each in answers) == {"sums": 30, "more": 15}
     assert [each["group"] for each in answers] == [n // 5 for n in range(45)]
@@ -61,7 +61,8 @@ def test_several_sets_by_category(model: str, sets: list[str], tmp_path: Path, c
 
     assert main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["summaries"] == summaries(answers) and "answers" not in result
+    again = json.loads(json.dumps(summaries(answers)))
+    assert result["summaries"] == again and "answers" not in result
     assert [line["num_prompts"] for line in result["summaries"]] == [9, 6, 3, 3, 3]
 
 
@@ -178,7 +179,9 @@ def test_summaries_by_hand():
     (found,) = summaries(rows)
     correct, groups = [r["correct"] for r in rows], [r["group"] for r in rows]
     assert found["accuracy"] == 0.375
-    assert found["accuracy_ci"] == interval(mean_by_prompt(correct, groups)).half_width
+    assert found["accuracy_ci"] == share_interval(mean_by_prompt(correct, groups))
+    (graded,) = summaries([{**r, "reward": 2.0 * r["reward"]} for r in rows])
+    assert graded["reward_ci"] == pytest.approx((0.75 - 2 * 0.245, 0.75 + 2 * 0.245), abs=1e-3)
     assert found["pass@2"] == pass_at_k(correct, groups, 2).mean()
     assert (found["cons@4"], found["pass@4"]) == (0.5, 1.0)
     assert found["cons@2"] == pytest.approx(((1 + 0) / 2 + (0 + 0.5) / 2) / 2)
@@ -244,6 +247,21 @@ def test_a_known_set_has_its_own_columns_for_a_run_as_the_model(tmp_path: Path, 
     with pytest.raises(ValueError, match="or others, but not both, with the run's reward, but it"):
         parse("eval", mixed)
     assert parse("eval", [*mixed, "--reward", "last_number"]).data.prompt_column == "q"
+
+
+def test_evaluations_that_are_joined_keep_their_prompts():
+    """Each numbers its prompts from 0; a set that was evaluated twice has each prompt once."""
+    first = [answer(g, g < 30, prompt=f"{g}=") for g in range(40)]
+    others = [{**each, "data": "more", "correct": False} for each in first]
+    same_name = [{**each, "prompt": f"-{each['prompt']}"} for each in first]
+    for joined in (first + others, first + same_name):
+        apart = [{**each, "group": i} for i, each in enumerate(joined)]
+        assert summaries(joined) == summaries(apart)
+        assert summaries(joined)[0]["num_prompts"] == 80
+        turned = [{**each, "correct": not each["correct"]} for each in joined]
+        assert comparison(joined, turned)[0]["num_prompts"] == 80
+    (twice,) = summaries(first + first)
+    assert (twice["num_prompts"], twice["pass@2"]) == (40, 0.75)
 
 
 # Comparison

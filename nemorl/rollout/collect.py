@@ -72,15 +72,26 @@ class Rollouts:
         return len(self.conversations)
 
     @property
-    def correct(self) -> Bool[Tensor, "batch"]:
-        """True where the reward is at least 1; of several rewards the first counts."""
-        return next(iter(self.components.values()), self.rewards) >= 1
+    def correct(self) -> Bool[Tensor, "batch"] | None:
+        """True where the only reward is at least 1, or the only one of several with accuracy in its
+        name (None: there is no such one).
+        """
+        if len(self.components) < 2:
+            return next(iter(self.components.values()), self.rewards) >= 1
+        named = [values for name, values in self.components.items() if "accuracy" in name]
+        return named[0] >= 1 if len(named) == 1 else None
+
+    def judged(self, index: int) -> dict[str, Any]:
+        """Return one response's reward and, where that is known, whether it is `correct`."""
+        judged = {} if self.correct is None else {"correct": bool(self.correct[index])}
+        return {"reward": float(self.rewards[index]), **judged}
 
     def reward_metrics(self) -> dict[str, float]:
         """Return mean reward, share of `correct` responses, and reward/NAME of each component."""
+        correct = self.correct
         return {
             "reward": float(self.rewards.mean()),
-            "accuracy": float(self.correct.float().mean()),
+            **({} if correct is None else {"accuracy": float(correct.float().mean())}),
             **{f"reward/{name}": float(x.mean()) for name, x in self.components.items()},
         }
 

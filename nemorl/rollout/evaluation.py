@@ -1,7 +1,7 @@
 """The tables of an evaluation, and of two compared, from records of answers.
 
-A record has `data` (the set's name), `group` (the prompt's number in it), `prompt`, `correct`,
-`reward`, and maybe `extracted_answer`, `category` and `cut_by` (the limit that cut the response).
+A record has `data` (the set's name), `group` (the prompt's number in it), `prompt`, `reward`,
+and maybe `correct`, `extracted_answer`, `category` and `cut_by` (the limit that cut the response).
 """
 
 from collections import Counter
@@ -57,8 +57,9 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
     rows = []
     in_pairs = ([r for key in ours for r in found[key]] for found in (ours, theirs))
     for (place, a), (_, b) in zip(*map(_slices, in_pairs), strict=True):
-        plain = all(record["reward"] == record["correct"] for record in (*a, *b))
-        for name in ("accuracy",) if plain else ("accuracy", "reward"):
+        plain = all(record["reward"] == record.get("correct") for record in (*a, *b))
+        judged = all("correct" in record for record in (*a, *b))
+        for name in ["accuracy"] * judged + ["reward"] * (not plain):
             key = "correct" if name == "accuracy" else name
             means = [mean_by_prompt([r[key] for r in part], _groups(part)) for part in (a, b)]
             (difference, half), p_value = paired(*means, seed=seed)
@@ -109,7 +110,9 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
     read = {record["data"] for record in records if record.get("extracted_answer") is not None}
     found: dict[str, Any] = {"num_prompts": len(counts)}
     for name, key in ("accuracy", "correct"), ("reward", "reward"):
-        values = [record[key] for record in records]
+        values = [record[key] for record in records if key in record]
+        if len(values) < len(records):
+            continue
         means = mean_by_prompt(values, groups)
         found[name] = float(means.mean())
         found[f"{name}_ci"] = share_interval(means) if {*values} <= {0, 1} else interval(means).ends
@@ -117,12 +120,12 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
     found["truncated_fraction"] = float(mean_by_prompt(cut, groups).mean())
     for k in sizes:
         part = [r for r, group in zip(records, groups, strict=True) if counts[group] >= k]
-        correct, of = [record["correct"] for record in part], _groups(part)
-        if part:
+        correct, of = [record["correct"] for record in part if "correct" in record], _groups(part)
+        if part and len(correct) == len(part):
             found[f"pass@{k}"] = float(pass_at_k(correct, of, k).mean())
-        if part and read == {record["data"] for record in records}:
-            answers = [record.get("extracted_answer") for record in part]
-            found[f"cons@{k}"] = float(cons_at_k(correct, answers, of, k).mean())
+            if read == {record["data"] for record in records}:
+                answers = [record.get("extracted_answer") for record in part]
+                found[f"cons@{k}"] = float(cons_at_k(correct, answers, of, k).mean())
         if left_out := len(counts) - len({*of}):
             found[f"left_out@{k}"] = left_out
     return found

@@ -165,13 +165,11 @@ def test_a_conversation_that_a_limit_cut_has_components_of_0(generator):
         assert list(found.components) == ["a", "b"]
         assert found.components["a"].tolist() == [0.0] * 6 + [1.0] * 3
         assert found.components["b"].tolist() == [0.0] * 6 + [2.0] * 3
-        assert found.correct.tolist() == [False] * 6 + [True] * 3
     with pytest.raises(ValueError, match=r"returned \['a', 'b'\] and \['c'\]"):
         join([parts[2], replace(parts[2], components={"c": parts[2].rewards})])
 
 
 def test_components_come_along(generator):
-    """Accuracy is about the first."""
     environment = make_environment(
         {"digit": first_digit, "length": lambda response: len(response)}, (-0.5, 0.25)
     )
@@ -181,7 +179,6 @@ def test_components_come_along(generator):
     torch.testing.assert_close(
         rolled.rewards, 0.25 * rolled.components["length"] - 0.5 * rolled.components["digit"]
     )
-    assert torch.equal(rolled.correct, rolled.components["digit"] >= 1)
     parts = [select(rolled, [0, 1, 2]), select(rolled, [8, 3])]
     assert parts[1].components["length"].tolist() == [
         len(rolled.completions[i].text) for i in (8, 3)
@@ -190,7 +187,6 @@ def test_components_come_along(generator):
     assert again.components["length"].tolist() == [len(c.text) for c in again.completions]
     assert rolled.reward_metrics() == {
         "reward": pytest.approx(float(rolled.rewards.mean())),
-        "accuracy": pytest.approx(float(rolled.correct.float().mean())),
         "reward/digit": pytest.approx(float(rolled.components["digit"].mean())),
         "reward/length": pytest.approx(float(rolled.components["length"].mean())),
     }

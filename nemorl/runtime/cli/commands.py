@@ -126,7 +126,7 @@ def compare(config: CompareConfig) -> None:
     from nemorl.data.sources import read_rows
     from nemorl.rollout.evaluation import comparison
 
-    wanted = ("data", "group", "prompt", "correct", "reward")
+    wanted = ("data", "group", "prompt", "reward")
     both = [read_rows(file, split="train") for file in (config.first, config.second)]
     for row in (*both[0], *both[1]):
         remedy = "name files that nemorl eval --output has written"

@@ -63,8 +63,9 @@ def evaluate(
     trust_code: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Return accuracy, mean rewards and length of a model's answers to data, the share that a limit
-    cut, the `metrics` of environments, the tables of `summaries`, and the answers.
+    """Return accuracy (`Rollouts.correct`), mean rewards and length of a model's answers to data,
+    the share that a limit cut, the `metrics` of environments, the tables of `summaries`, and the
+    answers.
 
     The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
     model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
@@ -119,7 +120,7 @@ def evaluate_config(
     }
     lines = summaries(answers)
     return {
-        **{name: lines[0][name] for name in ("reward", "accuracy", "truncated_fraction")},
+        **{k: lines[0][k] for k in ("reward", "accuracy", "truncated_fraction") if k in lines[0]},
         **components,
         "metrics": metrics,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
@@ -196,8 +197,7 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
                 "response": completion.text,
                 "answer": row.get("answer"),
                 **({} if read is None else {"extracted_answer": read}),
-                "reward": float(rollouts.rewards[i]),
-                "correct": bool(rollouts.correct[i]),
+                **rollouts.judged(i),
                 **rollouts.rewards_of(i),
                 "num_tokens": int(rollouts.lengths[i]),
                 "finish_reason": completion.finish_reason,

@@ -89,8 +89,7 @@ def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
             "data": name,
             "group": int(rollouts.group_id[i]),
             "prompt": rollouts.texts[i],
-            "reward": float(rollouts.rewards[i]),
-            "correct": bool(rollouts.correct[i]),
+            **rollouts.judged(i),
         }
         for i, name in enumerate(_sets_of(rollouts, names))
     ]

@@ -90,7 +90,7 @@ def test_get_reward_is_the_reward_or_adds_to_it():
     }
     wrong = make_environment("exact_match", environment=Scored)
     found = played(wrong, twice, {"start": 1, "answer": "4"})
-    assert found.rewards.tolist() == [3.0] * 2 and not found.correct.any()
+    assert found.rewards.tolist() == [3.0] * 2 and found.correct is None
 
 
 def test_a_tool_that_fails_its_conversation_is_not_told_to_the_model():

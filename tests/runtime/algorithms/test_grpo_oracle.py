@@ -962,7 +962,7 @@ def test_packed_microbatches(tmp_path: Path, monkeypatch):
 
 
 def test_weighted_rewards(tmp_path: Path, monkeypatch):
-    """Their sum is compared; accuracy is the first one's."""
+    """Their sum is compared."""
     groups = written()
     by_text = {prompt_text(n): group for n, group in enumerate(groups)}
 

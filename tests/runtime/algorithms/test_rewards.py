@@ -5,11 +5,13 @@ logged of each.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import nemorl
 from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.evaluation import comparison
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
@@ -22,6 +24,10 @@ def lengths(prompts, responses):
 
 def plain(prompt, response) -> float:
     return 0.5
+
+
+def plain_one(prompt, response) -> float:
+    return 1.0
 
 
 def graded(prompt, response, grade) -> float:
@@ -72,6 +78,22 @@ def test_each_of_several_rewards_is_logged(tmp_path: Path):
             )
 
 
+@pytest.mark.parametrize(
+    ("names", "accuracy"),
+    [(("form", "accuracy_reward"), 0), (("form", "right"), None), (("form",), 1)],
+)
+def test_accuracy_is_the_share_of_the_reward_that_is_named_so(names, accuracy, saved):
+    """TRL's order has the format first, and each reward's mean is beside it."""
+    both = dict(zip(names, (plain_one, plain), strict=False))
+    options: Any = {"device": "cpu", "temperature": 1.0, "max_new_tokens": 2, "max_rows": 2, "n": 2}
+    result = nemorl.evaluate(saved["model"], saved["rows"], both, **options)
+    assert result.get("accuracy") == result["summaries"][0].get("pass@2") == accuracy
+    assert result["reward"] >= 1
+    assert all(("correct" in answer) == (accuracy is not None) for answer in result["answers"])
+    twice = comparison(result["answers"], result["answers"])
+    assert ("accuracy" in {line["metric"] for line in twice}) == (accuracy is not None)
+
+
 def test_what_an_environment_took_for_the_answer_is_in_the_samples(tmp_path: Path):
     class FirstCharacter(FunctionalRewardWrapper):
         def step(self, message_log_batch, metadata):
@@ -97,7 +119,7 @@ def test_sft_validates_with_several_rewards(tmp_path: Path):
     assert result.metrics["val_reward"] == pytest.approx(
         result.metrics["val_reward/exact_match"] + result.metrics["val_reward/contains_answer"]
     )
-    assert result.metrics["val_accuracy"] == result.metrics["val_reward/exact_match"]
+    assert "val_accuracy" not in result.metrics
 
 
 def test_what_validation_needs_is_checked_before_training(tmp_path: Path):

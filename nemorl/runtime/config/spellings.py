@@ -63,8 +63,8 @@ def advice(
         command: what has them.
         near: names of settings that may have been misspelled.
 
-    >>> advice("beta", ["kl.coef"], command="grpo", near=["optimizer.beta1"])
-    ": TRL's beta is kl.coef (DPO: loss.beta); write kl.coef (docs/configuration.md#kl)"
+    >>> advice("epsilon_high", ["loss.clip_high"], command="grpo", near=["optimizer.eps"])
+    ": TRL's epsilon_high is loss.clip_high; write loss.clip_high (docs/configuration.md#loss)"
     >>> advice("kl.coeff", ["kl.coef"], command="grpo", near=["kl.coef"])
     '; did you mean kl.coef?'
     """
@@ -117,10 +117,12 @@ def meaning_of(
     if not settings_in(ours):
         return f"nemorl has no {theirs}: {ours.removeprefix('none: ')}"
     who = theirs if library == "any" else f"{library}'s {theirs}"
-    key = _key(ours, known)
-    page = page_of(key or settings_in(ours)[0])
-    if key:
-        return f"{who} is {ours}; write {write(key)} (docs/{page})"
+    first = re.match(r"[\w.]+(?:, [\w.]+)*", ours)
+    named = first[0].split(", ") if first else []
+    keys = [key for key in named if key in known] or [_key(ours, known)]
+    page = page_of(keys[0] or settings_in(ours)[0])
+    if keys[0]:
+        return f"{who} is {ours}; write {' and '.join(map(write, keys))} (docs/{page})"
     return f"{command} has no {settings_in(ours)[0]}, as {who} is called here (docs/{page})"
 
 

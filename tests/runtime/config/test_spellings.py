@@ -56,6 +56,8 @@ def test_entry(theirs: str, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        ("grpo --epsilon 0.2", "unless epsilon_high is given; write --loss.clip-low and --loss.cl"),
+        ("grpo --beta 0.1", "is kl.coef, with kl.gradient importance as in TRL 1.16 (DPO:"),
         ("grpo --kl.coef none", "kl.coef must be a valid number, but it is 'none': write 0"),
         (
             "grpo --batch-size 64",

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 import sys
 import traceback
 import warnings
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
@@ -83,6 +81,9 @@ COMMON = {
     "run.val_period",
     "loss.name",
     "advantage.name",
+    "parallel.tp",
+    "rollout.environment",
+    "async.max_staleness",
     "kl.coef",
 }
 """The settings of sections that `--help` shows."""
@@ -296,7 +297,7 @@ def of_a_reward(error: BaseException) -> bool:
 
 def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any:
     """Return the checked config of a command; None where --print-config has printed it."""
-    from nemorl.runtime.config.flags import in_full, names_of, parse_flags, peek
+    from nemorl.runtime.config.flags import help_of, in_full, names_of, parse_flags, peek
     from nemorl.runtime.config.presets import preset_overrides
 
     cls = _config_of(command)
@@ -323,7 +324,7 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust, used=used_by_plan if cls is PlanConfig else dict)
-    shown = set(leaves(cls) if cls is PlanConfig else COMMON)
+    shown = {*COMMON}
     for section in unions(cls):
         for name in peek(args, f"--{section}"):
             tree = layer(cls, tree, {section: {"name": name}})
@@ -334,20 +335,13 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     usual = flat(layer(cls, {}, {}))
     shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
     help_ = _help(command, cls, args, shown)
-    extra = _extra(cls)
-    try:
-        tree, given = parse_flags(
-            cls,
-            tree,
-            args if help_ is None else ["--help"],
-            prog=_prog(command),
-            extra=extra,
-            visible=help_ or (lambda key: True),
-        )
-    except SystemExit:
-        if help_ is not None:
-            print(_more_help(command, cls), end="")
-        raise
+    prog, extra = _prog(command), _extra(cls)
+    if help_ is not None:
+        visible, brief = help_
+        more, extra = _more_help(command, cls), extra if visible("--config") else []
+        print(help_of(cls, tree, visible, prog=prog, extra=extra, more=more, brief=brief), end="")
+        return None
+    tree, given = parse_flags(cls, tree, args, prog=prog, extra=extra)
     config = construct(cls, tree)
     if given["print_config"]:
         _require_names_and_rows(config, elsewhere=True)
@@ -466,8 +460,8 @@ def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
 
 def _help(
     command: str, cls: type, args: Sequence[str], usual: Collection[str]
-) -> Callable[[str], bool] | None:
-    """Return which flags --help shows; None without it."""
+) -> tuple[Callable[[str], bool], bool] | None:
+    """Return which flags --help shows, and whether in brief; None without it."""
     asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
     if not asked:
         return None
@@ -487,7 +481,7 @@ def _help(
             return key in usual or not (dot or rare)
         return topic == "all" or (own if topic == command else section == topic)
 
-    return visible
+    return visible, topic == "" and bool(sections)
 
 
 def _sections(command: str, cls: type) -> dict[str, int]:
@@ -499,11 +493,10 @@ def _more_help(command: str, cls: type) -> str:
     sections = ", ".join(f"{name} ({count})" for name, count in _sections(command, cls).items())
     if not sections:
         return ""
-    text = (
+    return (
         f"More settings: {_prog(command)} --help SECTION, of {sections}, or all. The last part of a"
         " name is enough where it is unique: --lr for --optimizer.lr."
     )
-    return fill(text, min(100, shutil.get_terminal_size().columns)) + "\n"
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:

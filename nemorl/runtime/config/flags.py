@@ -3,15 +3,19 @@
 Defaults are those of one tree of values; of a union, only the variant that it names has flags.
 """
 
+import argparse
 import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import json
+import re
+import shutil
+import textwrap
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal
 
@@ -23,6 +27,7 @@ from nemorl.runtime.config.tree import (
     command_of,
     defaults,
     field_docs,
+    fields_of,
     key_of,
     kinds,
     leaves,
@@ -50,35 +55,97 @@ def parse_flags(
     *,
     prog: str,
     extra: Sequence[Extra] = (),
-    visible: Callable[[str], bool] = lambda key: True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `tree` with `args` laid over it, wrong types as texts, and the values of `extra`.
 
-    --help, which shows the `visible` keys, and bad flags raise SystemExit.
+    Raises: SystemExit for bad flags.
     """
     options = [
-        (
-            name,
-            Annotated[
-                hint,
-                tyro.conf.DisallowNone,
-                tyro.conf.arg(help_behavior_hint=""),
-                *([] if visible(f"--{name}") else [tyro.conf.Suppress]),
-            ],
-            dataclasses.field(default=default, metadata={"help": text}),
-        )
-        for name, hint, default, text in extra
+        (name, Annotated[hint, tyro.conf.DisallowNone], dataclasses.field(default=default))
+        for name, hint, default, _ in extra
     ]
-    settings = _with_defaults(cls, tree, visible)
+    settings = _with_defaults(cls, tree)
     flags = dataclasses.make_dataclass(
         cls.__name__,
         [*options, ("settings", Annotated[settings, tyro.conf.arg(name="")])],
         kw_only=True,
     )
-    found: Any = tyro.cli(
-        flags, prog=prog, args=args, description=inspect.getdoc(cls), registry=_REGISTRY
-    )
+    found: Any = tyro.cli(flags, prog=prog, args=args, registry=_REGISTRY)
     return to_dict(found.settings), {name: getattr(found, name) for name, *_ in extra}
+
+
+class _Lines(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
+
+
+def help_of(
+    cls: type,
+    tree: Mapping[str, Any],
+    visible: Callable[[str], bool],
+    *,
+    prog: str,
+    extra: Sequence[Extra],
+    more: str,
+    brief: bool,
+) -> str:
+    """Return the help of the `visible` settings and flags; if `brief`, two lines for each."""
+    width = max(60, min(100, shutil.get_terminal_size().columns))
+    form = functools.partial(_Lines, max_help_position=36, width=width)
+    about = (inspect.getdoc(cls) or "").partition("\n\n" if brief else "\0")[0]
+    usage = f"{prog} [OPTIONS]"
+    parser: Any = argparse.ArgumentParser(prog, usage, about, more, formatter_class=form)
+    groups, selectors = {"": parser}, {f"{section}.name" for section in unions(cls)}
+    abouts = {
+        key_of(field.name): inspect.getdoc(hint) if dataclasses.is_dataclass(hint) else None
+        for field, hint in fields_of(cls)
+    }
+    flags = [(name, hint, text, None) for name, hint, _, text in extra]
+    for key, hint, text, value in [*flags, *_documented(cls, tree)]:
+        if not visible(key):
+            continue
+        section = "" if brief else key.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, abouts[section])
+        markers = getattr(hint, "__metadata__", ())
+        found = [marker for marker in markers if hasattr(marker, "aliases")]
+        aliases = [each for marker in found for each in marker.aliases or ()]
+        names = [*aliases, flag_of(key.removesuffix(".name") if key in selectors else key)]
+        how: dict[str, Any] = {"metavar": _metavar(hint)}
+        if tyro.conf.Positional in markers:
+            names, how = [key], {"metavar": found[0].metavar if found else key.upper()}
+        elif hint is bool:
+            head, dot, last = names[-1].removeprefix("--").rpartition(".")
+            names += [] if brief else [f"--{head}{dot}no-{last}"]
+            how = {"action": "store_true"}
+        usual = _hint(value)
+        if brief:
+            lines = 2 if sum(map(len, (*names, how.get("metavar", "")))) < 31 else 1
+            first = re.split(r"(?<=\.)\s(?!GRPO)", text)[0]
+            text = textwrap.shorten(first, lines * (width - 40) - len(usual), placeholder=" …")
+        text = f"{text} {usual}".strip().replace("%", "%%")
+        groups[section].add_argument(*names, help=text, **how)
+    return parser.format_help()
+
+
+def _documented(
+    cls: type, tree: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield key, type, docstring and value of each setting, of a union those of its variant."""
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        hint, key, value = hints[name], f"{prefix}{key_of(name)}", tree.get(key_of(name), ...)
+        section = variants(_plain(hint))
+        if not section:
+            yield key, hint, docs.get(name, ""), value
+        elif len(section) == 1:
+            yield from _documented(section[0], value, f"{key}.")
+        else:
+            members = by_name(section)
+            lines = [f"{each}: {inspect.getdoc(member)}" for each, member in members.items()]
+            yield f"{key}.name", Literal[tuple(members)], "\n".join(lines), value["name"]
+            others = _documented(members[value["name"]], value, f"{key}.")
+            yield from (each for each in others if each[0] != f"{key}.name")
 
 
 def names_of(cls: type) -> dict[str, str]:
@@ -212,44 +279,27 @@ def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
 
 
 def _with_defaults(
-    cls: type,
-    tree: Mapping[str, Any],
-    visible: Callable[[str], bool],
-    prefix: str = "",
-    members: Mapping[str, type] | None = None,
+    cls: type, tree: Mapping[str, Any], members: Mapping[str, type] | None = None
 ) -> type:
     """Return a subclass with the values of `tree` as defaults, without checks."""
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     tree, fields = defaults(cls) | dict(tree), []
     for name in (field.name for field in dataclasses.fields(cls)):
-        hint, about, key = hints[name], docs.get(name, ""), prefix + key_of(name)
+        hint = hints[name]
         value: Any = tree.get(key_of(name))
         markers = getattr(hint, "__metadata__", ())
-        section = variants(hint.__origin__ if markers else hint)
+        section = variants(_plain(hint))
         if section:
             names = by_name(section) if len(section) > 1 else None
             member = names[value["name"]] if names else section[0]
-            value = _with_defaults(member, value, visible, f"{key}.", names)
+            value = _with_defaults(member, value, names)
             named = (tyro.conf.arg(name=key_of(name)),) if key_of(name) != name else ()
             hint = Annotated[(value, *markers, *named)] if markers or named else value
-            about = f"{inspect.getdoc(value)} {about}"
         else:
-            how: dict[str, Any] = {"help_behavior_hint": _hint(value)}
             if members and name == "name":
-                about = "\n".join(
-                    f"{each}: {inspect.getdoc(member)}" for each, member in members.items()
-                )
-                how |= {"name": "", "help": about}
-                hint = Literal[tuple(members)]
-            aliases = [
-                each for marker in markers for each in getattr(marker, "aliases", None) or ()
-            ]
-            how["aliases"] = aliases or None
-            hint = Annotated[
-                (hint, tyro.conf.arg(**how), *([] if visible(key) else [tyro.conf.Suppress]))
-            ]
+                hint = Annotated[Literal[tuple(members)], tyro.conf.arg(name="")]
             value = tuple(value) if isinstance(value, list) else value
-        options: dict[str, Any] = {"metadata": {"help": about}}
+        options: dict[str, Any] = {"metadata": {"help": docs.get(name, "")}}
         if key_of(name) in tree and not (section and _required(value)):
             factory = value if section else functools.partial(copy.copy, value)
             options["default_factory"] = factory
@@ -264,6 +314,10 @@ def _with_defaults(
     )
 
 
+def _plain(hint: Any) -> Any:
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
+
+
 def _required(cls: type) -> bool:
     return any(
         field.default is field.default_factory is dataclasses.MISSING
@@ -272,6 +326,8 @@ def _required(cls: type) -> bool:
 
 
 def _hint(value: Any) -> str:
+    if value is ...:
+        return "(required)"
     if value in (None, "") or (not value and isinstance(value, list | tuple | dict)):
         return ""
     if isinstance(value, bool):
@@ -294,14 +350,22 @@ def _setting(
         return None
     members = kinds(info.type)
     lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
-    words = [_word(kind) for kind in members if kind is not type(None)]
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*" if lists else 1,
-        metavar=f"[{_word(lists[0])} ...]" if lists else "|".join(words),
+        metavar=_metavar(info.type),
         instance_from_str=functools.partial(_read, members, lists),
         is_instance=lambda value: True,
         str_from_instance=lambda value: [str(value)],
     )
+
+
+def _metavar(hint: Any) -> str:
+    members = kinds(_plain(hint))
+    lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
+    words = [_word(kind) for kind in members if kind is not NoneType]
+    if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
+        return _word(lists[0])
+    return f"[{_word(lists[0])} ...]" if lists else "|".join(words)
 
 
 def _read(members: Sequence[Any], lists: Sequence[Any], texts: list[str]) -> Any:

@@ -131,30 +131,30 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
 
 
 def test_help_shows_defaults_and_the_selectors(capsys):
-    assert cli.main(["grpo", "--help"]) == 0
-    text = capsys.readouterr().out
-    for part in (
-        "--loss {clipped,gspo,cispo,reinforce,module:function}",
-        "--advantage {group,reinforce_plus_plus,module:function}",
-        "(default: 1e-05)",
-        "AdamW or another optimizer, its learning-rate schedule",
-        "dr_grpo: ",
-    ):
-        assert part in text
+    parts = ["--loss {clipped,gspo,cispo,reinforce,module:function}", "(default: 1e-05)"]
+    parts += ["--advantage {group,reinforce_plus_plus,module:function}"]
+    about = ["AdamW or another optimizer, its learning-rate schedule", "dr_grpo: "]
+    for topic, wanted in {(): parts, ("all",): parts + about}.items():
+        assert cli.main(["grpo", "--help", *topic]) == 0
+        text = capsys.readouterr().out
+        assert all(part in text for part in wanted)
+    assert cli.main(["plan", "--help"]) == 0 and "over. (required)" in capsys.readouterr().out
 
 
 def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
 
     def shown(*args: str) -> list[str]:
         assert cli.main(args) == 0
         said = capsys.readouterr()
-        assert said.err == ""
-        return re.findall(r"^\W*?(--\w[\w.-]*)", said.out, re.MULTILINE)
+        assert said.err == "" and (len(args) > 2 or said.out.count("\n") <= 60)
+        return re.findall(r"^ +(--\w[\w.-]*)", said.out, re.MULTILINE)
 
     usual = shown("grpo", "--help")
-    assert 18 <= len(usual) - len(["config", "preset", "print-config", "trust-code"]) <= 22
+    assert 18 <= len(usual) - len(["config", "preset", "print-config", "trust-code"]) <= 24
     assert {"--optimizer.lr", "--num-prompts-per-step", "--run.dir", "--data.chat"} <= {*usual}
+    assert {"--rollout.environment", "--async.max-staleness"} <= {*usual}
+    assert "--parallel.tp" in shown("plan", "--help") and shown("plan", "--help", "parallel")
     assert "--optimizer.beta1" not in usual and "--reward-weights" not in usual
     optimizer = shown("grpo", "--help", "optimizer")
     assert len(optimizer) == 12 and all(flag.startswith("--optimizer.") for flag in optimizer)

@@ -14,7 +14,9 @@ from typing import Any
 
 def function_of(name: str, setting: str) -> Any:
     """Return what `module:function` or `path/to/file.py:function` names."""
-    module, _, attribute = name.rpartition(":")
+    module, attribute = _parts(name)
+    if not attribute:
+        check_function(name, setting)
     found = module_of(module, setting)
     if not hasattr(found, attribute):
         raise _no_function(attribute, setting, found.__file__)
@@ -23,7 +25,7 @@ def function_of(name: str, setting: str) -> Any:
 
 def check_function(name: str, setting: str) -> None:
     """Raise ValueError where `function_of` would find nothing. Runs no code."""
-    module, _, attribute = name.rpartition(":")
+    module, attribute = _parts(name)
     if module in sys.modules:
         return
     file = _found(module)
@@ -39,8 +41,13 @@ def check_function(name: str, setting: str) -> None:
     except (SyntaxError, ValueError) as error:
         place = f"{shown}, line {error.lineno}" if isinstance(error, SyntaxError) else shown
         raise _unreadable(setting, place, getattr(error, "msg", error)) from None
-    if bound.isdisjoint((attribute, "*", "__getattr__")):
+    if not attribute or bound.isdisjoint((attribute, "*", "__getattr__")):
         raise _no_function(attribute, setting, shown)
+
+
+def _parts(name: str) -> tuple[str, str]:
+    module, _, attribute = name.rpartition(":")
+    return (module, attribute) if module else (attribute, "")
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
@@ -61,8 +68,15 @@ def _unreadable(setting: str, place: object, error: object) -> ValueError:
 
 
 def _no_function(attribute: str, setting: str, file: object) -> ValueError:
+    names = []
+    if str(file).endswith(".py"):
+        body = ast.parse(Path(str(file)).read_bytes()).body
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        names = [node.name for node in body if isinstance(node, kinds) and node.name[0] != "_"]
+    has = f"has no {attribute!r}" if attribute else "is a whole file"
     return ValueError(
-        f"{setting} must name a function as module:function, but {file} has no {attribute!r}"
+        f"{setting} must name a function as module:function, but {file} {has}"
+        f"{': it has ' * bool(names)}{', '.join(names)}"
     )
 
 

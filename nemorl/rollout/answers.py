@@ -297,13 +297,14 @@ def require_environment(name: str) -> None:
     require_again(name, "environment_factory", "rollout.environment")
     must = f"must be {', '.join(sorted(ENVIRONMENTS))}, or name a class or an episode"
     remedy = f"write module:Class or ./file.py:Class{closest(name, ENVIRONMENTS)}"
-    require(name in ENVIRONMENTS or ":" in name, "rollout.environment", must, name, remedy)
+    named = name in ENVIRONMENTS or ":" in name or name.endswith(".py")
+    require(named, "rollout.environment", must, name, remedy)
 
 
 def require_reward(name: str) -> None:
     """Raise ValueError for a reward that is neither in REWARDS nor a `module:function`."""
     require_again(name, "reward", "reward")
-    if name not in REWARDS and ":" not in name:
+    if name not in REWARDS and ":" not in name and not name.endswith(".py"):
         raise ValueError(
             f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
             f" {name!r}{closest(name, REWARDS)}"

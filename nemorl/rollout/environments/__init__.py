@@ -160,7 +160,7 @@ def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> Environm
         return reward
     if not isinstance(reward, str):
         return FunctionalRewardWrapper(reward, name=name, settings=settings)
-    if ":" in reward:
+    if ":" in reward or reward.endswith(".py"):
         return _one(function_of(reward, "reward"), name, settings)
     require_reward(reward)
     return _one(REWARDS[reward], name or reward, settings)

@@ -148,7 +148,10 @@ REFUSED = [
     ({"loss": "my_pieces:strange"}, r"^loss\.table must be of a type that a setting can have"),
     ({"loss": "my_pieces:reserved"}, r"^loss\.takes can't be a setting, because name, data, "),
     ({"loss": "my_pieces:mutable"}, r"^loss\.sizes must have a default that can't be changed"),
-    ({"loss": "my_pieces:nothing"}, r"^loss must name a function .* has no 'nothing'"),
+    (
+        {"loss": "my_pieces:nothing"},
+        r"^loss must name a function .* has no 'nothing': it has plain, ",
+    ),
     ({"loss": "./other.py:plain"}, r"^loss must name a module or a \.py file, but .* 'other' in"),
     ({"loss": {"name": "my_pieces:plain", "scal": 2}}, r"^unknown key loss\.scal; did you mean"),
     ({"advantage": "my_pieces:shifted"}, r"^advantage\.shift must be given"),

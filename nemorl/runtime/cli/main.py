@@ -35,6 +35,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
     construct,
     dump_yaml,
@@ -193,7 +194,7 @@ def _main(argv: Sequence[str] | None) -> int:
     known = [*ALGORITHMS, *COMMANDS]
     if command not in known:
         command = " ".join([command, *args[:1]]) if parts else command
-        hint = closest(command, known) or "."
+        hint = algorithm_hint(command, known) or "."
         problem = f"unknown command {command!r}{hint} Commands: {', '.join(parts or known)}"
         return _fail("nemorl", problem, 2)
     shown = warnings.formatwarning
@@ -281,8 +282,16 @@ def _message(error: Exception, *, parsed: bool) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith(own)]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
-    hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if parsed else ""
+    unclear = parsed and not of_our_own(error)
+    hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if unclear else ""
     return "\n".join([f"{kind}{text}", *_notes(error)]) + hint
+
+
+def of_our_own(error: BaseException) -> bool:
+    """Return whether this package raised it, and so says all that a traceback would."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    ours = last.filename.startswith(str(Path(__file__).parents[2]))
+    return ours and not isinstance(error, ExitInUserCode)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -265,7 +265,7 @@ class GenerateConfig(AnswerConfig):
 class ExportConfig:
     """Turn a checkpoint of a run into a folder that transformers, vLLM and others load."""
 
-    run: str
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run's directory."""
     output: str
     """The folder to write."""

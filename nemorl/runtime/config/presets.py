@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nemorl.checks import closest
 from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import construct, flat, layer, to_dict
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def preset_overrides(name: str) -> dict[str, Any]:
     """Return what a preset changes. Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(
-            f"unknown preset {name!r}{closest(name, PRESETS) or '.'} Valid names:"
+            f"unknown preset {name!r}{algorithm_hint(name, PRESETS) or '.'} Valid names:"
             f" {', '.join(PRESETS)}"
         )
     return PRESETS[name]

@@ -34,6 +34,16 @@ def libraries() -> dict[str, dict[str, str]]:
     }
 
 
+def algorithm_hint(word: str, known: Collection[str]) -> str:
+    """Return what to write for an algorithm that is not known here, or what was misspelled.
+
+    >>> algorithm_hint("rloo", ["grpo"]), algorithm_hint("grop", ["grpo"])
+    ('; write nemorl grpo --preset rloo.', '; did you mean grpo?')
+    """
+    ours = table()["algorithms"].get(word.replace("-", "_"))
+    return f"; write {ours}." if ours else closest(word, known)
+
+
 def settings_in(text: str) -> list[str]:
     """Return what may be keys in a text of the table: the first word, words with a dot or _, and
     those after a colon or comma.
@@ -69,10 +79,13 @@ def advice(
     '; did you mean kl.coef?'
     """
     entry, hint = _entry(name, known), closest(name, near)
-    if entry and not (hint and settings_in(entry[2]) and not _key(entry[2], known)):
+    ours = entry and (not settings_in(entry[2]) or _key(entry[2], known))
+    if entry and not (hint and (not ours or ("." in name and entry[1] != name))):
         return f": {meaning_of(name, known, command, write)}"
     if hint:
         return hint
+    if begun := [key for key in known if "." in name and key.startswith(f"{name}_")]:
+        return f"; did you mean {' or '.join(map(write, begun))}?"
     *sections, last = name.split(".")
     theirs = {_last(each) for names in libraries().values() for each in names}
     if hint := closest(last, sorted(theirs.difference(table()["common"]))):
@@ -122,7 +135,8 @@ def meaning_of(
     keys = [key for key in named if key in known] or [_key(ours, known)]
     page = page_of(keys[0] or settings_in(ours)[0])
     if keys[0]:
-        return f"{who} is {ours}; write {' and '.join(map(write, keys))} (docs/{page})"
+        value = """ '{"gpu_memory_utilization": 0.5}'""" * theirs.endswith("gpu_memory_utilization")
+        return f"{who} is {ours}; write {' and '.join(map(write, keys))}{value} (docs/{page})"
     return f"{command} has no {settings_in(ours)[0]}, as {who} is called here (docs/{page})"
 
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemorl.checks import closest, require
+from nemorl.checks import require
 from nemorl.runtime.config.own import OwnFunction, section_of, unchecked_section
-from nemorl.runtime.config.spellings import advice, meaning_of, means_another, table
+from nemorl.runtime.config.spellings import advice, algorithm_hint, meaning_of, means_another, table
 from nemorl.runtime.config.trust import SECRET, Trust, without_secrets
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
 from nemorl.user_code import function_of, same_function
@@ -179,7 +179,9 @@ def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str])
     for section, members in own_sections(cls).items():
         name, base = name_in(mapping, section), members[OwnFunction.name]
         known = members.get(name, base)
-        if ":" not in name or (known is not base and (section in printed or not known._unchecked)):
+        if not (":" in name or name.endswith(".py")) or (
+            known is not base and (section in printed or not known._unchecked)
+        ):
             continue
         if section in printed:
             chosen = mapping[section]
@@ -383,7 +385,7 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
         names = (context.get("expected") or context["expected_tags"]).replace(" or ", ", ")
         names = names.replace("'", "").split(", ")
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
-        message += closest(table()["values"].get(str(value), str(value)), names)
+        message += algorithm_hint(table()["values"].get(str(value), str(value)), names)
     elif variants(hint):
         remedy = (
             meaning_of(key, leaves(cls), command_of(cls)) or "write its keys below it, indented"
@@ -408,6 +410,8 @@ def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
         return ": write 0" if off else ""
     if isinstance(value, str) and re.fullmatch(r"[-+.\deE]+|true|false", value):
         return ": give it without quotes"
+    if kind == "dict_type":
+        return """: write one, such as '{"name": 0.5}'"""
     return f": write [{value}]" if kind == "tuple_type" else ""
 
 

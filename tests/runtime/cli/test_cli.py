@@ -28,6 +28,7 @@ from nemorl.runtime.cli.settings import (
     CompareConfig,
     EvalConfig,
     ExampleConfig,
+    ExportConfig,
     GenerateConfig,
     InspectConfig,
     ReportConfig,
@@ -115,6 +116,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
             (ExampleConfig, "file"),
             (CheckConfig, "model"),
             (VerifyConfig, "run"),
+            (ExportConfig, "run"),
         )
         if flag[2:].replace("-", "_") in unused(cls):
             assert f"{flag} " not in text
@@ -315,12 +317,16 @@ def test_print_config_round_trips(args: list[str], tmp_path: Path, capsys):
 def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch, capsys):
     """It says so before it prints, and runs no code of the user's."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("import os\nos._exit(9)\nif True:\n    def right(): ...\n")
+    code = "import os\nos._exit(9)\nif True:\n    def right(): ...\ndef left(): ...\n"
+    Path("mine.py").write_text(code)
     Path("broken.py").write_text("a = 1\ndef right(:\n")
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
     for flags, message in {
         "--reward nope": "reward must be one of choice, code, contains_answer",
-        "--reward ./mine.py:wrong": "but mine.py has no 'wrong'",
+        "--reward ./mine.py:wrong": "but mine.py has no 'wrong': it has left",
+        "--reward mine.py": "but mine.py is a whole file: it has left",
+        "--rollout.environment mine.py": "but mine.py is a whole file: it has left",
+        "--loss mine.py": "but mine.py is a whole file: it has left",
         "--reward broken:right": "can read, but broken.py, line 2: invalid syntax",
         "--reward no_such_module:right": "there is no module 'no_such_module'",
         "--data.train rows.jsonl": "rows.jsonl, line 2: a row needs a prompt",
@@ -362,7 +368,15 @@ BAD = [
         "unknown setting --generation.colocated: eval does not use it",
     ),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
-    (["export", "--run", "r"], "--output STR"),
+    (["export", "r"], "Missing from nemorl export: --output STR"),
+    (
+        ["ppo"],
+        "unknown command 'ppo'; write nemorl grpo, whose loss is PPO's by default; it has no",
+    ),
+    (["grpo", "--preset", "ppo"], "unknown preset 'ppo'; write nemorl grpo, whose loss"),
+    (["grpo", "--loss", "dapo"], "but it is 'dapo'; write nemorl grpo --preset dapo"),
+    (["grpo", "--generation.engine", "0.5"], """: write one, such as '{"name": 0.5}'"""),
+    (["grpo", "--reward", "nope", "--model", "m"], "or module:function, but it is 'nope'"),
     (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),
 ]
 
@@ -371,7 +385,8 @@ BAD = [
     "args, message", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_bad_flags(args: list[str], message: str, capsys):
-    assert message in refused(capsys, *args)
+    said = refused(capsys, *args)
+    assert message in said and "NEMORL_TRACEBACK" not in said
 
 
 def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):

@@ -78,6 +78,12 @@ def test_entry(theirs: str, capsys):
             "export --output-dir x",
             "TRL's output_dir is run.dir (export, report: output); write --o",
         ),
+        ("grpo --optimzer.lr 3", "--optimzer.lr; did you mean --optimizer.lr?"),
+        ("grpo --loss.clip 3", "--loss.clip; did you mean --loss.clip-low or --loss.clip-high?"),
+        (
+            "grpo --generation.gpu-memory-utilization 0.5",
+            """write --generation.engine '{"gpu_memory_utilization": 0.5}' (docs/conf""",
+        ),
         ("plan --backend mine", "write --trainer.backend or --generation.backend"),
         ("eval --train-dataset x", "unknown setting --train-dataset: eval has no data.train, as T"),
         *((f"grpo --{word} 3", f"--{word}; --help all") for word in ("zzz", "top", "klr")),

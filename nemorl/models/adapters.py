@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.models.hub import CONFIG, DAMAGED_PICKLE
+from nemorl.models.hub import CONFIG, DAMAGED_PICKLE, base_of
 from nemorl.models.quantized import dequantize_layers, dequantized, is_quantized
 
 PREFIX = "base_model.model."
@@ -133,22 +133,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         del model.peft_config
     model._hf_peft_config_loaded = False  # type: ignore[assignment]  # of transformers
     return model
-
-
-def base_of(folder: Path) -> str | None:
-    """Return the base model that an adapter folder names."""
-    try:
-        base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if not isinstance(base, str | None):
-            raise TypeError(f"base_model_name_or_path is {base!r}")
-        return base
-    except KeyError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{folder / CONFIG} must be a JSON object as PEFT writes it, but can't be read as one"
-            f" ({error}): write it again"
-        ) from error
 
 
 def merge_folder(model: nn.Module, folder: Path) -> nn.Module:

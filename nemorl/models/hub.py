@@ -91,6 +91,22 @@ def copy_code(folder: Path | str, *parts: Any) -> None:
         custom_object_save(part, folder)
 
 
+def base_of(folder: Path) -> str | None:
+    """Return the base model that an adapter folder names."""
+    try:
+        base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if not isinstance(base, str | None):
+            raise TypeError(f"base_model_name_or_path is {base!r}")
+        return base
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder / CONFIG} must be a JSON object as PEFT writes it, but can't be read as one"
+            f" ({error}): write it again"
+        ) from error
+
+
 def is_object(file: Path) -> bool:
     try:
         return isinstance(json.loads(file.read_bytes()), dict)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemorl.models.hub import CONFIG, INDEX, cannot_load, is_object, loading, require_hub
+from nemorl.models.hub import CONFIG, INDEX, base_of, cannot_load, is_object, loading, require_hub
 
 
 def model_folder(name: str) -> str:
@@ -19,6 +19,8 @@ def model_folder(name: str) -> str:
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder:
             raise cannot_load(name, f"there is no folder {name}", remedy="check the path")
         require_hub(name, "config.json", CONFIG)
+    else:
+        _refuse_others(name, path)
     if (path / "config.json").is_file() and not is_object(path / "config.json"):
         raise cannot_load(name, "config.json is not a JSON object")
     has_model = any((path / file).exists() for file in ("config.json", CONFIG))
@@ -32,6 +34,34 @@ def model_folder(name: str) -> str:
             f" {name} --output {path / 'hf'}"
         )
     return str(path / "hf")
+
+
+def _refuse_others(name: str, path: Path) -> None:
+    """Raise ValueError for a file, for a part of a run, and for an adapter without its base."""
+    if (path / CONFIG).is_file():
+        base = base_of(path)
+        try:
+            model_folder(base or "")
+        except ValueError as error:
+            remedy = f"correct base_model_name_or_path in {path / CONFIG}"
+            reason = f"it is an adapter of {base}, which can't be found"
+            raise cannot_load(name, reason, remedy=remedy) from error
+        return
+    if path.is_dir() and any((path / file).exists() for file in ("config.json", "config.yaml")):
+        return
+    runs = [each for each in path.parents if (each / "config.yaml").exists()]
+    if runs and (runs[0] / "checkpoints").is_dir():
+        other = f"nemorl export {runs[0]} --step STEP --output FOLDER"
+        remedy = f"name {runs[0]}, or write another of its checkpoints by {other}"
+        raise cannot_load(name, f"it is a part of the run {runs[0]}", remedy=remedy)
+    if path.suffix == ".gguf" or any(path.glob("*.gguf")):
+        remedy = "name the folder of safetensors that it was made from"
+        raise cannot_load(name, "it is a model in the GGUF format", remedy=remedy)
+    if path.is_file() and path.suffix != ".json":
+        remedy = "name the folder with config.json, the weights and the tokenizer"
+        raise cannot_load(name, "it is a single file", remedy=remedy)
+    if path.is_dir() and not any(path.iterdir()):
+        raise cannot_load(name, "it is an empty folder")
 
 
 def weights_folder(name: str, *, trust_remote_code: bool = False) -> Path | None:
@@ -63,6 +93,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
+    if (Path(name) / CONFIG).is_file() and not any((Path(name) / file).is_file() for file in files):
+        remedy = f"add --model.tokenizer {base_of(Path(name))}, the base model's"
+        reason = "it is an adapter without a tokenizer"
+        raise cannot_load(name, reason, field="model.tokenizer", remedy=remedy)
     with loading(name, field="model.tokenizer", files=files):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         # Without its file, transformers makes one that knows its special tokens alone.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemorl.models.adapters import base_of, live_tensors, merged_tensors
+from nemorl.models.adapters import live_tensors, merged_tensors
 from nemorl.models.causal_lm import (
     load_causal_lm,
     on_meta,
@@ -17,7 +17,7 @@ from nemorl.models.causal_lm import (
     usable_device,
     warn_of_unused,
 )
-from nemorl.models.hub import CONFIG, check_supported, has_own_code, loading, read_config
+from nemorl.models.hub import CONFIG, base_of, check_supported, has_own_code, loading, read_config
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
 

@@ -100,6 +100,26 @@ def test_without_a_network_a_name_is_refused_at_once(
     assert not caplog.records, "huggingface_hub logs that it tries again"
 
 
+def test_an_adapter_whose_base_is_not_here(cache: Path, tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    for base in ("owner/name", "/nowhere/base"):
+        config = json.dumps({"base_model_name_or_path": base})
+        (tmp_path / "mine" / "adapter_config.json").write_text(config)
+        said = (
+            rf"^model\.path .*mine'.*\(it is an adapter of {base}, which can't be found\): correct"
+        )
+        with pytest.raises(ValueError, match=said):
+            model_folder(str(tmp_path / "mine"))
+    (tmp_path / "config.json").write_bytes(CONFIG)
+    config = json.dumps({"base_model_name_or_path": str(tmp_path)})
+    (tmp_path / "mine" / "adapter_config.json").write_text(config)
+    assert model_folder(str(tmp_path / "mine"))
+    with pytest.raises(
+        ValueError, match=r"\(it is an adapter without a tok.*add --model\.tokenizer /"
+    ):
+        load_tokenizer(str(tmp_path / "mine"))
+
+
 def test_what_is_in_the_cache_needs_no_network(cache: Path):
     model = cache / "models--owner--name"
     (model / "snapshots" / COMMIT).mkdir(parents=True)

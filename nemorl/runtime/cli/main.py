@@ -436,6 +436,7 @@ def _require_inputs(command: str, config: Any) -> None:
             None,
             "add --data.validation FILE",
         )
+    model_folder(getattr(getattr(config, "model", None), "path", ""))
     _require_names_and_rows(config)
     if command in ALGORITHMS:
         require_rows(config.data.train)
@@ -443,8 +444,6 @@ def _require_inputs(command: str, config: Any) -> None:
             RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):
         RunDirectory.open(config.run).require_checkpoint()
-    model = getattr(config, "model", "")
-    model_folder(model if isinstance(model, str) else model.path)
 
 
 def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs
-from nemorl.models.adapters import base_of
 from nemorl.models.causal_lm import Head, from_config
-from nemorl.models.hub import CONFIG, read_config
+from nemorl.models.hub import CONFIG, base_of, read_config
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import base_of
-from nemorl.models.hub import CONFIG, max_positions, read_config
+from nemorl.models.hub import CONFIG, base_of, max_positions, read_config
 from nemorl.openmp import SPINS
 from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig, RolloutConfig

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import WEIGHTS, base_of, merge_folder, merged_tensors
+from nemorl.models.adapters import WEIGHTS, merge_folder, merged_tensors
 from nemorl.models.causal_lm import load_causal_lm
-from nemorl.models.hub import CONFIG, copy_code
+from nemorl.models.hub import CONFIG, base_of, copy_code
 from nemorl.models.tensor_files import TensorFiles, write_model_files
 from nemorl.parallel.checkpoint import saved_weights
 from nemorl.parallel.fingerprint import check_base, fingerprint

@@ -376,7 +376,6 @@ BAD = [
     (["grpo", "--preset", "ppo"], "unknown preset 'ppo'; write nemorl grpo, whose loss"),
     (["grpo", "--loss", "dapo"], "but it is 'dapo'; write nemorl grpo --preset dapo"),
     (["grpo", "--generation.engine", "0.5"], """: write one, such as '{"name": 0.5}'"""),
-    (["grpo", "--reward", "nope", "--model", "m"], "or module:function, but it is 'nope'"),
     (["sft", "--run.dir", "none", "--run.resume"], "to resume, but there is none in"),
 ]
 
@@ -387,6 +386,34 @@ BAD = [
 def test_bad_flags(args: list[str], message: str, capsys):
     said = refused(capsys, *args)
     assert message in said and "NEMORL_TRACEBACK" not in said
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("runs/x/checkpoints", "(it is a part of the run runs/x): name runs/x, or write another"),
+        ("runs/x/checkpoints/step_5", "(it is a part of the run runs/x): name runs/x"),
+        ("gguf", "(it is a model in the GGUF format): name the folder of safetensors"),
+        ("gguf/m.gguf", "(it is a model in the GGUF format): name the folder of safetensors"),
+        ("one.safetensors", "(it is a single file): name the folder with config.json"),
+        ("empty", "(it is an empty folder)"),
+    ],
+)
+def test_what_is_no_model_is_named_before_the_rows(
+    model: str, said: str, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/x/checkpoints/step_5", "gguf", "empty"):
+        Path(folder).mkdir(parents=True)
+    for file in ("runs/x/config.yaml", "gguf/m.gguf", "one.safetensors"):
+        Path(file).touch()
+    Path("rows.jsonl").write_text('{"question": "1+1="}\n')
+    message = refused(capsys, "eval", "--model", model, "--validation", "rows.jsonl")
+    assert (
+        f"model.path must be a folder with a Hugging Face model or a hub name, but {model!r}"
+        in message
+    )
+    assert said in message
 
 
 def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
@@ -442,6 +469,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNam
     """Stands for what starts runs and evaluates: returns `result`, or raises it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
     seen = types.SimpleNamespace(result=None)
 
     def answer(config: Any) -> Any:

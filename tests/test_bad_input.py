@@ -490,8 +490,8 @@ DATA = [
         data={"validation": "no.jsonl"},
     ),
     grpo(
-        r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 32:"
-        r" .*leave room",
+        r"generation\.max_new_tokens must be below data\.max_total_sequence_length \(32\), but it is"
+        r" 32: leave room",
         generation={"max_new_tokens": 32},
     ),
 ]
@@ -542,7 +542,7 @@ MODELS = [
     ),
     model(
         r"could not be loaded \(its weights are a damaged pickle, or one that would run code\):"
-        r" have it converted to model\.safetensors",
+        r" ask its author for model\.safetensors",
         pickled({"weight": Fraction(1, 2)}),
     ),
     model(
@@ -644,7 +644,7 @@ RUNS = [
         saved=1,
     ),
     with_run(
-        r"run\.dir must be a folder without a run, but .* already holds one: go on with it"
+        r"run\.dir must be a folder without a run, but .* already holds one: resume it"
         r" \(--run\.resume\)",
         lambda place, run: nemorl.run(place.sft()),
     ),
@@ -654,7 +654,7 @@ RUNS = [
     ),
     with_run(
         r"run\.dir must be the folder of a run of grpo, but it is 'one of sft':"
-        r" nemorl sft .* goes on",
+        r" nemorl sft .* resumes it",
         lambda place, run: nemorl.run(place.grpo(run={"resume": True})),
     ),
     with_run(
@@ -747,7 +747,7 @@ def test_bad_input(case: Case, shared: Path, tmp_path: Path, monkeypatch):
     if case.saved is not None:
         assert checkpoint.latest(place.run_folder).name == f"step_{case.saved}"
         assert (
-            f"a checkpoint of step {case.saved}: go on from there with --run.dir {place.run_folder}"
+            f"a checkpoint of step {case.saved}: resume from it with --run.dir {place.run_folder}"
             " --run.resume" in text
         )
     elif any("tokenizer" not in name for name in after):

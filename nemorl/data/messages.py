@@ -48,7 +48,7 @@ def tokenize_messages(
     if not any(message.get("role") == "assistant" for message in messages[given:]):
         raise ValueError(
             "messages must hold an assistant message to train on, got roles"
-            f" {roles(messages[given:])}; use tokenize_prompt for a prompt"
+            f" {roles(messages[given:])}; end each row with the answer to learn"
         )
     require_rendered(template, messages)
     if template.is_passthrough:

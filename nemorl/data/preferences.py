@@ -202,7 +202,7 @@ def _shared(chosen: list[Any], rejected: list[Any]) -> int:
         or rejected[shared]["role"] != "assistant"
     ):
         raise ValueError(
-            "chosen and rejected must begin with the same prompt and go on with the assistant's"
+            "chosen and rejected must begin with the same prompt and continue with the assistant's"
             " messages, or be the assistant's messages alone, got roles"
             f" {[message['role'] for message in chosen]} and"
             f" {[message['role'] for message in rejected]}"

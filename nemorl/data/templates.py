@@ -81,8 +81,8 @@ def _with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
         if name not in known:
             own = sorted(known - {"messages", "tools", "add_generation_prompt"})
             raise ValueError(
-                f"model.chat_template_kwargs has {name!r}, but the chat template doesn't ask for"
-                f" it; it asks for {', '.join(own) or 'no names of its own'}"
+                f"model.chat_template_kwargs has {name!r}, but the chat template doesn't use"
+                f" it; it uses {', '.join(own) or 'none'}"
             )
     defaults = "".join(
         f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"

@@ -147,9 +147,7 @@ def merge_folder(model: nn.Module, folder: Path) -> nn.Module:
             warnings.filterwarnings("error", "Found missing adapter keys")
             return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except UnpicklingError as error:  # whose text advises to run it
-        raise ValueError(
-            f"{must}, but {DAMAGED_PICKLE}: have it converted to {WEIGHTS} by whoever made it"
-        ) from error
+        raise ValueError(f"{must}, but {DAMAGED_PICKLE}: ask its author for {WEIGHTS}") from error
     except Exception as error:  # PEFT refuses broken files with any
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise ValueError(

@@ -132,7 +132,7 @@ def loading(
     try:
         yield
     except UnpicklingError as error:  # whose text advises to run it
-        remedy = "have it converted to model.safetensors by whoever made it"
+        remedy = "ask its author for model.safetensors"
         raise cannot_load(name, DAMAGED_PICKLE, field=field, remedy=remedy) from error
     except Exception as error:  # transformers refuses broken files with any
         if any(Path(name).glob(PIECES)):

@@ -203,7 +203,7 @@ class Saved:
         if saved and (wrong := sorted(saved ^ set(names))):
             raise ValueError(
                 f"the optimizer's state in {self.path} must belong to the parameters that train,"
-                f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
+                f" but differs in {', '.join(wrong[:5])}: use the settings of that run"
             )
         return stored
 

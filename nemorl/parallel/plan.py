@@ -67,7 +67,7 @@ class Stages:
 
     def remedy(self, num_layers: int) -> str:
         if self._given():
-            return "change these, or remove them for stages as equal as can be"
+            return "change these, or remove them for stages of nearly equal size"
         most = num_layers // self.vpp
         if self.vpp == 1:
             return f"parallel.pp may be at most {most} here"

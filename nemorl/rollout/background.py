@@ -123,7 +123,7 @@ class Background:
         late = (await asyncio.wait(tasks, timeout=STOP_S))[1] if tasks else ()
         if late:
             warn(
-                f"{len(late)} groups of conversations go on {STOP_S:g} s after they were cancelled:"
+                f"{len(late)} conversation groups still run {STOP_S:g} s after they were cancelled:"
                 " an environment closes slowly, or catches asyncio.CancelledError and does not"
                 " raise it again"
             )

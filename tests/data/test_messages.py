@@ -211,7 +211,7 @@ def test_errors_say_what_is_wrong():
     bare = character_tokenizer(None)
     endless = character_tokenizer(None, eos_token=None)
     cases = [
-        (lambda: tokenize_messages(CHARACTERS, talk("a")), "got roles user; use tokenize_prompt"),
+        (lambda: tokenize_messages(CHARACTERS, talk("a")), "got roles user; end each row with"),
         (lambda: tokenize_prompt(bare, talk("a")), "pass chat_template"),
         (lambda: tokenize_messages(CHARACTERS, talk("a", "b")[1:]), "message 0 is the assistant's"),
         (

@@ -77,7 +77,7 @@ def test_what_cannot_be_a_template_is_refused(tmp_path):
         ),
         (
             lambda: with_chat_template(own, None, {"thinkin": True}),
-            r"has 'thinkin', .*; it asks for suffix, thinking",
+            r"has 'thinkin', .*; it uses suffix, thinking",
         ),
         (
             lambda: with_chat_template(character_tokenizer(None), None, {"a": 1}),

@@ -224,7 +224,7 @@ class Trainer:
             require(
                 hasattr(Trainer, name) or name.startswith("__") or not callable(value),
                 f"{cls.__name__}.{name}",
-                "must be a name that the trainers have, as nothing calls others",
+                "must override a method of the trainers, which call no others",
                 name,
                 'name a loss of your own as loss="my_file.py:my_loss" (--loss), pass reward_fn= and'
                 " callbacks=, or write the loop yourself with nemorl.open_run",

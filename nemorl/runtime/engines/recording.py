@@ -53,7 +53,7 @@ class Recorder:
             if layer.is_monolithic or not isinstance(layer.router, BaseRouter):
                 raise ValueError(
                     "trainer.router_replay needs experts that vLLM's router chooses, but the"
-                    f" kernel of {layer.layer_name} chooses them by itself: remove it, or the"
+                    f" kernel of {layer.layer_name} chooses them itself: remove it, or the"
                     " quantization"
                 )
             layer.router.set_capture_fn(partial(self._saw, layer.layer_id))

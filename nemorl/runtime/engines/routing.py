@@ -366,7 +366,7 @@ def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, 
         )
         if all(one.status == "given up" for one in state.replicas if one is not broken):
             over = ChildProcessError(message)
-        message = f"the run goes on without it: {message}"
+        message = f"the run continues without it: {message}"
     elif not state.asleep:
         actions.append(Start(following))
     if over is None:

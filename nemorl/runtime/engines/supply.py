@@ -94,7 +94,7 @@ class Supply:
             if str(error) not in self._told:
                 self._told.add(str(error))
                 warn_softly(
-                    "a replica that came back has no weights yet, and nemorl goes on trying:"
+                    "a replica that came back has no weights yet, and nemorl keeps trying:"
                     f" sending failed: {error}"
                 )
 

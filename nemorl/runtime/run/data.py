@@ -124,9 +124,9 @@ def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple
     require(
         not rows or answer < longest,
         "generation.max_new_tokens",
-        "must be below data.max_total_sequence_length",
+        f"must be below data.max_total_sequence_length ({longest})",
         answer,
-        f"that is {longest}; leave room for the prompt, also of questions that SFT validates on",
+        "leave room for the prompt; SFT that validates on questions samples answers, too",
     )
     prompts = to_prompts(rows, tokenizer)
     warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)

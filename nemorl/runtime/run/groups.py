@@ -104,8 +104,8 @@ class GroupStream:
     def _wait_for(self, count: int) -> Sequence[int]:
         if self._failed is not None:
             raise RuntimeError(
-                "run.groups must not be read after an error ended what it sampled ahead: resume the"
-                " run from its last checkpoint"
+                "run.groups must not be read after sampling ahead has failed: resume the run from"
+                " its last checkpoint"
             ) from self._failed
         if self._background is None:
             self._background = Background(

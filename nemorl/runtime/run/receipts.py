@@ -29,7 +29,7 @@ class Receipts:
         self._failures[name] += 1
         message = f"step {step}: the receipt {name} {FAILED}: {found}. {remedy}"
         if self.config.on_failure == "stop":
-            go_on = "--receipts.on-failure warn goes on all the same"
+            go_on = "--receipts.on-failure warn continues in spite of it"
             raise ReceiptError(f"{message}; {go_on}.")
         if (count := self._failures[name]).bit_count() == 1:
             warn(f"{message}; {count} such steps so far (receipts.on_failure is warn).")

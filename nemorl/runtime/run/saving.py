@@ -175,11 +175,11 @@ class CheckpointCallback(Callback):
             notes.append(f"while saving: {failure}")
         if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
             notes.append(
-                f"{self.directory.path} has a checkpoint of step {self.saved_step}: go on from"
-                f" there with --run.dir {self.directory.path} --run.resume once the cause is fixed."
+                f"{self.directory.path} has a checkpoint of step {self.saved_step}: resume from it"
+                f" with --run.dir {self.directory.path} --run.resume."
             )
         elif notes:
-            notes.append("there is no checkpoint to go on from.")
+            notes.append("there is no checkpoint to resume from.")
         if notes:
             error.add_note("; ".join(notes))
 

@@ -175,7 +175,7 @@ def _require_same_rows(
             f"data.train and data.validation must be the rows that the run began with, but {found}:"
             " restore them, or add --run.accept-changed-data"
         )
-    warn(f"the run goes on with other rows than before: {found}")
+    warn(f"the run continues with changed rows: {found}")
 
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:

@@ -365,7 +365,7 @@ def resumed(launch: Launch, run: OpenRun, trainer: Any) -> tuple[LoopState, Path
     if found is not None:
         state = found[1]
         for change in changes(directory.config, config):
-            warn(f"the run goes on with other settings than before: {change}")
+            warn(f"the run continues with changed settings: {change}")
     elif config.run.resume:
         raise CheckpointError(
             f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"

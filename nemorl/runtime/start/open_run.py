@@ -100,7 +100,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
                     raise
                 reason = str(failure)
             point = checkpoint.latest(launch.directory.path)
-            where = f"goes on from {point}" if point else "starts again, without a checkpoint yet,"
+            where = f"restarts from {point}" if point else "starts again, without a checkpoint yet,"
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
             warn(f"the run {where} with new ranks ({times}): {reason}")

@@ -125,8 +125,8 @@ class RunDirectory:
     def require_no_results(self) -> None:
         if self.holds_results():
             raise ValueError(
-                f"run.dir must be a folder without a run, but {self.path} already holds one: go on"
-                " with it (--run.resume) or name another folder (--run.dir)"
+                f"run.dir must be a folder without a run, but {self.path} already holds one: resume"
+                " it (--run.resume) or name another folder (--run.dir)"
             )
 
     def check_resume(self, resume: Resume) -> None:
@@ -204,7 +204,7 @@ class RunDirectory:
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         if step > 0 and not any(line["step"] == step for line in kept):
             warn(
-                f"{self.metrics} must have a line of step {step}, which the run goes on from, but"
+                f"{self.metrics} must have a line of step {step}, which the run resumes from, but"
                 " it has none (was it emptied?): reports and plots will lack earlier steps"
             )
         if self.metrics.exists():

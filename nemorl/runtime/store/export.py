@@ -107,7 +107,7 @@ def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
     if not files or not (saved / "config.json").exists():
         raise ValueError(
             f"the checkpoint must hold config.json and safetensors of weights, but {saved} does"
-            " not: its training backend has a form of its own, which that must export itself"
+            " not: its training backend has its own format: export it with that"
         )
     stored = TensorFiles(files, {file.name: checksums[file] for file in files})
     with replacing(directory) as aside:

@@ -111,7 +111,7 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     """
     record = RunRecord.read(directory)
     found = expected[0] if record is None else record.algorithm
-    command = f"nemorl {found} --run.dir {directory.path} --run.resume goes on with it"
+    command = f"nemorl {found} --run.dir {directory.path} --run.resume resumes it"
     require(
         found in expected,
         "run.dir",
@@ -121,4 +121,4 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     )
     here = script_name()
     if record and found.startswith("a script ") and record.script not in ("", here) and here:
-        warn(f"{here} goes on with a run of {record.script}: its loop must take the same steps")
+        warn(f"{here} resumes a run of {record.script}: its loop must take the same steps")

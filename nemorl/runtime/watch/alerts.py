@@ -110,7 +110,7 @@ class GapWatch(Callback):
         gaps = {step: metrics.get("token_mult_prob_error") for step, metrics in measured.items()}
         good = [step for step, gap in gaps.items() if gap and gap <= self.config.stop]
         error.add_note(
-            f"The newest checkpoint from before the gap is step_{max(good)}: to go on from there,"
+            f"The newest checkpoint from before the gap is step_{max(good)}: to resume from it,"
             f" remove the later ones in {self.directory.checkpoints}."
             if good
             else "No checkpoint from before the gap is left: run.save_period and"

@@ -67,5 +67,5 @@ def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_t
     supply.others()
     supply.others()
     (message,) = told
-    assert message.endswith("yet, and nemorl goes on trying: sending failed: the line is cut")
+    assert message.endswith("yet, and nemorl keeps trying: sending failed: the line is cut")
     assert router.state.lacking == (SECOND,)

@@ -44,7 +44,7 @@ PHASES = {
     "save_checkpoint:2:after": 2,
     "shutdown:1:before": STEPS,
 }
-"""Where a rank is killed, and the step of the checkpoint that the run goes on from."""
+"""Where a rank is killed, and the step of the checkpoint that the run continues from."""
 SAMPLING = {"export_next:6:before": 2, "get_logprobs:4:after": 2}
 """In step 3: the engine gets the weights, and the trainer computes the samples' logprobs."""
 POINTS = [

@@ -209,7 +209,7 @@ def script_config(place: Path, tmp_path: Path) -> str:
 def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothing(
     forked: Path, place: Path, tmp_path: Path
 ):
-    """torchrun starts all of them again, and the run goes on from its last checkpoint. The first
+    """torchrun starts all of them again, and the run continues from its last checkpoint. The first
     process alone writes and speaks.
     """
     script = script_config(place, tmp_path)
@@ -300,7 +300,7 @@ def test_the_ranks_that_train_generate(flags: list[str], place: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the run goes on with other settings")
+@pytest.mark.filterwarnings("ignore:the run continues with changed settings")
 @pytest.mark.parametrize(
     "ways",
     [

@@ -336,7 +336,7 @@ def loop(config: Any) -> None:
 
 @pytest.mark.parametrize("train", [start, loop])
 def test_groups_that_can_not_be_written_are_not_lost(train: Any, tmp_path: Path):
-    """The step has no checkpoint then, and the run goes on from the one before."""
+    """The step has no checkpoint then, and the run continues from the one before."""
     append, calls = RunDirectory.append_groups, itertools.count(1)
 
     def full(self: Any, *line: Any) -> None:

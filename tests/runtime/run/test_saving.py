@@ -235,7 +235,7 @@ def test_an_error_in_a_step_saves_the_one_before(directory):
     notify([saver], "on_exception", run, error)
     assert steps_of(directory) == [3]
     assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5}
-    where = f"checkpoint of step 3: go on from there with --run.dir {directory.path} --run.resume"
+    where = f"checkpoint of step 3: resume from it with --run.dir {directory.path} --run.resume"
     assert where in error.__notes__[0]
 
 
@@ -255,7 +255,7 @@ def test_half_an_update_is_not_saved(directory):
     assert steps_of(directory) == []
     assert error.__notes__ == [
         "the update of step 4 had begun, so the weights of step 3 are gone; there is no checkpoint"
-        " to go on from."
+        " to resume from."
     ]
 
 
@@ -383,8 +383,8 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
     assert not list(directory.checkpoints.glob(".tmp*"))
     notify([runs.saver], "on_exception", runs.run, caught.value)
     assert caught.value.__notes__ == [
-        f"{directory.path} has a checkpoint of step 1: go on from there with --run.dir"
-        f" {directory.path} --run.resume once the cause is fixed."
+        f"{directory.path} has a checkpoint of step 1: resume from it with --run.dir"
+        f" {directory.path} --run.resume."
     ]
 
 

@@ -127,7 +127,7 @@ def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
     )
     with pytest.warns(UserWarning) as caught:
         nemorl.run(changed)
-    told = [str(w.message) for w in caught if "other settings than before" in str(w.message)]
+    told = [str(w.message) for w in caught if "changed settings" in str(w.message)]
     assert sorted(text.split(": ")[1] for text in told) == [
         "kl.coef is 0.5, was 0.0",
         "reward is 'contains_answer', was 'exact_match'",
@@ -214,7 +214,7 @@ def test_answers_of_a_length_that_was_not_given_leave_room_for_the_prompt(
     assert max(line["response_length"] for line in RunDirectory(tmp_path).read_metrics()) <= 16
     again = replace(config, max_num_steps=2, run=replace(config.run, resume=True))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*other settings than before")
+        warnings.filterwarnings("error", message=".*changed settings")
         start(again, max_position_embeddings=positions)
 
 
@@ -255,7 +255,7 @@ def test_a_resume_elsewhere_keeps_the_precision_or_says_that_it_changed(
     assert kept.parallel.param_dtype == "bfloat16"
     resumed = replace(config.run, resume=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the run goes on with other settings")
+        warnings.filterwarnings("error", message="the run continues with changed settings")
         nemorl.run(replace(kept, run=resumed, max_num_steps=2))
     changed = "parallel.param_dtype is 'float32', was 'bfloat16'"
     with pytest.warns(UserWarning, match=changed):
@@ -324,7 +324,7 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
             nemorl.run(replace(again, data=replace(again.data, **changed)))
     file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
     accepting = replace(again, run=replace(again.run, accept_changed_data=True))
-    with pytest.warns(UserWarning, match="the run goes on with other rows than before: .* row 4"):
+    with pytest.warns(UserWarning, match="the run continues with changed rows: .* row 4"):
         assert len(of_phase(nemorl.run(accepting), "train")) == 2
     assert "accept_changed_data: false" in (tmp_path / "run" / "config.yaml").read_text()
 

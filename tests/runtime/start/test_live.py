@@ -175,7 +175,7 @@ def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
         result = go(config, callbacks=[seen, Arm(ranks["deaths"], lambda: hang)])
     told = [str(w.message) for w in caught if "with new ranks" in str(w.message)]
     assert len(told) == 2
-    again = r"the run goes on from .*step_2 with new ranks \(restart 1 of 2\): rank 1 .* died in"
+    again = r"the run restarts from .*step_2 with new ranks \(restart 1 of 2\): rank 1 .* died in"
     assert re.match(rf"{again} step 3: it was killed", told[0])
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
     assert seen.steps == [1, 2, 3, 3, 3, 4, 5, 6] and (seen.begun, seen.closed) == (3, 1)
@@ -264,10 +264,8 @@ def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = go(replace(again, runtime=nemorl.RuntimeConfig(timeout_s=50)))
-    told = [str(w.message) for w in caught if "other settings" in str(w.message)]
-    assert told == [
-        "the run goes on with other settings than before: parallel.dp_shard is 2, was None"
-    ]
+    told = [str(w.message) for w in caught if "changed settings" in str(w.message)]
+    assert told == ["the run continues with changed settings: parallel.dp_shard is 2, was None"]
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
 
 

@@ -102,7 +102,7 @@ def test_a_reward_that_raises_costs_no_step(tmp_path: Path, error, kind):
         start(config, validation=addition_rows(8), reward=FailsOnce(2 * PER_STEP + 8 + 5, error))
     assert steps_of(tmp_path / "run") == [2]
     assert (
-        f"has a checkpoint of step 2: go on from there with --run.dir {tmp_path / 'run'}"
+        f"has a checkpoint of step 2: resume from it with --run.dir {tmp_path / 'run'}"
         " --run.resume" in "".join(caught.value.__notes__)
     )
     start(resumed(config), validation=addition_rows(8))
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
     ) as caught:
         start(sft_config(tmp_path, run={"save_period": 1}))
     assert steps_of(tmp_path) == [1]
-    assert "has a checkpoint of step 1: go on from there" in caught.value.__notes__[0]
+    assert "has a checkpoint of step 1: resume from it" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("file", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
@@ -325,7 +325,7 @@ def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name,
     assert done.returncode == 128 + signal.Signals[name], done.stderr
     word = {"SIGTERM": "terminated", "SIGINT": "interrupted"}[name]
     assert (
-        f"nemorl sft: {word}\n{folder} has a checkpoint of step {saved}: go on from there with"
+        f"nemorl sft: {word}\n{folder} has a checkpoint of step {saved}: resume from it with"
         f" --run.dir {folder} --run.resume" in done.stderr
     )
     assert steps_of(folder) == [saved]

@@ -68,7 +68,7 @@ def test_another_script_is_warned_of(directory, monkeypatch):
     RunRecord.begin(directory, algorithm=script_with(int))
     check_algorithm(directory, script_with(int))
     monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "b.py")
-    with pytest.warns(UserWarning, match=r"b\.py goes on with a run of a\.py"):
+    with pytest.warns(UserWarning, match=r"b\.py resumes a run of a\.py"):
         check_algorithm(directory, script_with(int))
     RunRecord.begin(directory, algorithm="sft")
     with warnings.catch_warnings():

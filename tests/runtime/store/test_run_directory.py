@@ -59,7 +59,7 @@ def test_a_run_is_not_overwritten(directory):
     # A run that failed before it had any result may be started again.
     RunDirectory.create(directory.path, "max_num_steps: 8\n")
     directory.append_metrics(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match=r"already holds one: go on with it \(--run.resume\) or"):
+    with pytest.raises(ValueError, match=r"already holds one: resume it \(--run.resume\) or"):
         RunDirectory.create(directory.path, "")
     for resume in (True, "auto"):
         with pytest.raises(ValueError, match=r"run\.resume needs a checkpoint, but .* without one"):

@@ -200,7 +200,7 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
         start(config)
     notes = " ".join(caught.value.__notes__)
     assert f"{tmp_path} has a checkpoint of step 5" in notes
-    assert "The newest checkpoint from before the gap is step_4: to go on from there" in notes
+    assert "The newest checkpoint from before the gap is step_4: to resume from it" in notes
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["status"] == "failed" and "step_4" in record["error"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

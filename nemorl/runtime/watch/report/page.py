@@ -124,7 +124,7 @@ def paths_of(runs: Runs) -> list[Path]:
     require(
         len(places) == len(paths) and 1 <= len(paths) <= len(RUNS),
         "runs",
-        f"must be 1 to {len(RUNS)} different directories",
+        f"must name 1 to {len(RUNS)} runs, each once",
         [str(path) for path in paths],
         "name each run's directory once: nemorl report runs/a runs/b",
     )

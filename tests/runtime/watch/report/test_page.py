@@ -207,7 +207,7 @@ def test_runs_side_by_side(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("names", [[], ["sums", "../runs/sums"], [str(i) for i in range(7)]])
 def test_none_twice_the_same_or_too_many_runs_are_refused(tmp_path, names):
-    with pytest.raises(ValueError, match="runs must be 1 to 6 different directories, but it is"):
+    with pytest.raises(ValueError, match="runs must name 1 to 6 runs, each once, but it is"):
         nemorl.write_report([tmp_path / "runs" / name for name in names])
 
 

@@ -490,8 +490,8 @@ DATA = [
         data={"validation": "no.jsonl"},
     ),
     grpo(
-        r"generation\.max_new_tokens must be below data\.max_total_sequence_length \(32\), but it is"
-        r" 32: leave room",
+        r"generation\.max_new_tokens must be below data\.max_total_sequence_length \(32\), but it"
+        r" is 32: leave room",
         generation={"max_new_tokens": 32},
     ),
 ]

@@ -190,7 +190,9 @@ def _parted(
         assert isinstance(first.outcome, Failure)
         row = getattr(first.row, "origin", "") or f"the row of group {first.group}"
         ended = f"{len(failed)} of {len(conversations)} conversations"
-        first.outcome.error.add_note(f"This ended {ended}, the first about {row}.")
+        turn = f"in turn {len(first.turns)}" if first.turns else "before its first turn"
+        note = f"This ended {ended}, the first about {row}, {turn} ({what})."
+        first.outcome.error.add_note(note)
         raise first.outcome.error
     names = {
         tuple(sorted(getattr(each.outcome, "components", ())))

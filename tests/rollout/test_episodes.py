@@ -149,8 +149,8 @@ def test_a_failure_is_the_conversations_own_until_a_batch_needs_it(generator):
     assert kept.group_id.tolist() == [0] * 3 + [2] * 3 and len(kept.failed) == 3
     with pytest.raises(KeyError, match="lost") as error:
         collect(generator, sometimes, PROMPTS.take([0, 1, 1]), SAMPLING, seed=1)
-    ended = "This ended 6 of 9 conversations, the first about the row of group 1."
-    assert error.value.__notes__ == [ended]
+    ended = "This ended 6 of 9 conversations, the first about the row of group 1, in"
+    assert error.value.__notes__ == [f"{ended} turn 1 (episode 'sometimes')."]
 
 
 @pytest.mark.parametrize(

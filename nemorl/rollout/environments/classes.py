@@ -217,6 +217,9 @@ def kind_of(make: Callable[..., Any]) -> Any:
     return type(made)
 
 
+    except Exception as error:
+        error.add_note(f"This was environment {name_of(make)!r}, made once to see its class.")
+        raise
 async def _awaited(work: Awaitable[Any]) -> Any:
     return await work
 

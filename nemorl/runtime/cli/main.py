@@ -63,6 +63,11 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.flags import Extra
 
 Config = TypeVar("Config", bound=BaseConfig)
+PLUMBING = tuple(
+    str(Path(os.__file__).parent / name)
+    for name in ("asyncio", "concurrent", "contextlib.py", "threading.py")
+)
+"""Of the standard library, by which functions of the user's are called."""
 SCRIPTS: dict[str, type[BaseConfig]] = {}
 """The configs of scripts that have called `cli`, by file name."""
 COMMON = {
@@ -252,7 +257,7 @@ def _execute(
     except Exception as error:
         kinds = ValueError | OSError | FloatingPointError | ExitInUserCode | ReceiptError
         expected = isinstance(error, kinds) or memory_advice(error) is not None
-        if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
+        if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_the_users(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
         return _fail(prog, _message(error, parsed=config is not None), code)
@@ -277,10 +282,10 @@ def _train(config: BaseConfig) -> None:
 
 def _message(error: Exception, *, parsed: bool) -> str:
     kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
-    if of_a_reward(error):
-        kind, own = f"{type(error).__name__}: ", str(Path(__file__).parents[2])
+    if of_the_users(error):
+        kind, others = f"{type(error).__name__}: ", (str(Path(__file__).parents[2]), *PLUMBING)
         frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if not frame.filename.startswith(own)]
+        theirs = [frame for frame in frames if not frame.filename.startswith(others)]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
     unclear = parsed and not of_our_own(error)
     hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if unclear else ""
@@ -299,9 +304,10 @@ def _notes(error: BaseException) -> list[str]:
     return [note for note in notes if not note.startswith("in worker ")]
 
 
-def of_a_reward(error: BaseException) -> bool:
-    """Return whether a user's reward raised it."""
-    return any(note.startswith("This was reward ") for note in _notes(error))
+def of_the_users(error: BaseException) -> bool:
+    """Return whether a user's reward or environment raised it."""
+    begins = ("This was reward ", "This was environment ", "This ended ")
+    return any(note.startswith(begins) for note in _notes(error))
 
 
 def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any:

@@ -1,5 +1,6 @@
 """The command line: every key is a flag, four layers, errors that help, and speed."""
 
+import asyncio
 import dataclasses
 import re
 import subprocess
@@ -573,17 +574,31 @@ def test_a_full_disk_for_the_output_is_one_line():
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and problem in done.stderr
 
 
-def test_the_traceback_of_a_reward_is_the_users(launched, capsys):
-    error = KeyError("answer")
-    error.add_note("This was reward 'mine' for prompt 'p' and response 'r'.")
-    launched.result = error
+@pytest.mark.parametrize(
+    "note",
+    [
+        "This was reward 'mine' for prompt 'p' and response 'r'.",
+        "This was environment 'mine', made once to see its class.",
+        "This ended 4 of 4 conversations, the first about row 1, in turn 2 (environment 'mine').",
+    ],
+)
+def test_the_traceback_of_code_of_the_users_is_theirs(launched, capsys, note: str):
+    async def step():
+        raise KeyError("answer")
+
+    with pytest.raises(KeyError) as caught:
+        asyncio.run(step())
+    caught.value.add_note(note)
+    launched.result = caught.value
     assert cli.main(["grpo", *NEEDED["grpo"]]) == 1
     said = capsys.readouterr().err
     assert (
         "raise seen.result" in said
+        and "in step" in said
         and "nemorl/runtime/cli/main.py" not in said
+        and "asyncio/runners.py" not in said
         and "error: KeyError: 'answer'" in said
-        and "reward 'mine'" in said
+        and note in said
     )
 
 

@@ -275,12 +275,15 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 
 def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template's arguments with the row's `tools` (a list, or its JSON text).
+    """Return the chat template's arguments with the row's `tools` (a list, or its JSON text),
+    unless they have tools.
 
     >>> with_tools({"tools": '[{"name": "add"}]'}, {"chat_template": None})
     {'chat_template': None, 'tools': [{'name': 'add'}]}
     """
     tools: Any = row.get("tools")
+    if template.get("tools"):
+        return dict(template)
     if isinstance(tools, str):
         with suppress(json.JSONDecodeError):
             tools = json.loads(tools)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemorl.checks import short
 from nemorl.data.example import Example
 from nemorl.data.rendered import require_rendered, require_roles
 from nemorl.data.templates import Message, Template, roles
@@ -88,14 +89,19 @@ def tokenize_prompt(
 
     Plain text gets the tokenizer's own special tokens in front, messages the chat template's
     generation prompt; messages that end with the assistant's are continued.
-    Raises: ValueError where messages meet a tokenizer without a chat template, for an unknown role,
-    and for what the template leaves out.
+    Raises: ValueError where messages meet a tokenizer without a chat template, and text meets
+    tools; for an unknown role, and for what the template leaves out.
 
     >>> from transformers import ByT5Tokenizer
     >>> tokenize_prompt(ByT5Tokenizer(), "ab")
     [100, 101]
     """
     if isinstance(prompt, str):
+        if tools:
+            raise ValueError(
+                f"a prompt must be messages where there are tools, got the text {short(prompt)}:"
+                " add --data.chat"
+            )
         return _plain_prompt(tokenizer, prompt)
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
     require_roles(template, prompt)

@@ -22,6 +22,7 @@ BOOKKEEPING = ("role", "name", "id", "tool_call_id")
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Keys that templates leave out of turns before the last question, on purpose."""
 END_OF_THOUGHT = "</think>"
+TOOLS = "the tools"
 MARK = "7c1e4a90b2d8"
 """Begins what is added to a part to find it in the rendered text."""
 
@@ -51,9 +52,12 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
             return None if next(numbers) == number else value
 
         if _rendered(template, messages, without) == whole:
+            remedy = "remove it from the data"
+            if names[number - 1] == TOOLS:
+                remedy = "give no tools (docs/environments.md)"
             raise ValueError(
                 f"the chat template leaves out {names[number - 1]}: choose one that renders it"
-                " (--model.chat-template), or remove it from the data"
+                f" (--model.chat-template), or {remedy}"
             )
 
 
@@ -83,7 +87,7 @@ def _rendered(template: Template, messages: Sequence[Message], visit: Visit) -> 
     question = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
     changed = [_visited(each, n, n < question, visit) for n, each in enumerate(messages)]
     if template.tools:
-        template = replace(template, tools=visit("the row's tools", template.tools))
+        template = replace(template, tools=visit(TOOLS, template.tools))
     try:
         return template.render(changed)
     except ValueError:

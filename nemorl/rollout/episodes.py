@@ -343,7 +343,7 @@ def _context(prompts: Prompts, index: int) -> Context:
         messages=messages,
         prompt=prompts.token_ids[index],
         plain=not messages or isinstance(prompt_of(row), str),
-        tools=with_tools(row, {}).get("tools", []),
+        tools=prompts.tools or with_tools(row, {}).get("tools", []),
     )
 
 

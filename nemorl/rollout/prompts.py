@@ -22,6 +22,8 @@ class Prompts:
     """The one that made `token_ids`, with its chat template: for the messages of later turns."""
     limits: Limits = Limits()
     """Of the conversations about them."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Of the environment, which `token_ids` have instead of the rows' own."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "groups") if self.groups else ("token_ids",):

@@ -49,13 +49,14 @@ def read_message(said: str, text: str, tools: Tools, template: str) -> Message:
     return message
 
 
-def require_readable(template: str) -> None:
-    """Raise ValueError for a chat template whose calls of tools can't be read."""
-    if _reader(template, ()) is None:
+def require_readable(template: str | None) -> None:
+    """Raise ValueError for a chat template whose calls of tools can't be read, and for none."""
+    if _reader(template or "", ()) is None:
         raise ValueError(
-            "the chat template must write calls of tools as Qwen, Hermes, GLM, Mistral or Llama do"
-            " (docs/environments.md), but it has none of their marks: choose another one"
-            " (--model.chat-template), or lead the conversation with step(response)"
+            "an environment of tools needs a chat template with tools, which writes calls as Qwen,"
+            " Hermes, GLM, Mistral or Llama do (docs/environments.md), but it has none of their"
+            " marks: choose another one (--model.chat-template), or lead the conversation with"
+            " step(response)"
         )
 
 

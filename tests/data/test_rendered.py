@@ -144,9 +144,7 @@ def test_what_may_be_left_out_is_not_refused(name: str, tmp_path: Path):
 def test_tools_that_the_template_leaves_out(tmp_path: Path):
     row = {"messages": [QUESTION, ANSWER], "tools": TOOLS}
     for make in (to_examples, to_prompts):
-        with pytest.raises(
-            ValueError, match=r"line 2: the chat template leaves out the row's tools"
-        ):
+        with pytest.raises(ValueError, match=r"line 2: the chat template leaves out the tools"):
             make(written(tmp_path, row), character_tokenizer(CHATML))
         assert make(written(tmp_path, row), character_tokenizer(WITH_TOOLS))
 

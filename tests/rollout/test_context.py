@@ -193,7 +193,7 @@ def test_calls_of_tools_stay_as_they_were_written(tokenizers):
 def test_a_template_without_tools_is_an_error(tokenizers):
     first = [ASKED]
     context = Context(tokenizers["gemma"], first, [1])
-    with pytest.raises(ValueError, match="the chat template leaves out the row's tools: choose"):
+    with pytest.raises(ValueError, match="the chat template leaves out the tools: choose"):
         context.prompt_of(first, TOOLS)
 
 

@@ -95,7 +95,7 @@ class ClassEnvironment:
             "add one",
         )
         if not leads:
-            schemas_of(tools_of(self.kind))
+            _ = self.tools  # or an error
             require(
                 self.judge is not None or self.has("get_reward"),
                 f"environment {self.name!r}",
@@ -114,6 +114,11 @@ class ClassEnvironment:
 
     def has(self, method: str) -> bool:
         return callable(getattr(self.kind, method, None))
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The schemas of its tools; none where it leads with `step`."""
+        return [] if self.has("step") else schemas_of(tools_of(self.kind))
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if (check := getattr(self.kind, "check", None)) is not None:
@@ -212,14 +217,14 @@ def kind_of(make: Callable[..., Any]) -> Any:
             f"environment {name_of(make)!r} must be a class, or a function that says or shows"
             f" without arguments what it returns ({error}): annotate it, as -> MyEnvironment"
         ) from error
+    except Exception as error:
+        error.add_note(f"This was environment {name_of(make)!r}, made once to see its class.")
+        raise
     if callable(close := getattr(made, "close", None)) and inspect.isawaitable(ends := close()):
         blocking(_awaited(ends))
     return type(made)
 
 
-    except Exception as error:
-        error.add_note(f"This was environment {name_of(make)!r}, made once to see its class.")
-        raise
 async def _awaited(work: Awaitable[Any]) -> Any:
     return await work
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemorl.data.templates import Message
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Outcome, Policy
+from nemorl.rollout.tool_calls import require_readable
 
 NOT_TOOLS = ("reset", "get_reward", "close", "check")
 """Public methods that are no tools."""
@@ -55,6 +56,13 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
 def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
     first = next(iter(inspect.signature(tool).parameters), "")
     return MethodType(tool, tool) if first == "self" else tool
+
+
+def require_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for tools whose calls the chat template does not show how to write."""
+    if tools:
+        has = getattr(tokenizer, "chat_template", None)
+        require_readable(has and tokenizer.get_chat_template(tools=list(tools)))
 
 
 async def use_tools(

@@ -24,6 +24,7 @@ from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Failure
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment, check_limits, make_environment
+from nemorl.rollout.environments.tools import require_tools
 from nemorl.rollout.evaluation import summaries
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.prompts import Prompts
@@ -90,7 +91,8 @@ def evaluate_config(
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
     answers, failed, metrics = list[dict[str, Any]](), list[str](), dict[str, float]()
-    with _loaded(config, rows) as (prompts, generator):
+    tools = getattr(sets[0].environment, "tools", ())
+    with _loaded(config, rows, tools) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
         numbered, begin = replace(prompts, groups=range(len(prompts))), 0
         for part in sets:
@@ -323,7 +325,9 @@ def _config(
 
 @contextmanager
 def _loaded(
-    config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]
+    config: EvalConfig | GenerateConfig,
+    rows: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:
     model = config.model
     folder = model_folder(model.path)
@@ -339,7 +343,8 @@ def _loaded(
         model.chat_template_kwargs,
     )
     warn_of_strings(rows, tokenizer)
-    token_ids = to_prompts(rows, tokenizer)
+    require_tools(tokenizer, tools)
+    token_ids = to_prompts(rows, tokenizer, tools=tools)
     backend: Any = get_generation_backend(config.generation.backend)
     of_model = model_config_of(folder, **trust)
     traits = config.generation.traits
@@ -356,7 +361,7 @@ def _loaded(
         known = (of_model and max_positions(of_model), config.generation.max_model_len)
         longest = min((each for each in known if each), default=None)
         limits = getattr(config, "rollout", RolloutConfig()).limits(longest)
-        yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits), generator
+        yield Prompts(rows, token_ids, tokenizer=tokenizer, limits=limits, tools=tools), generator
     finally:
         generator.shutdown()
 

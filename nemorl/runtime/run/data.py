@@ -17,6 +17,7 @@ from nemorl.data.statistics import Lengths
 from nemorl.data.stream import Places, StreamedRows, first_of
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environments.tools import require_tools
 from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.data import DataConfig, require_files
 from nemorl.warn import warn
@@ -118,8 +119,12 @@ def _parts(*sources: Rows) -> list[Any]:
     return [part for source in sources if source is not None for part in sources_of(source)]
 
 
-def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
-    """Return prompts as token ids that leave room for an answer, and their lengths."""
+def tokenised_prompts(
+    config: Any, rows: Sequence[Any], tokenizer: Any, environment: Any = None
+) -> tuple[Prompts, Lengths]:
+    """Return prompts, with an environment's tools, as token ids that leave room for an answer, and
+    their lengths.
+    """
     longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
     require(
         not rows or answer < longest,
@@ -128,11 +133,14 @@ def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple
         answer,
         "leave room for the prompt; SFT that validates on questions samples answers, too",
     )
-    prompts = to_prompts(rows, tokenizer)
+    tools = getattr(environment, "tools", ())
+    require_tools(tokenizer, tools)
+    prompts = to_prompts(rows, tokenizer, tools=tools)
     warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())
-    return Prompts(kept, tokens, tokenizer=tokenizer, limits=rollout.limits(longest)), lengths
+    limits = rollout.limits(longest)
+    return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits, tools=tools), lengths
 
 
 def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:

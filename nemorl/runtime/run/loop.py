@@ -221,7 +221,8 @@ class OpenRun:
         """
         rows = self.rows if rows is None else rows
         rows = check_rows(self.environment, rows)
-        prompts, self.lengths[name] = tokenised_prompts(self.config, rows, self.tokenizer)
+        found = tokenised_prompts(self.config, rows, self.tokenizer, self.environment)
+        prompts, self.lengths[name] = found
         return PromptStream(prompts, self.order(prompts.rows, name=name))
 
     def order(self, rows: Sequence[Any], *, name: str = "train") -> "RowStream":
@@ -236,9 +237,8 @@ class OpenRun:
         if not rows or environment is None:
             return None
         check_rows(environment, rows)
-        prompts, lengths = tokenised_prompts(self.config, rows, self.tokenizer)
+        prompts, lengths = tokenised_prompts(self.config, rows, self.tokenizer, environment)
         self.lengths.setdefault("validation", lengths)
-
         return partial(_answered, self, prompts, environment)
 
     def steps(self, last_step: int, *, validate: Validate | None = None) -> "Steps":

@@ -53,8 +53,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
 
 
 def run(config: Any, **options: Any) -> nemorl.TrainResult:
-    given = {"train": addition_rows(), "reward": Digits, **options}
-    return nemorl.run(config, model=tiny_model(scale=2.0), tokenizer=tiny_tokenizer(), **given)
+    given = {"train": addition_rows(), "reward": Digits, "tokenizer": tiny_tokenizer(), **options}
+    return nemorl.run(config, model=tiny_model(scale=2.0), **given)
 
 
 @pytest.mark.parametrize("level", ["conversation", "turn"])
@@ -254,3 +254,31 @@ def test_an_environment_by_name(tmp_path, monkeypatch):
     wrong = replace(rollout, environment="./game_of_three.py:Gane")
     with pytest.raises(ValueError, match="has no 'Gane'"):
         run(grpo_config(tmp_path / "other", rollout=wrong), reward=None)
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}<tool_call>{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 4
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "message"),
+    [
+        (None, CHAT, "an environment of tools needs a chat template with tools.*environments.md"),
+        (TEMPLATE, addition_rows(), "row 1: a prompt must be messages .*: add --data.chat"),
+        (TEMPLATE, CHAT, "row 1: the sequence has 24 tokens, but the maximum is 14"),
+    ],
+)
+def test_tools_count_before_a_model_is_loaded(template, rows, message: str, tmp_path, monkeypatch):
+    def loaded(*_):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("nemorl.runtime.start.live.Live.parts", loaded)
+    data = nemorl.DataConfig(max_total_sequence_length=18)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    config = grpo_config(tmp_path / "run", data=data)
+    with pytest.raises(ValueError, match=message):
+        run(config, train=rows, tokenizer=tokenizer, environment="calculator", reward="exact_match")

@@ -18,6 +18,7 @@ from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.rollout.conversation import Conversation, Outcome, Turn
 from nemorl.rollout.generation import Completion
+from nemorl.runtime.store.directory import RunDirectory
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
@@ -139,7 +140,7 @@ def learn(run: Any, step: Any, found: Rollouts) -> Any:
 
 def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
     """The samples of a step."""
-    return lines(folder, f"samples/step_{step}.jsonl")
+    return RunDirectory(folder).read_samples([step])[step]
 
 
 def digits(prompt: str, response: str) -> float:

@@ -388,7 +388,7 @@ def _answered(
     names = set_names(data.train if data.held_out else data.validation)
     try:
         directory, outcomes = RunDirectory(run.directory), outcomes_of(found, names)
-        directory.append_samples(run.state.step, outcomes, folder="validation")
+        directory.append_outcomes(run.state.step, outcomes)
     except NotWritten as error:
         warn(f"the run continues without this record: {error}")
     samples = samples_of(found, None, whole_groups(found.group_id.tolist(), count))

@@ -212,8 +212,7 @@ class CheckpointCallback(Callback):
     def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
-        samples = directory.samples / f"step_{step}.jsonl"
-        for file in (directory.metrics, directory.groups, samples):
+        for file in (directory.metrics, directory.groups, directory.samples_file(step)):
             if file.exists():
                 flush(file)
         publish = checkpoint.begin(

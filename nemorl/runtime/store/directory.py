@@ -5,7 +5,8 @@
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     groups.jsonl             per line step, and numbers of groups: trained on, dropped (by reason)
                              and open at its end
-    samples/step_N.jsonl     a few responses of step N
+    samples/steps_1-100.jsonl  a few responses of each step, per line with its step; then
+                             steps_101-200.jsonl, …
     validation/step_N.jsonl  how each answer of the validation after step N was judged
     checkpoints/step_N/      see `checkpoint`
     run.json                 which run this is and its status
@@ -24,7 +25,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +47,9 @@ Resume = bool | Literal["auto"]
 """See `RunConfig.resume`."""
 LOCK_NAME = ".lock"
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
+SAMPLES_NAME = re.compile(r"steps_\d+-(\d+)\.jsonl")
+STEPS_PER_FILE = 100
+"""Steps whose samples are in one file."""
 
 
 @dataclass
@@ -174,50 +179,77 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""
-        return read_lines(self.metrics, {"step": is_count, "time": is_number, "phase": is_phase})
+        return read_lines(self.metrics, METRICS)
 
     def append_groups(self, step: int, groups: Mapping[str, Any]) -> None:
         with writing("the numbers of the groups", self.groups):
             append_lines(self.groups, [{"step": step, **groups}])
 
-    def append_samples(
-        self, step: int, samples: Iterable[Mapping[str, Any]], *, folder: str = "samples"
-    ) -> None:
-        """Append lines to samples/step_N.jsonl (or validation/)."""
-        file = self.path / folder / f"step_{step}.jsonl"
-        with writing(f"the {folder}", file):
+    def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines, each with its step, to the step's file in samples/."""
+        file = self.samples_file(step)
+        with writing("the samples", file):
             file.parent.mkdir(exist_ok=True)
-            append_lines(file, samples)
+            append_lines(file, ({"step": step} | {**each, "step": step} for each in samples))
+
+    def append_outcomes(self, step: int, outcomes: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines to validation/step_N.jsonl."""
+        file = self.path / "validation" / f"step_{step}.jsonl"
+        with writing("the validation", file):
+            file.parent.mkdir(exist_ok=True)
+            append_lines(file, outcomes)
 
     def append_log(self, line: Mapping[str, Any]) -> None:
         append_lines(self.log, [line])
 
-    def sample_files(self, folder: str = "samples") -> dict[int, Path]:
-        """Return the files in samples/ (or validation/) by step, in order."""
-        files = {step_of(file): file for file in (self.path / folder).glob("step_*.jsonl")}
+    def outcome_files(self) -> dict[int, Path]:
+        """Return the files in validation/ by step, in order."""
+        files = {step_of(file): file for file in (self.path / "validation").glob("step_*.jsonl")}
         return {step: files[step] for step in sorted(files) if step >= 0}
+
+    def samples_file(self, step: int) -> Path:
+        """Return the file that has the samples of a step."""
+        first = max(step - 1, 0) // STEPS_PER_FILE * STEPS_PER_FILE + 1
+        return self.samples / f"steps_{first}-{first + STEPS_PER_FILE - 1}.jsonl"
+
+    def sample_sizes(self) -> dict[int, int]:
+        """Return the bytes that the samples of each step have, by step, in order."""
+        sizes = Counter[int]()
+        for file in self.samples.glob("steps_*.jsonl"):
+            with file.open("rb") as lines:
+                for line in lines:
+                    if match := STEP_LINE.match(line):
+                        sizes[int(match[1])] += len(line)
+        return dict(sorted(sizes.items()))
+
+    def read_samples(self, steps: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+        """Return the samples of some steps, without `step`, by step."""
+        found: dict[int, list[dict[str, Any]]] = {step: [] for step in sorted(steps)}
+        for file in dict.fromkeys(map(self.samples_file, found)):
+            for _, line in lines_of(file, STEP, steps=found):
+                if line["step"] in found:
+                    found[line.pop("step")].append(line)
+        return {step: lines for step, lines in found.items() if lines}
 
     def truncate(self, step: int) -> None:
         """Remove what a resumed run writes again: all of steps after `step`; warn where its
         metrics are missing.
         """
-        kept = [line for line in self.read_metrics() if line["step"] <= step]
-        if step > 0 and not any(line["step"] == step for line in kept):
+        kept = cut_lines(self.metrics, step, "the metrics", METRICS)
+        if step > 0 and step not in kept:
             warn(
                 f"{self.metrics} must have a line of step {step}, which the run resumes from, but"
                 " it has none (was it emptied?): reports and plots will lack earlier steps"
             )
-        if self.metrics.exists():
-            lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-            write_atomically(self.metrics, "".join(lines), "the metrics")
-        if self.groups.exists():
-            found = read_lines(self.groups, {"step": is_count})
-            text = "".join(json.dumps(line) + "\n" for line in found if line["step"] <= step)
-            write_atomically(self.groups, text, "the groups")
-        for folder in ("samples", "validation"):
-            for number, file in self.sample_files(folder).items():
-                if number > step:
-                    file.unlink()
+        cut_lines(self.groups, step, "the groups")
+        for file in self.samples.glob("steps_*.jsonl"):
+            match = SAMPLES_NAME.fullmatch(file.name)
+            # A file that ends at the step or before may have a torn line of it alone.
+            if match and int(match[1]) >= step and not cut_lines(file, step, "the samples"):
+                file.unlink()
+        for number, file in self.outcome_files().items():
+            if number > step:
+                file.unlink()
 
 
 @contextmanager
@@ -340,28 +372,58 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+STEP = {"step": is_count}
+"""The fields that each line of a step has."""
+METRICS = {**STEP, "time": is_number, "phase": is_phase}
+"""Those of metrics.jsonl."""
+STEP_LINE = re.compile(rb'\{"step": (\d+)[,}]')
+
+
 def read_lines(
     path: Path, needed: Mapping[str, Callable[[Any], bool]] = {}
 ) -> list[dict[str, Any]]:
     """Return the objects of a JSON lines file whose `needed` fields are right, without a torn last
     line; what is omitted is warned of.
     """
+    return [record for _, record in lines_of(path, needed)]
+
+
+def cut_lines(
+    path: Path, step: int, what: str, needed: Mapping[str, Callable[[Any], bool]] = STEP
+) -> set[int]:
+    """Remove what a JSON lines file has of steps after `step`; return the steps that are left."""
+    kept = [found for found in lines_of(path, needed) if found[1]["step"] <= step]
+    if path.exists():
+        write_atomically(path, "".join(f"{line}\n" for line, _ in kept), what)
+    return {record["step"] for _, record in kept}
+
+
+def lines_of(
+    path: Path,
+    needed: Mapping[str, Callable[[Any], bool]],
+    *,
+    steps: Container[int] | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of a file as `read_lines` with its object; those that begin with another step
+    than some `steps` are passed over unread.
+    """
     if not path.exists():
-        return []
-    records = []
+        return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
+        begin = STEP_LINE.match(line[:40].encode()) if steps is not None else None
+        if begin and steps is not None and int(begin[1]) not in steps:
+            continue
         try:
             record = {**json.loads(line)}
             wrong = [name for name, fits in needed.items() if not fits(record.get(name))]
         except (ValueError, TypeError, RecursionError):
             wrong = None
         if not wrong and wrong is not None:
-            records.append(record)
+            yield line, record
         elif number < len(lines):
             what = "is not a JSON object" if wrong is None else f"has a wrong {wrong[0]}"
             warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}")
-    return records
 
 
 def to_json(value: Any) -> Any:

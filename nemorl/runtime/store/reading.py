@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nemorl.checks import is_number
@@ -28,15 +27,15 @@ class RunFiles:
     """Messages of this run, not of another that was in its folder before."""
     outcomes: list[dict[str, Any]]
     """How the answers of the last validation were judged."""
-    samples: dict[int, Path]
-    """File of each step with samples."""
+    samples: dict[int, int]
+    """Bytes of each step's samples."""
 
 
 def read_run(directory: RunDirectory) -> RunFiles:
     """Return the contents of a run's files."""
     record, config = RunRecord.read(directory), _read_config(directory)
     environment = config.pop("environment", {})
-    judged = [*directory.sample_files("validation").values()]
+    judged = [*directory.outcome_files().values()]
     log = read_lines(directory.log)
     return RunFiles(
         record=record,
@@ -46,7 +45,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         data=_read_data(directory),
         log=[line for line in log if record is None or line.get("run_id") == record.run_id],
         outcomes=read_lines(judged[-1], {"reward": is_number}) if judged else [],
-        samples=directory.sample_files(),
+        samples=directory.sample_sizes(),
     )
 
 

@@ -90,8 +90,7 @@ class GapWatch(Callback):
             "Usual causes: weights that the engine did not receive (then the gap grows), or older"
             " ones (async.max_staleness); an engine that computes differently (quantized, other"
             " kernels; bfloat16 gives 1.01 to 1.03); dropout. Look at worst_tokens in"
-            f" {self.directory.samples / f'step_{step}.jsonl'} or"
-            " in nemorl report."
+            f" {self.directory.samples_file(step)} or in nemorl report."
         )
         if self.config.stop is not None and not value <= self.config.stop:
             self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")

@@ -17,8 +17,7 @@ from nemorl.runtime.algorithms.comparisons import (
     baseline,
     comparisons,
 )
-from nemorl.runtime.store.directory import read_lines
-from tests.runtime.runs import TRAINER, dpo_config, of_phase, preference_rows, start
+from tests.runtime.runs import TRAINER, dpo_config, of_phase, preference_rows, samples_at, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LOSSES = {
@@ -287,7 +286,7 @@ def test_ranked_completions_and_samples(tmp_path: Path):
     config = dpo_config(tmp_path, steps=2, train_global_batch_size=9, run={"samples_per_step": 3})
     result = start(config, rows=rows, validation=rows)
     assert result.history[0]["num_tokens"] == 9 * 2 * 6
-    samples = read_lines(tmp_path / "samples" / "step_2.jsonl")
+    samples = samples_at(tmp_path, 2)
     assert [(sample["prompt"], sample["chosen"], sample["rejected"]) for sample in samples] == [
         (f"{word}=", "00<eos>", "11<eos>") for word in ("ab", "cd", "ef")
     ]
@@ -347,7 +346,7 @@ def test_kto_needs_no_room_for_pairs(options, tmp_path: Path):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-3, abs=1e-5), name
     told = {
         tuple(sample[name].removesuffix("<eos>") for name in ("prompt", "chosen", "rejected"))
-        for sample in read_lines(tmp_path / "narrow" / "samples" / "step_2.jsonl")
+        for sample in samples_at(tmp_path / "narrow", 2)
     }
     assert told and told <= {(row["prompt"], row["chosen"], row["rejected"]) for row in rows}
 

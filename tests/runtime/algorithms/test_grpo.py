@@ -17,6 +17,7 @@ from nemorl.runtime.algorithms.common import minibatches, of_this_batch
 from nemorl.runtime.algorithms.policy_loss import make_loss
 from nemorl.runtime.config.presets import PRESETS, preset
 from nemorl.runtime.run.callbacks import Callback, StopTraining
+from nemorl.runtime.store.directory import RunDirectory
 from tests.runtime.runs import addition_rows, grpo_config, of_phase, rollouts, sft_config, start
 
 
@@ -93,7 +94,7 @@ def test_it_learns_and_finishes_a_run_directory(tmp_path: Path):
         "step_20",
         "step_25",
     ]
-    assert len(list((folder / "samples").glob("step_*.jsonl"))) == 25
+    assert len(RunDirectory(folder).sample_sizes()) == 25
     for name in (
         "config.yaml",
         "metrics.jsonl",
@@ -172,7 +173,7 @@ def test_minibatches_cover_the_batch_once_a_pass():
 def test_the_sample_log_keeps_whole_groups(tmp_path: Path, count, expected):
     """What GRPO compares: each group with all of its responses to one prompt, in order."""
     start(grpo_config(tmp_path, steps=1, run={"samples_per_step": count}))
-    lines = (tmp_path / "samples" / "step_1.jsonl").read_text().splitlines()
+    lines = (tmp_path / "samples" / "steps_1-100.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert [sample["group"] for sample in samples] == [g for g in expected for _ in range(4)]
     prompts = {(sample["group"], sample["prompt"]) for sample in samples}

@@ -25,7 +25,7 @@ from nemorl.models.source import ModelSource
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.config.presets import PRESETS
 from nemorl.runtime.start import registry
-from tests.runtime.runs import of_phase, run_config
+from tests.runtime.runs import of_phase, run_config, samples_at
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS, GROUP, LIMIT, STEPS = 3, 4, 5, 4
@@ -736,7 +736,7 @@ def test_a_step_without_an_informative_group_updates_nothing(tmp_path: Path, mon
         "step 4: all responses to each prompt had the same reward" in line
         for line in outcome.warnings
     )
-    samples = [json.loads(s) for s in (tmp_path / "samples/step_4.jsonl").read_text().splitlines()]
+    samples = samples_at(tmp_path, 4)
     assert all(not any(sample["advantages"]) for sample in samples)
     assert {round(s["shaped_reward"] - s["reward"], 6) for s in samples} == {0.0, -1.0}
 

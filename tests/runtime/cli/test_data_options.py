@@ -15,8 +15,7 @@ from nemorl.data.order import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, load_config
 from nemorl.runtime.run.data import read_data
-from nemorl.runtime.store.directory import read_lines
-from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
+from tests.runtime.runs import addition_rows, digits, grpo_config, samples_at, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{% if shout %}a{% endif %}{{ m.content }}{% endfor %}"
@@ -56,9 +55,7 @@ def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path
     start(replace(parted, max_num_steps=4, run=replace(parted.run, resume=True)), rows=rows)
     seen = {
         name: [
-            line["columns"]
-            for step in range(1, 5)
-            for line in read_lines(tmp_path / name / "samples" / f"step_{step}.jsonl")
+            line["columns"] for step in range(1, 5) for line in samples_at(tmp_path / name, step)
         ]
         for name in ("whole", "parted")
     }

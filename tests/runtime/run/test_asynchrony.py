@@ -28,6 +28,7 @@ from tests.runtime.runs import (
     of_phase,
     opened,
     prove,
+    samples_at,
     sft_config,
     start,
 )
@@ -81,9 +82,7 @@ def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
         for name in ("groups", "sample")
     ]
     assert history[0] == history[1]
-    samples = [
-        (tmp_path / name / "samples/step_4.jsonl").read_text() for name in ("groups", "sample")
-    ]
+    samples = [samples_at(tmp_path / name, 4) for name in ("groups", "sample")]
     assert samples[0] == samples[1]
 
 

@@ -17,6 +17,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.tree import from_dict, to_dict
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory
 from tests.examples import forgetting_own
 from tests.parallel.batches import random_batch
 from tests.runtime import runs
@@ -66,7 +67,7 @@ def test_what_happens_between_steps(tmp_path: Path):
     assert [line["mine"] for line in train] == [2.0, 4.0, 6.0, 8.0]
     assert all({"reward", "accuracy", "loss", "grad_norm"} <= line.keys() for line in train)
     assert [line["step"] for line in history if line["phase"] == "validation"] == [2, 4]
-    assert len(list((tmp_path / "samples").iterdir())) == 4
+    assert [*RunDirectory(tmp_path).sample_sizes()] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("how", ["break", "exception", "KeyboardInterrupt"])

@@ -100,7 +100,7 @@ def test_a_run_that_samples_ahead_loses_and_doubles_no_prompt(forked: Path, tmp_
     assert [line["step"] for line in metrics] == [line["step"] for line in other]
     prompts = [
         {
-            (file.name, line["group"], line["prompt"])
+            (line["step"], line["group"], line["prompt"])
             for file in folder.glob("samples/*")
             for line in map(json.loads, file.read_text().splitlines())
         }

@@ -192,7 +192,7 @@ WRITERS = {
     "the tokenizer": (PreTrainedTokenizerFast, "save_pretrained", "tokenizer"),
     "the lengths of the data": (RunDirectory, "write_data", "data.json"),
     "the metrics": (RunDirectory, "append_metrics", "metrics.jsonl"),
-    "the samples": (RunDirectory, "append_samples", "samples/step_1.jsonl"),
+    "the samples": (RunDirectory, "append_samples", "samples/steps_1-100.jsonl"),
     "a plot": (plots, "_save", "plots/loss.png"),
     "the model": (ExportCallback, "on_train_end", "hf"),
 }

@@ -18,7 +18,6 @@ from nemorl.runtime.store import directory as run_directory
 from nemorl.runtime.store.directory import (
     RunDirectory,
     git_commit,
-    read_lines,
 )
 from nemorl.runtime.store.export import replacing
 from nemorl.runtime.store.files import NotWritten, write_atomically, writing
@@ -114,20 +113,28 @@ def test_samples_take_tensors_and_go_with_the_steps_after(directory):
         "logprobs": np.array([-0.5]),
         "advantages": (math.nan,),
     }
-    for step in (1, 2, 10):
+    for step in (1, 2, 10, 100, 101):
         directory.append_samples(step, [sample])
     written = {"tokens": [1, 2], "logprobs": [-0.5], "advantages": [None]}
-    assert read_lines(directory.samples / "step_2.jsonl") == [written]
+    assert directory.read_samples([2, 3]) == {2: [written]}
+    first, second = (directory.samples / f"steps_{name}.jsonl" for name in ("1-100", "101-200"))
+    assert sorted(directory.samples.iterdir()) == [first, second]
+    whole = first.read_text()
+    with first.open("a") as file:  # killed while it wrote
+        file.write('{"step": 101, "tok')
+    directory.truncate(100)
+    assert first.read_text() == whole and not second.exists()
     directory.truncate(2)
-    left = sorted(path.name for path in directory.samples.iterdir())
-    assert left == ["step_1.jsonl", "step_2.jsonl"]
+    assert first.read_text() == "".join(whole.splitlines(keepends=True)[:2])
     directory.truncate(-1)
     assert list(directory.samples.iterdir()) == []
 
 
 def test_half_a_character_in_a_sample_is_written(directory):
     directory.append_samples(1, [{"text": "half \ud800", "half \udc00": 1}])
-    (written,) = read_lines(directory.samples / "step_1.jsonl")
+    directory.append_samples(2, [{}])
+    directory.truncate(1)
+    (written,) = directory.read_samples([1])[1]
     assert written["text"] == "half \ud800" and written["half \udc00"] == 1
 
 

@@ -170,7 +170,7 @@ def test_a_warning_at_first_and_when_it_has_doubled(tmp_path: Path) -> None:
     for words in (
         "a factor of 1.06 on average and 1.06 in one response",
         "gap.warn is 1.05",
-        str(tmp_path / "samples" / "step_2.jsonl"),
+        str(tmp_path / "samples" / "steps_1-100.jsonl"),
         "bfloat16",
     ):
         assert words in told[0]

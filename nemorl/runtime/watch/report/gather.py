@@ -6,13 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nemorl.runtime.store.directory import RunDirectory, read_lines
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.reading import read_run
 from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.store.verify import receipts_of
 
 SAMPLE_BYTES = 6_000_000
-"""Size of the sample files that a page holds."""
+"""Size of the samples that a page holds."""
 SHOWN_TOKENS = 4000
 """Longer responses are cut on the page, which says so."""
 
@@ -52,10 +52,8 @@ class Gathered:
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
         opened = [step for step in files.samples if step == sample_step]
-        by_file = {file: step for step, file in files.samples.items()}
-        shown = sorted({*(by_file[file] for file in spread([*by_file])), *opened})
         # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
-        self.samples = {step: lines for step in shown if (lines := read_lines(files.samples[step]))}
+        self.samples = directory.read_samples({*spread(files.samples), *opened})
         self.sample_steps = len(files.samples)
         add_pieces(self.samples, directory.path / "tokenizer")
         # Settings that are not at their default, with that default.
@@ -69,11 +67,11 @@ class Gathered:
         return max((line["step"] for line in self.metrics), default=0)
 
 
-def spread(files: Sequence[Path]) -> list[Path]:
-    """Return evenly spaced files that fit."""
-    size = sum(file.stat().st_size for file in files)
-    count = min(len(files), max(2, len(files) * SAMPLE_BYTES // max(1, size)))
-    return [files[round(place * (len(files) - 1) / max(1, count - 1))] for place in range(count)]
+def spread(sizes: Mapping[int, int]) -> list[int]:
+    """Return evenly spaced steps whose samples fit, of the sizes by step."""
+    steps, size = [*sizes], sum(sizes.values())
+    count = min(len(steps), max(2, len(steps) * SAMPLE_BYTES // max(1, size)))
+    return [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
 
 
 def working_seconds(

@@ -86,7 +86,7 @@ def is_running(directory: RunDirectory) -> bool:
 def read_runs(runs: Runs) -> list[Gathered]:
     """Return what reports show of runs."""
     paths = paths_of(runs)
-    steps = [{*RunDirectory(path).sample_files()} for path in paths]
+    steps = [{*RunDirectory(path).sample_sizes()} for path in paths]
     common = max(set.intersection(*steps), default=None)
     found = [Gathered(path, sample_step=common) for path in paths]
     if len({run.name for run in found}) < len(found):

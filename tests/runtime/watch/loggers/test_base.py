@@ -9,7 +9,7 @@ from nemorl.runtime.run.callbacks import closing, notify
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start import registry
 from nemorl.runtime.start.registry import chosen_loggers
-from nemorl.runtime.store.directory import RunDirectory, read_lines
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import JsonlLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, tiny_run, walk
@@ -61,7 +61,7 @@ def test_failed_conversations_are_kept_beside_the_groups(directory):
     samples = [{"prompt": str(index)} for index in range(12)] + [{"failure": "KeyError"}] * 2
     notify([callback], "on_samples", tiny_run(step=1), 1, samples)
     notify([callback], "on_samples", tiny_run(step=2), 2, samples[12:])
-    written = [read_lines(directory.samples / f"step_{step}.jsonl") for step in (1, 2)]
+    written = [directory.read_samples([step])[step] for step in (1, 2)]
     assert written == [samples[:8] + samples[12:], samples[12:]]
 
 

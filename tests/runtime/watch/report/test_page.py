@@ -94,7 +94,9 @@ def test_hostile_text_stays_text(run, tmp_path):
     texts = {"prompt": EVIL, "response": EVIL + "\ud800", "chosen": [{"role": EVIL}]}
     values = {"reward": 1.0, "rewards": {EVIL: 1.0}, "columns": {EVIL: EVIL}, EVIL: EVIL}
     directory.append_samples(1, [])
-    (directory.samples / "step_1.jsonl").write_text(json.dumps(texts | values) + "\n")
+    (directory.samples / "steps_1-100.jsonl").write_text(
+        json.dumps({"step": 1} | texts | values) + "\n"
+    )
     line = dict.fromkeys(("run_id", "level", "time", "step", "message", "traceback"), EVIL)
     directory.log.write_text(json.dumps(line) + "\n")
     settings = {"environment": {EVIL: EVIL}, "model": {"path": EVIL}, EVIL: {EVIL: EVIL}}

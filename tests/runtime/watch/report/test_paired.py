@@ -28,7 +28,7 @@ def judged(
         for n, reward in enumerate(rewards)
         if reward is not None
     ]
-    directory.append_samples(step, records, folder="validation")
+    directory.append_outcomes(step, records)
     return directory
 
 
@@ -40,14 +40,14 @@ def test_a_validation_is_recorded_row_by_row(tmp_path, capsys):
     config = grpo_config(tmp_path / "run", steps=4, run={"val_period": 2, "samples_per_step": 1})
     result = start(config, validation=addition_rows(8))
     directory = RunDirectory.open(tmp_path / "run")
-    assert list(directory.sample_files("validation")) == [2, 4]
+    assert list(directory.outcome_files()) == [2, 4]
     outcomes = Gathered(directory.path).outcomes
     assert len(outcomes) == 8, "all, and not only samples"
     (*_, line) = [line for line in result.history if line["phase"] == "validation"]
     mean = sum(outcome["reward"] for outcome in outcomes) / 8
     assert line["reward"] == pytest.approx(mean)
     directory.truncate(2)
-    assert list(directory.sample_files("validation")) == [2], "a resumed run validates again"
+    assert list(directory.outcome_files()) == [2], "a resumed run validates again"
     both = [str(tmp_path / "run" / "validation" / "step_2.jsonl")] * 2
     assert cli.main(["compare", *both]) == 0
     assert "accuracy        8 " in capsys.readouterr().out
@@ -82,6 +82,6 @@ def test_only_rows_that_both_answered_are_compared(tmp_path):
     (line,) = lines_of(runs[0], beside_others)
     assert (line["num_prompts"], line["difference"]) == (3, pytest.approx(2 / 3))
     newest = judged(tmp_path / "e", [1, 1, 1, 1], step=10)
-    older = judged(tmp_path / "f", [0, 0, 0, 0], step=2).sample_files("validation")[2]
+    older = judged(tmp_path / "f", [0, 0, 0, 0], step=2).outcome_files()[2]
     older.rename(newest.path / "validation" / "step_2.jsonl")
     assert lines_of(runs[0], newest)[0]["second"] == 1.0, "the last validation counts"

@@ -12,6 +12,7 @@ from nemorl.data.example import Example
 from nemorl.data.known import as_known, known_set
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from nemorl.data.prompts import with_prompt
+from nemorl.data.rendered import RENAMED
 from nemorl.data.rows import COLUMNS, Row, for_rows
 from nemorl.data.sources import read_rows, shards_of, sources_of
 from nemorl.data.stream import Places, StreamedRows, shuffled
@@ -126,12 +127,19 @@ def _completer(
 
 
 def with_standard_names(row: Row) -> Row:
-    """Return a row with `prompt` and `response` from other libraries' names.
+    """Return a row with `prompt` and `response`, or `messages`, from other libraries' names.
+
+    Also of Alpaca's rows (`instruction`, `input`, `output`) and ShareGPT's (`conversations` of
+    `from` and `value`, maybe `system`).
 
     >>> with_standard_names(Row({"input": "1+1=", "output": "2"}))
     {'input': '1+1=', 'output': '2', 'prompt': '1+1=', 'response': '2'}
+    >>> with_standard_names(Row({"conversations": [{"from": "human", "value": "Hi"}]}))["messages"]
+    [{'role': 'user', 'content': 'Hi'}]
     """
-    added = {}
+    added: dict[str, Any] = {}
+    if row.keys().isdisjoint(("prompt", "messages", "chosen", "completions")):
+        added = _of_alpaca(row) or _of_sharegpt(row)
     judged = row.get("reward_model")  # verl's
     if isinstance(judged, Mapping) and "ground_truth" in judged and "ground_truth" not in row:
         added["ground_truth"] = judged["ground_truth"]
@@ -146,6 +154,26 @@ def with_standard_names(row: Row) -> Row:
             if "response" not in row and name in row:
                 added.setdefault("response", row[name])
     return row.but(**added) if added else row
+
+
+def _of_alpaca(row: Row) -> dict[str, Any]:
+    if not {"instruction", "output"} <= row.keys():
+        return {}
+    prompt = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    return {"prompt": prompt, "response": row.get("response", row["output"])}
+
+
+def _of_sharegpt(row: Row) -> dict[str, Any]:
+    turns = row.get("conversations")
+    if not isinstance(turns, list) or not turns:
+        return {}
+    if not all(isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns):
+        return {}
+    ours = {theirs: role for role, names in RENAMED.items() for theirs in names}
+    said = [(ours.get(turn["from"], turn["from"]), turn["value"]) for turn in turns]
+    if row.get("system") and said[0][0] != "system":
+        said.insert(0, ("system", row["system"]))
+    return {"messages": [{"role": role, "content": content} for role, content in said]}
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:

@@ -148,9 +148,5 @@ KNOWN: dict[str, KnownSet] = {
         "final_answer", prompt="question", response="r1_solution_1", category="topic"
     ),
     "HuggingFaceH4/ultrafeedback_binarized": KnownSet(train="train_prefs", validation="test_prefs"),
-    "tatsu-lab/alpaca": KnownSet(
-        columns={"response": "output"},
-        build=lambda row: {"prompt": "\n\n".join(filter(None, (row["instruction"], row["input"])))},
-    ),
 }
 """By name; `NAME:CONFIGURATION` has another configuration."""

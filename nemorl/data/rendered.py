@@ -13,7 +13,7 @@ Visit = Callable[[str, Any], Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENAMED = {
-    "assistant": ("ai", "bot", "chatbot", "gpt", "model"),
+    "assistant": ("ai", "bot", "chatbot", "chatgpt", "gpt", "model"),
     "user": ("human",),
     "tool": ("function", "ipython", "observation"),
 }

@@ -202,14 +202,6 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
         ultrafeedback,
         ("train_prefs", "test_prefs", "train_sft"),
     ),
-    ("tatsu-lab/alpaca", None): (
-        lambda n: {
-            "instruction": "Add.",
-            "input": f"{n} and 1" if n % 2 else "",
-            "output": str(n + 1),
-        },
-        ("train",),
-    ),
 }
 """By name and configuration: what makes row n, and the splits."""
 

@@ -69,13 +69,30 @@ def test_rows_that_make_no_example_are_named(row, message):
         to_examples([{"prompt": "a", "response": "b"}, row], TOKENIZER)
 
 
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+def chat(*said: str) -> list[dict[str, str]]:
+    return [{"role": a, "content": b} for a, b in zip(said[::2], said[1::2], strict=True)]
+
+
 @pytest.mark.parametrize(
     ("row", "names"),
     [
         ({"input": "a", "output": "b"}, {"prompt": "a", "response": "b"}),
         ({"prompt": "a", "output": "b", "completion": "c"}, {"response": "b"}),
         ({"prompt": "a", "response": "b", "input": "c", "output": "d"}, {}),
-        ({"instruction": "do", "input": "a", "output": "b"}, {}),
+        (
+            {"instruction": "do", "input": "a", "output": "b"},
+            {"prompt": "do\n\na", "response": "b"},
+        ),
+        ({"instruction": "do", "output": "b", "text": "t"}, {"prompt": "do", "response": "b"}),
+        ({"instruction": "do", "input": "a", "output": "b", "prompt": "p"}, {}),
+        (
+            {"conversations": SHAREGPT, "system": "Be brief."},
+            {"messages": chat("system", "Be brief.", "user", "a", "assistant", "b")},
+        ),
+        ({"conversations": ["a", "b"]}, {}),
         ({"context": "a", "input": "b"}, {}),
     ],
 )

@@ -109,8 +109,6 @@ def test_what_the_prompts_say():
         "What is $0+1$?\n\nReason step by step, and put your final answer within \\boxed{}."
     )
     assert first("cais/mmlu", split="test").startswith("What is 0+2?\n\nA. 0\nB. 1\nC. 2\nD. 3\n\n")
-    assert first("tatsu-lab/alpaca") == "Add."
-    assert prompt_of(load_rows("tatsu-lab/alpaca")[1]) == "Add.\n\n1 and 1"
     for name in ("mbpp", "mbpp:sanitized"):
         prompt = first(f"google-research-datasets/{name}", split="test")
         assert "add_0 that adds 0.\n" in prompt and "assert add_0(1) == 1\nassert" in prompt

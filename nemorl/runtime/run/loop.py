@@ -721,6 +721,7 @@ class Steps(Iterator[Step]):
             "open": [g.ordinal for g in taken.open_groups if g.ordinal not in ends],
         }
         if any(line.values()):
+            self._metrics = {**self._metrics, "groups_trained": float(len(line["trained"]))}
             RunDirectory(run.directory).append_groups(taken.step + 1, line)
 
     def _epoch(self) -> int:

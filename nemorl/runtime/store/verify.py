@@ -5,6 +5,7 @@ that its steps recorded. Nothing is computed again.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,18 @@ def receipts_of(directory: RunDirectory, files: RunFiles) -> list[Receipt]:
     lines = [line for line in files.metrics if line["phase"] == "train"]
     warned = [str(line.get("message")) for line in files.log if line.get("event") == "warning"]
     said = [(files.record.error if files.record else None) or "", *warned]
-    found = [_recorded(name, lines, said) for name in RECORDED]
+    steps = {line["step"]: line for line in lines}
+    ends = [line.get("step", 0) for line in files.log if line.get("event") == "train_end"]
+    finished = files.record is not None and files.record.status == "finished"
     saved = map(step_of, directory.checkpoints.glob("step_*"))
-    last = max([*saved, *(line["step"] for line in lines)], default=0)
-    return [*found, Receipt("prompts", *_prompts(directory, last))]
+    last = max([*saved, *steps, *ends[-1:] * finished], default=0)
+    found = [_recorded(name, lines, said, last) for name in RECORDED]
+    return [*found, Receipt("prompts", *_prompts(directory, steps, last))]
 
 
-def _recorded(name: str, lines: Sequence[Mapping[str, Any]], said: Sequence[str]) -> Receipt:
+def _recorded(
+    name: str, lines: Sequence[Mapping[str, Any]], said: Sequence[str], last: int
+) -> Receipt:
     metric, choose, text, unproved = RECORDED[name]
     values = [line[metric] for line in lines if is_number(line.get(metric))]
     failed = [line["step"] for line in lines if unproved and line.get(unproved)]
@@ -59,26 +65,47 @@ def _recorded(name: str, lines: Sequence[Mapping[str, Any]], said: Sequence[str]
         return Receipt(name, False, failures[0] if failures else f"not in step {failed[0]}")
     if not values:
         return Receipt(name, None, "not recorded")
+    whole = {line["step"] for line in lines if metric in line or not _must_have(name, line)}
+    if lacking := sorted({*range(1, last + 1)} - whole):
+        return Receipt(name, False, f"not recorded in step {lacking[0]}, but in others")
     found = f"{text.format(choose(values))}, in {len(values)} steps"
     return Receipt(name, unproved is not None or None, found)
 
 
-def _prompts(directory: RunDirectory, last: int) -> tuple[bool | None, str]:
+def _must_have(name: str, line: Mapping[str, Any]) -> bool:
+    older = name in ("support", "mismatch") and line.get("staleness/max", 0) > 0
+    return line.get("num_updates", 0) > 0 and not older
+
+
+def _prompts(
+    directory: RunDirectory, steps: Mapping[int, Mapping[str, Any]], last: int
+) -> tuple[bool | None, str]:
     lines = [
         line for line in read_lines(directory.groups, {"step": is_count}) if line["step"] <= last
     ]
     if not lines:
         return None, "not recorded"
-    ends, total = Counter({"trained on": 0}), Counter[int](lines[-1]["open"])
+    ends, ended, highest = Counter({"trained on": 0}), Counter[int](), -1
     for line in lines:
+        closed = [*line["trained"], *chain.from_iterable(line["dropped"].values())]
+        ended.update(closed)
+        highest = max([highest, *closed, *line["open"]])
+        doubled = [each for each in closed if ended[each] > 1]
+        doubled += [each for each in line["open"] if each in ended]
+        whole = len(ended) + len(line["open"]) == highest + 1
+        lost = () if whole else {*range(highest + 1)} - {*ended, *line["open"]}
+        for groups, what in ((doubled, "doubled"), (lost, "lost")):
+            if groups:
+                where = f"in step {line['step']} ({len(groups)} in all)"
+                return False, f"group {min(groups)} is {what} {where}"
         dropped = {f"dropped as {reason}": each for reason, each in line["dropped"].items()}
         for end, groups in {"trained on": line["trained"], **dropped}.items():
             ends[end] += len(groups)
-            total.update(groups)
-    doubled = sorted(group for group, times in total.items() if times > 1)
-    lost = sorted({*range(max(total, default=-1) + 1)} - {*total})
-    for groups, what in ((doubled, "doubled"), (lost, "lost")):
-        if groups:
-            return False, f"group {groups[0]} is {what} ({len(groups)} in all)"
+        count = steps.get(line["step"], {}).get("groups_trained")
+        if is_number(count) and count != len(line["trained"]):
+            what = f"{len(line['trained'])} groups, and metrics.jsonl {count:g}"
+            return False, f"groups.jsonl has step {line['step']} train on {what}"
+    if lines[-1]["step"] < last and steps.get(last, {}).get("groups_trained"):
+        return False, f"groups.jsonl ends with step {lines[-1]['step']} of {last}"
     counts = ", ".join(f"{number:,} {end}" for end, number in ends.items())
-    return True, f"{len(total):,} taken: {counts}, {len(lines[-1]['open']):,} open"
+    return True, f"{highest + 1:,} taken: {counts}, {len(lines[-1]['open']):,} open"

@@ -82,7 +82,8 @@ class RunLog(Callback):
         event("checkpoint", f"checkpoint of step {step} written", path=str(path))
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        event("train_end", f"training ends after step {trainer.state.step}", metrics=metrics)
+        step = self.fields["step"] = trainer.state.step  # less than began, if one was dropped
+        event("train_end", f"training ends after step {step}", metrics=metrics)
 
 
 def event(name: str, message: str, **details: Any) -> None:

@@ -51,6 +51,7 @@ SECTIONS = {
             "Informative groups", "share of prompts whose responses differ in reward"
         ),
         "reward_std": Metric("Spread of rewards", "standard deviation of the rewards in a step"),
+        "groups_trained": Metric("Groups trained on", "prompts, in this step"),
         "groups_kept": Metric("Groups kept", "share of sampled prompts that are trained on"),
     },
     "Conversations": {

@@ -75,12 +75,44 @@ def warned(run: Path) -> None:
     rewrite(run / "log.jsonl", lambda line: line | {"event": "warning", "message": message})
 
 
+def taken_out(run: Path) -> None:
+    def without(line: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in line.items() if line["step"] > 1 or k != "receipts/tokens"}
+
+    rewrite(run / "metrics.jsonl", without)
+
+
+def moved(run: Path) -> None:
+    trained = {1: [*range(7)], 2: [*range(7, 12)]}
+    rewrite(run / "groups.jsonl", lambda x: x | {"trained": trained.get(x["step"], x["trained"])})
+
+
+def swapped(run: Path) -> None:
+    trained = {1: [0, 6, 2, 3, 4, 5], 2: [1, *range(7, 12)]}
+    rewrite(run / "groups.jsonl", lambda x: x | {"trained": trained.get(x["step"], x["trained"])})
+
+
+@pytest.mark.parametrize("name", ["metrics", "groups"])
+def test_a_finished_run_whose_last_steps_are_cut(name: str, run: Path):
+    file = run / f"{name}.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    failed = {each.name: each.found for each in verify_run(run) if each.holds is False}
+    if name == "groups":
+        assert failed == {"prompts": "groups.jsonl ends with step 2 of 3"}
+    else:
+        said = "not recorded in step 3, but in others"
+        assert failed == dict.fromkeys(("tokens", "support", "mismatch", "staleness"), said)
+
+
 @pytest.mark.parametrize(
     ("change", "name", "said"),
     [
         (unproved, "tokens", "not in step 2"),
         (stopped, "support", "ReceiptError: step 4: the receipt support does not hold: 0.8"),
         (warned, "support", "step 3: the receipt support does not hold: 0.8"),
+        (taken_out, "tokens", "not recorded in step 1, but in others"),
+        (moved, "prompts", "groups.jsonl has step 1 train on 7 groups, and metrics.jsonl 6"),
+        (swapped, "prompts", "group 1 is lost in step 1 (1 in all)"),
     ],
 )
 def test_what_a_run_said_of_itself(
@@ -100,9 +132,9 @@ def test_what_a_run_said_of_itself(
     ("changed", "holds", "said"),
     [
         ({}, True, "5 taken: 3 trained on, 1 dropped as uninformative, 1 open"),
-        ({"trained": [3, 0]}, False, "group 0 is doubled (1 in all)"),
-        ({"dropped": {}}, False, "group 2 is lost (1 in all)"),
-        ({"open": [6]}, False, "group 4 is lost (2 in all)"),
+        ({"trained": [3, 0]}, False, "group 0 is doubled in step 2 (1 in all)"),
+        ({"dropped": {}}, False, "group 2 is lost in step 2 (1 in all)"),
+        ({"open": [6]}, False, "group 4 is lost in step 2 (2 in all)"),
         ({"step": 4, "open": [9]}, True, "4 taken: 2 trained on, 2 open"),  # it did not end
     ],
 )
@@ -112,6 +144,7 @@ def test_each_group_is_trained_on_dropped_or_open(
     first = {"step": 1, "trained": [0, 1], "dropped": {}, "open": [2, 3]}
     second = {"step": 2, "trained": [3], "dropped": {"uninformative": [2]}, "open": [4], **changed}
     torn = '{"step": 3, "trai'
+    rewrite(run / "metrics.jsonl", lambda line: {**line, "groups_trained": None})
     (run / "groups.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n{torn}")
     assert of(run)["prompts"] == Receipt("prompts", holds, said)
 

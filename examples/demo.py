@@ -28,7 +28,9 @@ class Demo:
     """Train SmolLM2-135M-Instruct on sums, and compare its answers before and after."""
 
     dir: Path = Path("runs/demo")
-    """Where the data and the run are kept; a demo that is there already is replaced."""
+    """Where the data and the run are kept; a demo that was interrupted goes on, one that has ended
+    is replaced.
+    """
     model: Path = Path("runs/smollm2")
     """The model: a folder that tools/smollm2.py wrote."""
     seed: int = 0
@@ -75,7 +77,8 @@ def answers(model: Path, settings: Demo) -> dict[str, Any]:
         settings.dir / "held_out.jsonl",
         reward="last_number",
         data={"chat": True},
-        generation={"temperature": 0.0, "max_new_tokens": 64},  # a sum, in many words
+        # A sum, in many words; some at a time, so that the progress is seen.
+        generation={"temperature": 0.0, "max_new_tokens": 64, "max_batch_size": 32},
     )
 
 
@@ -92,12 +95,15 @@ def show_both(before: dict[str, Any], after: dict[str, Any], count: int = 8) -> 
 
 
 def main(settings: Demo) -> None:
-    run = settings.dir / "grpo"
-    shutil.rmtree(run, ignore_errors=True)
+    run, first = settings.dir / "grpo", settings.dir / "before.json"
+    if (run / "hf").exists():
+        shutil.rmtree(run)
+        first.unlink(missing_ok=True)
     settings.dir.mkdir(parents=True, exist_ok=True)
     save_rows(settings.dir, settings)
     console.print(f"[bold]Before[/]: {settings.model} answers {settings.num_held_out} sums")
-    before = answers(settings.model, settings)
+    before = json.loads(first.read_text()) if first.exists() else answers(settings.model, settings)
+    first.write_text(json.dumps(before))
     console.print(f"{before['accuracy']:.0%} are right\n")
 
     start = time.perf_counter()
@@ -109,7 +115,7 @@ def main(settings: Demo) -> None:
             lora=nemorl.LoRAConfig(rank=16),
             optimizer=nemorl.OptimizerConfig(lr=3e-4, schedule="linear", min_lr_ratio=0.1),
             generation=nemorl.GenerationConfig(max_new_tokens=20, temperature=0.8),
-            run=nemorl.RunConfig(dir=str(run), seed=settings.seed),
+            run=nemorl.RunConfig(dir=str(run), seed=settings.seed, resume="auto"),
             reward="last_number",
             num_prompts_per_step=settings.prompts,
             num_generations_per_prompt=8,
@@ -133,4 +139,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Demo))
     except KeyboardInterrupt:
-        raise SystemExit("interrupted; make demo starts again") from None
+        raise SystemExit("interrupted; make demo goes on") from None

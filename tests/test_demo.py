@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,9 @@ def test_a_short_demo(packages: Path, smollm2: Path, tmp_path: Path):
         for name in ("held_out", "train")
     )
     assert len(held_out) == 9 and len(train) > 1000 and not held_out & train
+    shutil.rmtree(folder / "grpo" / "hf")  # as if it had been interrupted
+    metrics = (folder / "grpo" / "metrics.jsonl").read_text()
+    short[1] = "3"
+    run(script, "--dir", folder, "--model", smollm2, *short, packages=packages)
+    again = (folder / "grpo" / "metrics.jsonl").read_text()
+    assert again.startswith(metrics) and again.count('"phase": "train"') == 3

@@ -1,6 +1,7 @@
 """Using a model without training it: `evaluate`, `generate` and `export`."""
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -368,8 +369,12 @@ def _loaded(
 
 def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
     """Yield slices of nearly equal size: in a small one a few that fail are most."""
+    from rich import get_console
     from rich.progress import track
 
     total, count = len(prompts), -(-len(prompts) // size)
     slices = [range(i * total // count, (i + 1) * total // count) for i in range(count)]
-    yield from map(prompts.take, track(slices, description="answering", transient=True))
+    for each in track(slices, description="answering", transient=True):
+        yield prompts.take(each)
+        if count > 1 and not get_console().is_terminal:
+            print(f"answered {each.stop} of {total}", file=sys.stderr, flush=True)

@@ -62,8 +62,10 @@ class TrainerConfig:
     """Compute once per forward pass what several of its sequences begin with: prompts, and earlier
     turns. Not with context parallelism.
     """
-    logprob_chunk: int = 1024
-    """Tokens whose logits are in memory at a time; the logits of a whole batch never are."""
+    logprob_chunk: int | None = None
+    """Tokens whose logits are in memory at a time; the logits of a whole batch never are. None:
+    4,096 on GPUs that are known to have room for it, and that no engine shares; else 1,024.
+    """
     device: str | None = None
     """Device: cpu, cuda, cuda:1, …; with several ranks cpu or cuda, of which each takes one GPU.
     Default: the first GPU if there is one.
@@ -119,6 +121,11 @@ class TrainerConfig:
             self.packed_row_tokens,
             "add --trainer.sequence-packing",
         )
+
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits are in memory at a time: `logprob_chunk`, or 1,024."""
+        return self.logprob_chunk or 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -415,7 +415,7 @@ def _forward(
     config: BackendConfig,
     world: World,
 ) -> ForwardOutput:
-    options: Any = {"chunk": config.trainer.logprob_chunk, "needs": needs}
+    options: Any = {"chunk": config.trainer.chunk, "needs": needs}
     if world.sharded:
         found = sharded_outputs(model, world, batch, work, **options)
     else:

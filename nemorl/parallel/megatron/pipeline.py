@@ -107,7 +107,7 @@ class Pipeline:
             routing["copies"] = copies_of(part, work, self.world)
         part = replace(part, routed_experts=None, route_ids=None)
         rows, work, routing = to_device((part, work, routing), self.world.device)
-        inputs = RankInputs.of(rows, work, self.world, chunk=trainer.logprob_chunk, needs=needs)
+        inputs = RankInputs.of(rows, work, self.world, chunk=trainer.chunk, needs=needs)
         found = model(**inputs.values, **routing)
         if stage.post_process and loss_fn is None:
             found = torch.stack(found)  # for mixtures of experts the schedule wants a tensor

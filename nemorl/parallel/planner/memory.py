@@ -225,7 +225,7 @@ class Step:
         return self.tokens * (hidden * (STATE + size) // self.token_split() + 2 * hidden * size)
 
     def logits_memory(self) -> int:
-        rows = min(self.work.trainer.logprob_chunk, self.tokens)
+        rows = min(self.work.trainer.chunk, self.tokens)
         arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy * 2
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
 

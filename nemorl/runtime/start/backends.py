@@ -163,8 +163,9 @@ class Backends:
         launch, config = self.launch, self.launch.config
         trainer, plan = config.trainer, launch.devices.plan
         if self.fit is not None:
-            trainer = replace(trainer, micro_batch_tokens=self.fit.micro_batch_tokens)
-            plan = self.fit.step.plan
+            plan, chunk = self.fit.step.plan, self.fit.step.work.trainer.logprob_chunk
+            tokens = self.fit.micro_batch_tokens
+            trainer = replace(trainer, micro_batch_tokens=tokens, logprob_chunk=chunk)
         return BackendConfig(
             model=replace(config.model, path=launch.folder),
             trainer=trainer,

@@ -2,7 +2,7 @@
 is loaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,9 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.start.devices import Devices
 from nemorl.warn import warn
 
+LARGE_CHUNK = 4096
+"""`trainer.logprob_chunk` where there is room: fewer times is the head's gradient added to."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -39,10 +42,12 @@ class Fit:
     def __str__(self) -> str:
         tokens = self.step.work.trainer.micro_batch_tokens
         sized = f" and microbatches of at most {tokens} tokens" * (tokens is not None)
+        chunk = self.step.work.trainer.chunk
+        chunked = f" and logits of {chunk} tokens at a time" * (chunk == LARGE_CHUNK)
         return (
             f"training is estimated to take {training_of(self.step) / GB:.1f} of each GPU's"
             f" {self.card / GB:.1f} GB, with parallel.activation_checkpointing"
-            f" {self.step.plan.recomputes}{sized}"
+            f" {self.step.plan.recomputes}{sized}{chunked}"
         )
 
 
@@ -69,7 +74,8 @@ def fitted(
     check_states(step, card)
     room, trainer = card * (1 - step.work.reserve), step.work.trainer
     longest = max(config.longest_row, trainer.packed_row_tokens or 0)
-    tries = [*_tries(step, model, longest)]
+    large = not (trainer.logprob_chunk or engines or devices.torchrun)
+    tries = [*_tries(step, model, longest, chunks=[LARGE_CHUNK, None] if large else [None])]
     if devices.torchrun:  # where machines may have other GPUs, and all must cut alike
         tries = tries[:1]
     found = next((each for each in tries if training_of(each) <= room), tries[-1])
@@ -92,7 +98,7 @@ def fitted(
     )
 
 
-def _tries(step: Step, model: Any, longest: int) -> Iterator[Step]:
+def _tries(step: Step, model: Any, longest: int, *, chunks: Sequence[int | None]) -> Iterator[Step]:
     """Yield a step with what may be chosen, the fastest first."""
     trainer, plans, tokens = step.work.trainer, [step.plan], MICRO_BATCH_TOKENS
     proofs = known(model) if limits_of(trainer.backend).traits.proves else ASSUMED
@@ -104,8 +110,10 @@ def _tries(step: Step, model: Any, longest: int) -> Iterator[Step]:
     given = trainer.micro_batch_tokens or trainer.train_micro_batch_size
     for plan in plans:
         for size in [trainer.micro_batch_tokens] if given else sizes:
-            sized = replace(step.work, trainer=replace(trainer, micro_batch_tokens=size))
-            yield replace(step, plan=plan, work=sized)
+            for chunk in chunks:
+                logits = chunk or trainer.logprob_chunk
+                chosen = replace(trainer, micro_batch_tokens=size, logprob_chunk=logits)
+                yield replace(step, plan=plan, work=replace(step.work, trainer=chosen))
 
 
 def sharing_of(

@@ -80,6 +80,7 @@ def test_a_run_of_7b_with_adapters_has_room_on_one_gpu():
 
 GIVEN_TOKENS = {"trainer": nemorl.TrainerConfig(micro_batch_tokens=4096)}
 LONG = {"data": nemorl.DataConfig(max_total_sequence_length=10_000)}
+ENGINES = {"generation": nemorl.GenerationConfig(backend="vllm")}
 EIGHT = {"gpus": 8, "plan": {"dp_shard": 8}}
 
 
@@ -102,6 +103,17 @@ def test_what_nobody_set_is_chosen_so_that_training_fits(
     assert fit is not None and training_of(fit.step) <= 0.9 * 80e9
     assert fit.step.work.trainer.micro_batch_tokens == tokens
     assert fit.step.plan.recomputes == recomputes
+
+
+def test_the_heads_chunk_is_large_where_there_is_room():
+    """None of it where engines share the GPU, or where the user chose."""
+    roomy, mine = {"gpus": 64, "plan": {"dp_shard": 64}}, nemorl.TrainerConfig(logprob_chunk=512)
+    for kind, options, chunk in (
+        (nemorl.SFTConfig, roomy, 4096),
+        (nemorl.SFTConfig, {**roomy, "trainer": mine}, 512),
+        (nemorl.GRPOConfig, {**roomy, "reward": "exact"} | ENGINES, 1024),
+    ):
+        assert fit_of(kind, **options).step.work.trainer.chunk == chunk
 
 
 def test_what_the_user_set_stays():
@@ -157,6 +169,7 @@ def test_a_run_trains_with_what_was_chosen(tmp_path: Path, monkeypatch: pytest.M
     roomy = go("roomy", 10**12)
     assert go("tight", int(0.6 * training_of(shown[0].step))) == roomy
     assert [each.trainer.micro_batch_tokens for each in configs] == [None, 8192]
+    assert [each.trainer.chunk for each in configs] == [4096, 4096]
     assert "and microbatches of at most 8192 tokens" in str(shown[1])
 
 

@@ -94,11 +94,11 @@ def test_importing_nemorl_does_not_import_torch():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run with samples and a tokenizer."""
+    """A run with samples, a tokenizer and a model."""
     from tests.runtime.runs import grpo_config, start
 
     folder = tmp_path_factory.mktemp("runs") / "sums"
-    start(grpo_config(folder, steps=2))
+    start(grpo_config(folder, steps=2, run={"export": True}))
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 3)
     return folder
 

@@ -244,7 +244,7 @@ def exchanging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_stops_or_warns(exchanging: None, tmp_path: Path):
     trainer = nemorl.TrainerConfig(device="cpu", backend="exchanging")
-    with pytest.raises(ReceiptError, match=r"^step 1: the receipt tokens does not hold: .*warn go"):
+    with pytest.raises(ReceiptError, match=r"^step 1: the receipt tokens does not hold: .*warn c"):
         start(grpo_config(tmp_path / "stops", steps=2, trainer=trainer))
     config = grpo_config(
         tmp_path / "warns",

@@ -23,14 +23,13 @@ from parallel import become_rank, free_port
 from torch import Tensor
 from train_step import batch_of
 
-from nemorl.models.checked_files import CheckedWriter
-from nemorl.models.tensor_files import Piece
+from nemorl.models.tensor_files import CheckedWriter, Piece
 from nemorl.parallel.checkpoint import CheckpointWriter, Contents, Pieces, shared_out
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.checkpoint import contents_of
+from nemorl.parallel.dtensor.pieces import contents_of
 from nemorl.parallel.megatron.backend import MegatronBackend
-from nemorl.parallel.megatron.pieces import MOMENTS
+from nemorl.parallel.megatron.weights import MOMENTS
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms.sft import loss_fn
 

@@ -24,8 +24,7 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, 
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms.sft import loss_fn
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.ranks.trainer import RankedTrainer, make_trainer
 
 

@@ -23,9 +23,8 @@ from common import VOCABULARY, command, load_tokenizer, quiet, save_model
 from rollouts import backend, bare
 
 from nemorl import Outcome, Policy, SamplingParams
-from nemorl.rollout.conversation import Conversation, Episode, Limits
+from nemorl.rollout.conversation import Conversation, Episode, Limits, Prompts
 from nemorl.rollout.episodes import converse
-from nemorl.rollout.prompts import Prompts
 
 WORDS = 6
 """Tokens of a prompt and of an observation."""

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from nemorl.data.transfer import to_device
-from nemorl.parallel.attention import segment_attention, segments_of
-from nemorl.parallel.varlen import Kernel
+from nemorl.data.batch import to_device
+from nemorl.parallel.attention import Kernel, segment_attention, segments_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,8 +99,8 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from nemorl.rollout.wrapped import blocking
     from nemorl.runtime.engines.backend import VLLMGenerationBackend
     from nemorl.runtime.engines.transport import own_place
+    from nemorl.runtime.engines.weight_sync import sync_weights
     from nemorl.runtime.engines.weights import WeightSender, expected_weights
-    from nemorl.runtime.run.weight_sync import sync_weights
 
     model = AutoModelForCausalLM.from_config(config_of(megabytes)).to(options.device)
     weights = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
@@ -152,7 +152,7 @@ def main(options: Options) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # as replicas have it
     import torch
 
-    from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
+    from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
 
     torch.set_num_threads(1)
     with RayVirtualCluster({"benchmark": [Bundle(cpus=1)]}, num_cpus=2):

@@ -22,7 +22,7 @@ from nemorl.runtime.config.tree import (
     to_dict,
     variants,
 )
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.run.registry import ALGORITHMS
 
 PAGE = Path(__file__).parent / "configuration.md"
 MIGRATION = Path(__file__).parent / "coming-from.md"

@@ -60,11 +60,10 @@ if TYPE_CHECKING:
     from nemorl.runtime.cli.inference import generate as generate
     from nemorl.runtime.cli.main import cli as cli
     from nemorl.runtime.cli.main import main as main
-    from nemorl.runtime.cluster.placement import Bundle as Bundle
-    from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
-    from nemorl.runtime.cluster.worker_group import RayWorkerGroup as RayWorkerGroup
     from nemorl.runtime.config.base import BaseConfig as BaseConfig
-    from nemorl.runtime.config.data import DataConfig as DataConfig
+    from nemorl.runtime.config.base import DataConfig as DataConfig
+    from nemorl.runtime.config.base import RunConfig as RunConfig
+    from nemorl.runtime.config.base import RuntimeConfig as RuntimeConfig
     from nemorl.runtime.config.dpo import DPOConfig as DPOConfig
     from nemorl.runtime.config.dpo import DPOLoss as DPOLoss
     from nemorl.runtime.config.dpo import HingeLoss as HingeLoss
@@ -86,34 +85,35 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.config.presets import preset as preset
-    from nemorl.runtime.config.run import RunConfig as RunConfig
-    from nemorl.runtime.config.runtime import RuntimeConfig as RuntimeConfig
     from nemorl.runtime.config.sft import SFTConfig as SFTConfig
     from nemorl.runtime.config.tree import load_config as load_config
-    from nemorl.runtime.run.callbacks import Callback as Callback
-    from nemorl.runtime.run.callbacks import StopTraining as StopTraining
+    from nemorl.runtime.engines.weight_sync import sync_weights as sync_weights
     from nemorl.runtime.run.loop import OpenRun as OpenRun
     from nemorl.runtime.run.loop import Step as Step
-    from nemorl.runtime.run.result import TrainResult as TrainResult
-    from nemorl.runtime.run.weight_sync import sync_weights as sync_weights
-    from nemorl.runtime.start.open_run import open_run as open_run
-    from nemorl.runtime.start.open_run import run as run
-    from nemorl.runtime.start.registry import get_algorithm as get_algorithm
-    from nemorl.runtime.start.registry import get_generation_backend as get_generation_backend
-    from nemorl.runtime.start.registry import get_training_backend as get_training_backend
-    from nemorl.runtime.start.registry import register_advantage as register_advantage
-    from nemorl.runtime.start.registry import register_algorithm as register_algorithm
-    from nemorl.runtime.start.registry import (
+    from nemorl.runtime.run.open_run import open_run as open_run
+    from nemorl.runtime.run.open_run import run as run
+    from nemorl.runtime.run.registry import get_algorithm as get_algorithm
+    from nemorl.runtime.run.registry import get_generation_backend as get_generation_backend
+    from nemorl.runtime.run.registry import get_training_backend as get_training_backend
+    from nemorl.runtime.run.registry import register_advantage as register_advantage
+    from nemorl.runtime.run.registry import register_algorithm as register_algorithm
+    from nemorl.runtime.run.registry import (
         register_generation_backend as register_generation_backend,
     )
-    from nemorl.runtime.start.registry import register_logger as register_logger
-    from nemorl.runtime.start.registry import register_loss as register_loss
-    from nemorl.runtime.start.registry import register_reward as register_reward
-    from nemorl.runtime.start.registry import register_training_backend as register_training_backend
+    from nemorl.runtime.run.registry import register_logger as register_logger
+    from nemorl.runtime.run.registry import register_loss as register_loss
+    from nemorl.runtime.run.registry import register_reward as register_reward
+    from nemorl.runtime.run.registry import register_training_backend as register_training_backend
+    from nemorl.runtime.run.result import TrainResult as TrainResult
     from nemorl.runtime.store.state import Run as Run
-    from nemorl.runtime.watch.loggers.base import LoggedRun as LoggedRun
-    from nemorl.runtime.watch.loggers.base import MetricLogger as MetricLogger
-    from nemorl.runtime.watch.report.page import write_report as write_report
+    from nemorl.runtime.watch.callbacks import Callback as Callback
+    from nemorl.runtime.watch.callbacks import StopTraining as StopTraining
+    from nemorl.runtime.watch.loggers import LoggedRun as LoggedRun
+    from nemorl.runtime.watch.loggers import MetricLogger as MetricLogger
+    from nemorl.runtime.watch.report import write_report as write_report
+    from nemorl.runtime.workers.cluster import Bundle as Bundle
+    from nemorl.runtime.workers.cluster import RayVirtualCluster as RayVirtualCluster
+    from nemorl.runtime.workers.group import RayWorkerGroup as RayWorkerGroup
 
     __version__: str
 
@@ -137,7 +137,7 @@ _NAMES = {
     ],
     "nemorl.rollout.environments.classes": ["TurnResult"],
     "nemorl.rollout.environments.openenv": ["openenv"],
-    "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
+    "nemorl.runtime.watch.loggers": ["LoggedRun", "MetricLogger"],
     "nemorl.losses.types": ["Needs", "needs"],
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.parallel.config": [
@@ -154,19 +154,17 @@ _NAMES = {
     "nemorl.rollout.judge": ["Judge", "RewardServer"],
     "nemorl.rollout.processes": ["judged_in_processes"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
-    "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],
+    "nemorl.runtime.watch.callbacks": ["Callback", "StopTraining"],
     "nemorl.runtime.algorithms.policy_loss": ["at_version", "policy_loss"],
     "nemorl.runtime.cli.main": ["cli", "main"],
-    "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
-    "nemorl.runtime.config.base": ["BaseConfig"],
-    "nemorl.runtime.config.data": ["DataConfig"],
-    "nemorl.runtime.config.run": ["RunConfig"],
+    "nemorl.runtime.workers.cluster": ["Bundle", "RayVirtualCluster"],
+    "nemorl.runtime.config.base": ["BaseConfig", "DataConfig", "RunConfig", "RuntimeConfig"],
     "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],
     "nemorl.rollout.config": ["GenerationConfig", "RolloutConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
     "nemorl.runtime.run.loop": ["OpenRun", "Step"],
-    "nemorl.runtime.start.open_run": ["open_run", "run"],
+    "nemorl.runtime.run.open_run": ["open_run", "run"],
     "nemorl.runtime.config.grpo": [
         "AsyncConfig",
         "ReceiptsConfig",
@@ -192,7 +190,7 @@ _NAMES = {
         "SimPOLoss",
     ],
     "nemorl.runtime.config.presets": ["preset"],
-    "nemorl.runtime.start.registry": [
+    "nemorl.runtime.run.registry": [
         "get_algorithm",
         "get_generation_backend",
         "get_training_backend",
@@ -205,11 +203,10 @@ _NAMES = {
         "register_training_backend",
     ],
     "nemorl.runtime.run.result": ["TrainResult"],
-    "nemorl.runtime.config.runtime": ["RuntimeConfig"],
     "nemorl.runtime.store.state": ["Run"],
-    "nemorl.runtime.run.weight_sync": ["sync_weights"],
-    "nemorl.runtime.cluster.worker_group": ["RayWorkerGroup"],
-    "nemorl.runtime.watch.report.page": ["write_report"],
+    "nemorl.runtime.engines.weight_sync": ["sync_weights"],
+    "nemorl.runtime.workers.group": ["RayWorkerGroup"],
+    "nemorl.runtime.watch.report": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _SUBPACKAGES = ("data", "losses")

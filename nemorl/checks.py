@@ -3,9 +3,14 @@
 import difflib
 import math
 import re
+import sys
+import sysconfig
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from os import sep
+from pathlib import Path
 from typing import Any
 
 LARGEST = (2 - 2**-23) * 2.0**127
@@ -173,3 +178,31 @@ def refuse_unused(
             value = getattr(config, item.name)
             default = item.default if item.default_factory is MISSING else item.default_factory()
             require(value == default, f"{section}.{item.name}", requirement, value, remedy)
+
+
+INSIDE = (f"{Path(__file__).parent}{sep}", f"{sysconfig.get_path('stdlib')}{sep}", "<frozen ")
+"""How the names of files begin that are not the user's; installed packages are not, either."""
+
+
+def warn(message: str) -> None:
+    """Issue a UserWarning for the line of the script or notebook cell that called nemorl.
+
+    In a thread it names the line that called this function.
+    """
+    here = sys._getframe(1)
+    frame = here
+    while frame.f_code.co_filename.startswith(INSIDE) or f"-packages{sep}" in (
+        frame.f_code.co_filename
+    ):
+        if frame.f_back is None:
+            frame = here
+            break
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from nemorl.runtime.config import tree
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.start import registry
+from nemorl.runtime.run import registry
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

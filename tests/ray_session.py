@@ -22,7 +22,7 @@ def ray_cpus() -> int:
     """Start the cluster, if need be, that every RayVirtualCluster of this process then shares; how
     many CPUs it thinks it has.
     """
-    from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
+    from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
 
     session = {"session": [Bundle(cpus=0, resources={"node:__internal_head__": 0.001})]}
     ENDS.callback(RayVirtualCluster(session, num_cpus=NUM_CPUS, num_gpus=NUM_GPUS).shutdown)

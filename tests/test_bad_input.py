@@ -25,8 +25,8 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
+from tests.runtime.run.mishaps import FailsOnce
 from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config
-from tests.runtime.start.mishaps import FailsOnce
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tools.from_nemo_rl import translate
 

@@ -46,7 +46,7 @@ wait"""
         """
 exec python -u - "$@" << 'PYTHON'
 import signal, sys, time, ray
-from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
+from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
 def save(*_):
     print("saved", *sys.argv[1:])
     sys.exit(143)

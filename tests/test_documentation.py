@@ -25,7 +25,7 @@ from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import EvalConfig
 from nemorl.runtime.config.flags import NO_SETTINGS, names_of
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.run.registry import ALGORITHMS
 from tests.documents import blocks
 from tests.examples import LAST_LINE, load_example, write_example_files
 

@@ -24,7 +24,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.grpo import ClippedLoss, GRPOConfig, GSPOLoss, KLConfig, OffPolicyConfig
 from nemorl.runtime.engines.weights import WeightSender
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.watch.callbacks import Callback
 from tests.emulated_gpu import NAME, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.parity.cases import QUICK, Case

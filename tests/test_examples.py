@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from nemorl.runtime.start import registry
+from nemorl.runtime.run import registry
 from tests.examples import EXAMPLES, load_example, run_example
 from tests.runtime.runs import GROUPS, SAMPLED, addition_rows, digits, small_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nemorl
-from nemorl.runtime.start.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
+from nemorl.runtime.run.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
 
 PACKAGE = Path(__file__).parent.parent / "nemorl"
 
@@ -19,7 +19,6 @@ FLOORS = {
     "openmp": 0,
     "overlapping": 0,
     "user_code": 0,
-    "warn": 0,
     "losses": 1,
     "data": 2,
     "models": 3,
@@ -30,8 +29,8 @@ FLOORS = {
 ATTIC = 7
 """Modules directly in nemorl/ may import everything below, and nobody may import them."""
 ROOMS = (
-    *("config", "store", "run", "cluster", "engines", "ranks"),
-    *("watch", "start", "algorithms", "cli"),
+    *("config", "store", "workers", "engines", "ranks"),
+    *("watch", "run", "algorithms", "cli"),
 )
 """The rooms of runtime, bottom up. Each imports only itself and those before it."""
 
@@ -292,8 +291,8 @@ def test_long_functions_are_found(tmp_path: Path):
     ],
 )
 def test_a_compared_backend_is_found(line: str, tmp_path: Path):
-    files = {"runtime/start/a.py": line, "parallel/a.py": line}
-    assert compared_backends(_tree(tmp_path, files))[0].startswith("runtime/start/a.py:")
+    files = {"runtime/run/a.py": line, "parallel/a.py": line}
+    assert compared_backends(_tree(tmp_path, files))[0].startswith("runtime/run/a.py:")
 
 
 def _tree(tmp_path: Path, files: dict[str, str]) -> Path:

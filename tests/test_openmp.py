@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemorl.openmp import CHOICES
-from nemorl.runtime.start import settings
+from nemorl.runtime.run import launch
 
 SHOWN = "import json, os, nemorl.openmp as o; print(o.SPINS, json.dumps(o.spinning_variables()))"
 
@@ -44,9 +44,9 @@ def test_too_late_is_known_and_an_import_says_nothing():
 
 @pytest.mark.parametrize(("spins", "threads"), [(True, 2), (False, 2)])
 def test_a_run_says_that_it_was_too_late(monkeypatch, recwarn, spins: bool, threads: int):
-    monkeypatch.setattr(settings, "SPINS", spins)
+    monkeypatch.setattr(launch, "SPINS", spins)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    settings.warn_of_spinning()
+    launch.warn_of_spinning()
     said = [str(each.message) for each in recwarn]
     assert len(said) == spins
     assert all("import nemorl first, or set GOMP_SPINCOUNT" in each for each in said)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl import warn as module
+from nemorl import checks as module
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PACKAGE = Path(module.__file__).parent

@@ -26,7 +26,7 @@ WHOLE_PATHS = {
     "tests/runtime/store/test_checkpoint.py::test_killed_at_any_point_of_writing[next]": (
         "a checkpoint that is cut off"
     ),
-    "tests/runtime/start/test_live.py::test_ranks_that_die_cost_no_number[make0]": "ranks that die",
+    "tests/runtime/run/test_live.py::test_ranks_that_die_cost_no_number[make0]": "ranks that die",
     "tests/runtime/engines/test_faults.py::test_what_a_lost_replica_had_to_do_is_done_by_the"
     "_other": "a replica that dies",
     # Several devices
@@ -44,8 +44,8 @@ WHOLE_PATHS = {
         "megatron overlaps"
     ),
     "tests/runtime/ranks/test_torchrun.py::test_the_others_obey_rank_zero": "torchrun",
-    "tests/runtime/start/test_devices.py::test_a_cluster_is_asked_for_its_gpus": "a Ray cluster",
-    "tests/runtime/cluster/test_environments.py::test_processes_change_nothing": (
+    "tests/runtime/run/test_devices.py::test_a_cluster_is_asked_for_its_gpus": "a Ray cluster",
+    "tests/runtime/workers/test_environments.py::test_processes_change_nothing": (
         "environments on Ray"
     ),
     "tests/test_emulated_gpu.py::test_a_run_equals_the_cpus": "a device that is no CPU",

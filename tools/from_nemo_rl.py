@@ -18,7 +18,7 @@ from nemorl.checks import require
 from nemorl.runtime.config.spellings import libraries, settings_in, table
 from nemorl.runtime.config.tree import flat, from_dict, nested
 from nemorl.runtime.config.yaml_io import dump, read
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.run.registry import ALGORITHMS
 
 RULES = table()["importer"]
 JINJA = Environment(undefined=ChainableUndefined)

@@ -19,12 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.models import config_of, random_model, trainer
 from benchmarks.gpu.part import Measurements, Row, Skip, row
 from nemorl import GenerationConfig, SamplingParams
-from nemorl.data.transfer import to_device
-from nemorl.parallel.attention import segment_attention, segments_of
+from nemorl.data.batch import to_device
+from nemorl.parallel.attention import Kernel, kernel_of, segment_attention, segments_of
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.varlen import Kernel, kernel_of
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.run.weight_sync import check_agreement
+from nemorl.runtime.engines.weight_sync import check_agreement
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD_DIM = 64

@@ -38,7 +38,7 @@ def transfer(name: str, settings: dict[str, Any], small: bool) -> Iterator[Row]:
     if name == "NCCL" and torch.cuda.device_count() < 2:
         raise Skip("NCCL needs a GPU for the trainer and another for the engine")
     require_package("ray" if small else "vllm")
-    from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
+    from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
 
     options = weight_sync.Options(rounds=1, engine=False)
     if not small:

@@ -6,15 +6,93 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
+from torch.nn.functional import pad as pad_tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
+from nemorl.accelerator import is_accelerator
+from nemorl.checks import at_least
 from nemorl.data.example import Example
-from nemorl.data.padding import pad, round_up
-from nemorl.data.routes import RankRoutes
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import PerToken, TokenIds, TokenMask, register_pytree
+
+
+def pad(
+    sequences: Sequence[Tensor],
+    *,
+    value: int | float | bool,
+    length: int | None = None,
+    multiple_of: int = 1,
+) -> tuple[Shaped[Tensor, "batch seq *rest"], Int[Tensor, "batch"]]:
+    """Return sequences as rows of one tensor, and their lengths; `unpad` is the inverse.
+
+    The width is `length`, or the longest sequence, rounded up to `multiple_of`; free places, on the
+    right, hold `value`. Raises: ValueError that names a sequence longer than `length`.
+
+    >>> padded, lengths = pad([torch.tensor([1, 2, 3]), torch.tensor([4])], value=0, multiple_of=2)
+    >>> padded.tolist(), lengths.tolist()
+    ([[1, 2, 3, 0], [4, 0, 0, 0]], [3, 1])
+    """
+    at_least(1, multiple_of=multiple_of)
+    sizes = [len(sequence) for sequence in sequences]
+    longest = max(sizes)
+    if length is not None and longest > length:
+        raise ValueError(
+            f"length must hold the longest sequence: sequence {sizes.index(longest)} has {longest}"
+            f" tokens, length is {length}"
+        )
+    padded = pad_sequence(list(sequences), batch_first=True, padding_value=value)
+    free = round_up(longest if length is None else length, multiple_of) - longest
+    padded = pad_tensor(padded, (0, 0) * (padded.ndim - 2) + (0, free), value=value)
+    return padded, torch.tensor(sizes, device=padded.device)
+
+
+def unpad(padded: Shaped[Tensor, "batch seq *rest"], lengths: Int[Tensor, "batch"]) -> list[Tensor]:
+    """Return the rows of a padded tensor without their padding.
+
+    >>> rows = unpad(torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([3, 1]))
+    >>> [row.tolist() for row in rows]
+    [[1, 2, 3], [4]]
+    """
+    return [row[:size] for row, size in zip(padded, lengths.tolist(), strict=True)]
+
+
+def round_up(length: int, multiple_of: int) -> int:
+    """Return the smallest multiple of `multiple_of` that is at least `length`.
+
+    >>> round_up(5, 4), round_up(8, 4)
+    (8, 8)
+    """
+    return -(-length // multiple_of) * multiple_of
+
+
+@dataclass(frozen=True)
+class RankRoutes:
+    """The experts of a rank's tokens and layers, in the order of its microbatches, no padding."""
+
+    experts: Int[Tensor, "tokens layers topk"]
+    ids: Int[Tensor, "tokens"] | None
+    """Equal, and in order, where the experts of all layers are; None where these are all layers."""
+    cut: Any
+    """The plans by which the batch was cut: a rank that cuts it otherwise would mix up tokens."""
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Return a pytree with its tensors on a device, through pinned memory.
+
+    >>> to_device([torch.ones(1), "x"], torch.device("cpu"))
+    [tensor([1.]), 'x']
+    """
+
+    return pytree.tree_map_only(Tensor, lambda tensor: _moved(tensor, device), values)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if is_accelerator(device) and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # torch keeps it until the copy is done
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,7 @@ from typing import Any
 
 from nemorl.checks import short
 from nemorl.data.example import Example
-from nemorl.data.rendered import require_rendered, require_roles
-from nemorl.data.templates import Message, Template, roles
+from nemorl.data.templates import Message, Template, require_rendered, require_roles, roles
 
 
 def tokenize_messages(

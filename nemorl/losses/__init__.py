@@ -10,13 +10,16 @@ from nemorl.losses.advantages import (
     gae,
     gdpo,
     grpo,
+    informative_groups,
     length_adaptive_lambda,
     max_rl,
     nemo_grpo,
     opd,
+    overlong_penalty,
     pass_at_k,
     reinforce_plus_plus,
     rloo,
+    scale_rewards,
     to_tokens,
     whiten,
 )
@@ -33,6 +36,7 @@ from nemorl.losses.logprobs import (
     linear_token_logprobs,
     require_same_support,
     token_logprobs,
+    vocab_parallel_linear_logprobs,
 )
 from nemorl.losses.masks import (
     constant_weights,
@@ -40,7 +44,18 @@ from nemorl.losses.masks import (
     sequence_mean_weights,
     token_mean_weights,
 )
-from nemorl.losses.policy import cispo, clipped, gspo, gspo_token, on_policy, reinforce
+from nemorl.losses.policy import (
+    cispo,
+    clipped,
+    entropy_bonus,
+    gspo,
+    gspo_token,
+    kl_loss,
+    log_ratio_penalty,
+    on_policy,
+    positive_nll,
+    reinforce,
+)
 from nemorl.losses.preference import (
     bradley_terry,
     dpo,
@@ -51,13 +66,7 @@ from nemorl.losses.preference import (
     sequence_logprobs,
     simpo,
 )
-from nemorl.losses.rewards import (
-    informative_groups,
-    overlong_penalty,
-    scale_rewards,
-)
 from nemorl.losses.supervised import nll
-from nemorl.losses.terms import entropy_bonus, kl_loss, log_ratio_penalty, positive_nll
 from nemorl.losses.types import (
     LossOutput,
     Max,
@@ -73,9 +82,6 @@ from nemorl.losses.types import (
     needs_of,
 )
 from nemorl.losses.value import explained_variance, value_loss
-from nemorl.losses.vocab_parallel import (
-    vocab_parallel_linear_logprobs,
-)
 
 __all__ = [
     "LogprobKind",

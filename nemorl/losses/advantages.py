@@ -6,6 +6,7 @@ Token-level functions take one sequence a row: advantages precede packing.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,10 +14,220 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.checks import at_least, require
-from nemorl.losses.baselines import EPSILON, advantages, members
-from nemorl.losses.masked import masked
-from nemorl.losses.segments import at_least_float32
-from nemorl.losses.types import PerResponse, PerToken, ResponseIds, TokenIds, TokenMask
+from nemorl.losses.types import (
+    PerResponse,
+    PerToken,
+    ResponseIds,
+    ResponseMask,
+    TokenIds,
+    TokenMask,
+    at_least_float32,
+    group_extremes,
+    group_labels,
+    group_sum,
+    masked,
+    require_one_of,
+)
+
+BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none", "greedy", "length_weighted")
+SCALES = ("group_std", "leave_one_out_std", "batch_std", "none")
+
+EPSILON = 1e-6
+
+
+class Group(NamedTuple):
+    """At every reward about its group."""
+
+    labels: Tensor
+    size: Tensor
+    mean: Tensor
+    centred: Tensor
+    squares: Tensor
+    """The group's sum of `centred`²."""
+    low: Tensor
+    high: Tensor
+
+
+def members(rewards: PerResponse, group_id: ResponseIds) -> Group:
+    """Return the statistics of each reward's group.
+
+    >>> members(torch.tensor([1.0, 5.0]), torch.tensor([0, 0])).mean.tolist()
+    [3.0, 3.0]
+    """
+    labels = group_labels(group_id)
+    size = group_sum(torch.ones_like(rewards), labels)
+    low, high = group_extremes(rewards, labels)
+    mean = torch.where(low == high, rewards, group_sum(rewards, labels) / size)
+    centred = rewards - mean
+    return Group(labels, size, mean, centred, group_sum(centred.square(), labels), low, high)
+
+
+def _others_equal(rewards: Tensor, group: Group) -> Tensor:
+    """Whether the *other* members all have the same reward: all are low or all high."""
+
+    def among_others(end: Tensor) -> Tensor:
+        at_end = (rewards == end).to(rewards.dtype)
+        return group_sum(at_end, group.labels) - at_end
+
+    return (among_others(group.low) == group.size - 1) | (
+        among_others(group.high) == group.size - 1
+    )
+
+
+def _baseline(
+    rewards: Tensor,
+    group: Group,
+    everything: Group,
+    name: str,
+    lengths: Tensor | None,
+    greedy_rewards: Tensor | None,
+) -> Tensor:
+    if name == "group_mean":
+        return group.mean
+    if name == "leave_one_out":
+        return group.mean - group.centred / (group.size - 1).clamp(min=1)
+    if name == "batch_mean":
+        return everything.mean
+    if greedy_rewards is not None:
+        return greedy_rewards.to(rewards.dtype)
+    if lengths is not None:
+        return group.mean + group_sum(lengths * group.centred, group.labels) / group_sum(
+            lengths, group.labels
+        ).clamp(min=1)
+    return torch.zeros_like(rewards)
+
+
+def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: int) -> Tensor:
+    if name == "none":
+        return torch.ones_like(rewards)
+    if name == "leave_one_out_std":
+        # Σ over the others of (R − their mean)²
+        squares = group.squares - group.centred.square() * group.size / (group.size - 1).clamp(
+            min=1
+        )
+        count, flat = group.size - 1, _others_equal(rewards, group)
+    else:
+        members = group if name == "group_std" else everything
+        squares, count, flat = members.squares, members.size, members.low == members.high
+    std = (squares.clamp(min=0) / (count - ddof).clamp(min=1)).sqrt()
+    return torch.where(flat | (count <= ddof), 1.0, std + EPSILON)
+
+
+def advantages(
+    rewards: PerResponse,
+    group_id: ResponseIds,
+    *,
+    baseline: str = "group_mean",
+    scale: str = "group_std",
+    ddof: int = 1,
+    lengths: ResponseIds | None = None,
+    greedy_rewards: PerResponse | None = None,
+) -> PerResponse:
+    """Return A = (R − b) / (σ + 1e-6) for every response, with b and σ chosen apart.
+
+    Where all rewards that b or σ is taken over are exactly equal, A is exactly 0; so a group of one
+    learns nothing. Where σ alone is 0 or undefined (leave_one_out_std with the others all equal),
+    R − b is left unscaled, as in NeMo RL.
+
+    Args:
+        rewards: R.
+        group_id: any integer labels of the prompts.
+        baseline: b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean;
+            none = 0; greedy, `greedy_rewards` (ReMax); length_weighted, Σ len·R / Σ len (OPO).
+        scale: σ: group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1.
+        ddof: standard deviations divide by their count − ddof.
+        lengths: of the responses in tokens, for length_weighted.
+        greedy_rewards: of the prompts' greedy answers, for greedy.
+    Raises: ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or not
+    used.
+
+    >>> advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([8, 8, 2, 2]))
+    tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
+    """
+    require_one_of("baseline", baseline, BASELINES)
+    require_one_of("scale", scale, SCALES)
+    for field, value, user in (
+        ("lengths", lengths, "length_weighted"),
+        ("greedy_rewards", greedy_rewards, "greedy"),
+    ):
+        if (value is not None) != (baseline == user):
+            raise ValueError(
+                f"{field} must be given with baseline={user!r} and no other, but baseline is"
+                f" {baseline!r} and {field} {'missing' if value is None else 'given'}"
+            )
+    exact = rewards.double()
+    group, everything = members(exact, group_id), members(exact, torch.zeros_like(group_id))
+    difference = exact - _baseline(exact, group, everything, baseline, lengths, greedy_rewards)
+    result = difference / _scale(exact, group, everything, scale, ddof)
+    if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale in (
+        "group_std",
+        "leave_one_out_std",
+    ):
+        result = torch.where(group.low == group.high, 0.0, result)
+    if baseline == "batch_mean" or scale == "batch_std":
+        result = torch.where(everything.low == everything.high, 0.0, result)
+    return result.to(at_least_float32(rewards).dtype).detach()
+
+
+def scale_rewards(
+    rewards: PerResponse,
+    *,
+    source_min: float = 0.0,
+    source_max: float = 1.0,
+    target_min: float = 0.0,
+    target_max: float = 1.0,
+) -> PerResponse:
+    """Return rewards mapped linearly from [source_min, source_max] onto [target_min, target_max].
+
+    Rewards outside are clamped first. Raises: ValueError unless source_max > source_min.
+    Source: NeMo RL `reward_scaling`.
+
+    >>> scale_rewards(torch.tensor([0.0, 0.5, 2.0]), target_min=-1.0).tolist()
+    [-1.0, 0.0, 1.0]
+    """
+    size = source_max - source_min
+    require(
+        size > 0, "source_max", "must be above source_min", source_max, "give the rewards' range"
+    )
+    share = (at_least_float32(rewards).clamp(source_min, source_max) - source_min) / size
+    return target_min + share * (target_max - target_min)
+
+
+def overlong_penalty(
+    lengths: ResponseIds, *, max_length: int, buffer: int, penalty: float = 1.0
+) -> PerResponse:
+    """Return what to *add* to rewards for the `lengths` of responses, in tokens.
+
+    0 up to max_length − buffer, then falling linearly to −penalty at max_length, where it stays.
+
+    Raises: ValueError unless 0 < buffer ≤ max_length and penalty ≥ 0.
+    Source: DAPO's soft overlong punishment; verl `overlong_buffer`; NeMo RL
+    `overlong_buffer_length` and `overlong_buffer_penalty`, which grows on past max_length.
+
+    >>> lengths = torch.tensor([60, 80, 90, 100, 150])
+    >>> overlong_penalty(lengths, max_length=100, buffer=20).tolist()
+    [0.0, 0.0, -0.5, -1.0, -1.0]
+    """
+    limit = f"use 1 to max_length = {max_length}"
+    require(0 < buffer <= max_length, "buffer", "must be from 1 to max_length", buffer, limit)
+    at_least(0, penalty=penalty)
+    over = (lengths - (max_length - buffer)).clamp(0, buffer)
+    return 0.0 - over / buffer * penalty
+
+
+def informative_groups(rewards: PerResponse, group_id: ResponseIds) -> ResponseMask:
+    """Return True for every member of a group whose rewards are not all equal.
+
+    A group of one is never informative. `group_id`: any integers. Give it the task's own rewards,
+    before shaping by length: DAPO's condition is on correct answers.
+    Source: DAPO's dynamic sampling, equation 11; verl `filter_groups`; NeMo RL
+    `use_dynamic_sampling`.
+
+    >>> informative_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([5, 8, 5, 8])).tolist()
+    [True, False, True, False]
+    """
+    low, high = group_extremes(rewards, group_labels(group_id))
+    return low != high
 
 
 def grpo(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:

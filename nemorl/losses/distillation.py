@@ -12,7 +12,9 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.losses.kl import divergence
-from nemorl.losses.masked import (
+from nemorl.losses.types import (
+    LossOutput,
+    PerToken,
     masked,
     mean_of,
     require_all,
@@ -20,7 +22,6 @@ from nemorl.losses.masked import (
     share_of,
     weighted_sum,
 )
-from nemorl.losses.types import LossOutput, PerToken
 
 OUTSIDE = ("renormalize", "rest_mass", "zero")
 LOG_NOTHING = -100.0

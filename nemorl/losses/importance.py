@@ -7,18 +7,23 @@ import builtins
 import torch
 
 from nemorl.checks import at_least, require
-from nemorl.losses.masked import (
+from nemorl.losses.types import (
     MAX_LOG_RATIO,
+    Metrics,
+    PerToken,
+    TokenIds,
+    TokenMask,
+    at_least_float32,
     bounded_exp,
     masked,
     max_of,
     mean_of,
     min_of,
     require_one_of,
+    segment_mean,
+    segment_sum,
     share_of,
 )
-from nemorl.losses.segments import at_least_float32, segment_mean, segment_sum
-from nemorl.losses.types import Metrics, PerToken, TokenIds, TokenMask
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask", "sequence_mask")

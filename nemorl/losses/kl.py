@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.losses.logprobs import _predictions
-from nemorl.losses.masked import masked, require_one_of
-from nemorl.losses.types import PerToken, TokenIds, TokenMask
+from nemorl.losses.types import PerToken, TokenIds, TokenMask, masked, require_one_of
 
 ESTIMATORS = ("k1", "k2", "k3")
 GRADIENTS = ("pathwise", "score", "importance")

@@ -8,14 +8,17 @@ sequence a row.
 import torch
 
 from nemorl.checks import at_least
-from nemorl.losses.segments import (
+from nemorl.losses.types import (
+    PerToken,
+    ResponseIds,
+    TokenIds,
+    TokenMask,
     group_labels,
     group_sum,
     segment_starts,
     segment_sum,
     segment_totals,
 )
-from nemorl.losses.types import PerToken, ResponseIds, TokenIds, TokenMask
 
 
 def token_mean_weights(loss_mask: TokenMask) -> PerToken:

@@ -19,9 +19,20 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemorl.checks import require
-from nemorl.losses.masked import masked, mean_of, require_all, share_of, weighted_sum
-from nemorl.losses.segments import at_least_float32
-from nemorl.losses.types import LossOutput, PerPair, PerToken, Scalar, TokenIds, TokenMask
+from nemorl.losses.types import (
+    LossOutput,
+    PerPair,
+    PerToken,
+    Scalar,
+    TokenIds,
+    TokenMask,
+    at_least_float32,
+    masked,
+    mean_of,
+    require_all,
+    share_of,
+    weighted_sum,
+)
 
 PerSequence = Float[Tensor, "sequences"]
 

@@ -6,8 +6,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from nemorl.losses.masked import MAX_LOG_RATIO, bounded_exp, masked, mean_of
-from nemorl.losses.types import Metrics, PerToken, Sum, TokenIds, TokenMask
+from nemorl.losses.types import (
+    MAX_LOG_RATIO,
+    Metrics,
+    PerToken,
+    Sum,
+    TokenIds,
+    TokenMask,
+    bounded_exp,
+    masked,
+    mean_of,
+)
 
 BITS = 0xFFFFFFFF
 """Hashes are integers from 0 to 2^32 − 1, in int64: no product below overflows."""

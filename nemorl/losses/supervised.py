@@ -2,8 +2,7 @@
 
 import torch
 
-from nemorl.losses.masked import masked, mean_of, weighted_sum
-from nemorl.losses.types import LossOutput, Metrics, PerToken, Sum
+from nemorl.losses.types import LossOutput, Metrics, PerToken, Sum, masked, mean_of, weighted_sum
 
 
 def nll(token_logprobs: PerToken, loss_weights: PerToken) -> LossOutput:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -245,3 +245,220 @@ def in_main_memory(metrics: Metrics) -> Metrics:
     here = iter(torch.stack([x.detach().double().reshape(()) for x in away]).cpu() if away else ())
     found = [x.detach() if x.device.type == "cpu" else next(here) for x in leaves]
     return pytree.tree_unflatten(found, spec)
+
+
+def at_least_float32(values: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return `values` as float32, or as they are if float64: the type of all reductions.
+
+    >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def same_segment(segment_ids: TokenIds) -> TokenMask:
+    """Return True where a token and the one before it are of one sequence: it is predicted.
+
+    >>> same_segment(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
+    [[0, 1, 0, 1, 1, 0]]
+    """
+    before = (
+        torch.nn.functional.pad(segment_ids[:, :-1], (1, 0))
+        if segment_ids.shape[1]
+        else segment_ids
+    )
+    return (segment_ids > 0) & (segment_ids == before)
+
+
+def segment_starts(segment_ids: TokenIds) -> TokenMask:
+    """Return True at the first token of every sequence.
+
+    >>> segment_starts(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
+    [[1, 0, 1, 0, 0, 0]]
+    """
+    return (segment_ids > 0) & ~same_segment(segment_ids)
+
+
+def segment_totals(
+    values: Shaped[Tensor, "batch seq"], segment_ids: TokenIds
+) -> Float[Tensor, "batch segments"]:
+    """Return the sum over every sequence of a row: column s for segment s, column 0 for padding.
+
+    >>> segment_totals(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
+    [[8.0, 3.0, 4.0, 0.0, 0.0]]
+    """
+    values = at_least_float32(values)
+    return values.new_zeros(values.shape[0], values.shape[1] + 1).scatter_add(
+        1, segment_ids.long(), values
+    )
+
+
+def segment_sum(
+    values: Shaped[Tensor, "batch seq"], segment_ids: TokenIds | None = None
+) -> PerToken:
+    """Return at every token the sum of `values` over its sequence, 0 on padding.
+
+    Mask `values` first.
+
+    >>> segment_sum(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
+    [[3.0, 3.0, 4.0, 0.0]]
+    """
+    if segment_ids is None:
+        return at_least_float32(values).sum(-1, keepdim=True).expand(values.shape)
+    sums = segment_totals(values, segment_ids).gather(1, segment_ids.long())
+    return torch.where(segment_ids > 0, sums, 0.0)
+
+
+def segment_mean(
+    values: PerToken,
+    mask: TokenMask,
+    segment_ids: TokenIds | None = None,
+) -> PerToken:
+    """Return at every token the mean of `values` over its sequence's masked tokens, else 0.
+
+    >>> values = torch.tensor([[1.0, 3.0, 4.0, float("nan")]])
+    >>> mask = torch.tensor([[True, True, True, False]])
+    >>> segment_mean(values, mask, torch.tensor([[1, 1, 2, 2]])).tolist()
+    [[2.0, 2.0, 4.0, 4.0]]
+    """
+    total = segment_sum(torch.where(mask, values, 0.0), segment_ids)
+    return total / segment_sum(mask, segment_ids).clamp(min=1)
+
+
+def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+    """Return any integer labels as labels below the number of elements, to scatter by.
+
+    >>> group_labels(torch.tensor([70, -3, 70, 9])).tolist()
+    [2, 0, 2, 1]
+    """
+    flat = group_id.flatten().contiguous()
+    return torch.searchsorted(flat.sort().values, flat).reshape(group_id.shape)
+
+
+def group_sum(
+    values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Return at every element the sum of `values` over its group; `labels` are of `group_labels`.
+
+    >>> group_sum(torch.tensor([1.0, 2.0, 4.0]), group_labels(torch.tensor([70, -3, 70]))).tolist()
+    [5.0, 2.0, 5.0]
+    """
+    flat, index = at_least_float32(values).flatten(), labels.flatten()
+    return torch.zeros_like(flat).scatter_add(0, index, flat)[index].reshape(values.shape)
+
+
+def group_extremes(
+    values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
+) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
+    """Return at every element the smallest and the largest of `values` in its group.
+
+    >>> low, high = group_extremes(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 2]))
+    >>> low.tolist(), high.tolist()
+    ([1.0, 2.0, 1.0], [4.0, 2.0, 4.0])
+    """
+    flat, index = values.flatten(), labels.flatten()
+    low = flat.scatter_reduce(0, index, flat, "amin", include_self=False)
+    high = flat.scatter_reduce(0, index, flat, "amax", include_self=False)
+    return low[index].reshape(values.shape), high[index].reshape(values.shape)
+
+
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return exp of log ratios, bounded at e²⁰ (verl's bound), above which the gradient is 0.
+
+    A gradient's norm overflows in float32 at e⁴⁴.
+
+    >>> bounded_exp(torch.tensor([0.0, 100.0]))
+    tensor([1.0000e+00, 4.8517e+08])
+    """
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def masked(
+    mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: float = 0.0
+) -> Float[Tensor, "*shape"]:
+    """Return `values` where `mask`, `fill` elsewhere, in float32 at least.
+
+    Every loss does this to every input first: a masked slot is unseen, its gradient exactly 0.
+
+    >>> masked(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
+    tensor([2., 0.])
+    """
+    return torch.where(mask, at_least_float32(values), fill)
+
+
+def weighted_sum(loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]) -> Scalar:
+    """Return Σ w·ℓ over the slots with w ≠ 0.
+
+    >>> weighted_sum(torch.tensor([0.5, 0.0]), torch.tensor([2.0, float("inf")]))
+    tensor(1.)
+    """
+    mask = loss_weights != 0
+    return (at_least_float32(loss_weights) * masked(mask, losses)).sum()
+
+
+def mean_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
+    """Return the mean over `mask` as a metric.
+
+    >>> mean_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
+    3.0
+    """
+    kept = masked(mask, values.detach())
+    return Mean(kept.sum(), mask.sum().to(kept.dtype))
+
+
+def share_of(condition: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
+    """Return the share of `mask` on which `condition` holds, as a metric.
+
+    >>> share_of(torch.tensor([True, False]), torch.tensor([True, True])).finalize()
+    0.5
+    """
+    return Mean((condition & mask).sum().float(), mask.sum().float())
+
+
+def max_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Max:
+    """Return the maximum over `mask` as a metric; -inf if it is empty.
+
+    >>> max_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
+    4.0
+    """
+    kept = masked(mask, values.detach(), float("-inf"))
+    return Max(kept.max() if kept.numel() else kept.new_full((), float("-inf")))
+
+
+def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min:
+    """Return the minimum over `mask` as a metric; +inf if it is empty.
+
+    >>> min_of(torch.tensor([2.0, 4.0, 1.0]), torch.tensor([True, True, False])).finalize()
+    2.0
+    """
+    kept = masked(mask, values.detach(), float("inf"))
+    return Min(kept.min() if kept.numel() else kept.new_full((), float("inf")))
+
+
+def require_all(condition: Bool[Tensor, "*shape"], message: str) -> None:
+    """Raise a ValueError unless all of `condition` holds; on a GPU, an assertion of the device.
+
+    >>> require_all(torch.tensor([True, False]), "k must be above 0")
+    Traceback (most recent call last):
+    ValueError: k must be above 0
+    """
+    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+        torch._assert_async(condition.all(), message)
+    elif not torch._C._functorch.is_functorch_wrapped_tensor(condition) and not condition.all():
+        raise ValueError(message)
+
+
+def require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a ValueError that names the field, its value and the choices.
+
+    >>> require_one_of("level", "word", ("token", "sequence"))
+    Traceback (most recent call last):
+    ValueError: level must be one of 'token', 'sequence', but it is 'word'.
+    """
+    if value not in choices:
+        raise ValueError(
+            f"{field} must be one of {', '.join(map(repr, choices))}, but it is {value!r}."
+        )

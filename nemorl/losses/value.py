@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from nemorl.checks import require
-from nemorl.losses.masked import masked, mean_of, share_of, weighted_sum
-from nemorl.losses.types import LossOutput, PerToken
+from nemorl.losses.types import LossOutput, PerToken, masked, mean_of, share_of, weighted_sum
 
 
 def value_loss(

@@ -1,7 +1,10 @@
 """PEFT adapters in a model: which layers have them, and how they are merged into the weights."""
 
+from __future__ import annotations
+
 import json
 import logging
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,9 +14,71 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 
 from nemorl.models.hub import CONFIG, DAMAGED_PICKLE, base_of
-from nemorl.models.quantized import dequantize_layers, dequantized, is_quantized
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers but the output layer and routers, by name."""
+    head = model.get_output_embeddings()
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and not type(layer).__module__.startswith("transformers")
+        if layer is not head
+    }
+
+
+def quantize_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace each linear layer but the output layer by one in 4 bits, in place, one by one."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    for name, layer in linear_layers(model).items():
+        sizes = (layer.in_features, layer.out_features)
+        found = Linear4bit(*sizes, bias=False, compute_dtype=dtype, device="meta", **how)
+        found.weight = Params4bit(layer.weight.detach(), requires_grad=False, **how).to(device)
+        found.bias = layer.bias
+        found.forward = types.MethodType(_multiplied, found)
+        model.set_submodule(name, found)
+
+
+def _multiplied(layer: Any, x: Tensor) -> Tensor:
+    """Without gradients, bitsandbytes would take other kernels, which round otherwise."""
+    from bitsandbytes import matmul_4bit
+    from bitsandbytes.functional import dequantize_4bit
+
+    rows, state = x.to(layer.compute_dtype), layer.weight.quant_state
+    if torch.is_grad_enabled() and rows.requires_grad:
+        found = matmul_4bit(rows, layer.weight, quant_state=state)
+    else:
+        found = linear(rows, dequantize_4bit(layer.weight.data, state).to(rows.dtype))
+    return (found if layer.bias is None else found + layer.bias.to(found.dtype)).to(x.dtype)
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    return getattr(tensor, "quant_state", None) is not None
+
+
+@torch.no_grad()
+def dequantized(weight: Any, packed: Tensor) -> Tensor:
+    """Return the matrix that a quantized weight stands for, in float32."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(packed, weight.quant_state).float()
+
+
+def dequantize_layers(model: nn.Module) -> None:
+    """Replace each layer in 4 bits by a plain one that computes the same, in place."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and is_quantized(layer.weight):
+            weight: Any = layer.weight
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(dequantized(weight, weight.data), requires_grad=False)
+            plain.bias = layer.bias
+            model.set_submodule(name, plain)
+
 
 PREFIX = "base_model.model."
 """What PEFT's names of adapters' matrices begin with."""

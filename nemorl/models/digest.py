@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from nemorl.data.transfer import to_device
+from nemorl.data.batch import to_device
 
 SIDE = 8
 """Rows and columns of each matrix in a receipt of weights, and the square of it of each vector."""

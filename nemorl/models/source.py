@@ -17,8 +17,16 @@ from nemorl.models.causal_lm import (
     usable_device,
     warn_of_unused,
 )
-from nemorl.models.hub import CONFIG, base_of, check_supported, has_own_code, loading, read_config
-from nemorl.models.pretrained import weight_files, weights_folder
+from nemorl.models.hub import (
+    CONFIG,
+    base_of,
+    check_supported,
+    has_own_code,
+    loading,
+    read_config,
+    weight_files,
+    weights_folder,
+)
 from nemorl.models.tensor_files import TensorFiles, require_shapes
 
 

@@ -5,18 +5,232 @@ A file of pieces says in its header where each belongs, as torch's HuggingFaceSt
 
 import json
 import math
+import mmap
+import os
+import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemorl.models.checked_files import CheckedFile, CheckedWriter, Checksum, DamagedFile
+from nemorl.models.adapters import live_tensors
 from nemorl.models.hub import INDEX
+
+FORMAT = 4
+"""Format of a manifest and of the checkpoint that it describes."""
+MANIFEST = "manifest.json"
+BLOCK = 1 << 22
+"""Bytes that share a CRC-32: a rank that reads a part of a file checks that part."""
+
+
+class DamagedFile(OSError):
+    """A file that is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """The bytes in a file, and the CRC-32 of each `BLOCK` of them in eight hexadecimal digits."""
+
+    size: int
+    crc32: str
+
+
+class CheckedWriter:
+    """A new file, which is on the disk once its `checksum` is returned."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._size, self._crc32 = 0, list[int]()
+
+    def __enter__(self) -> "CheckedWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> None:
+        rest = memoryview(data)
+        while len(rest):
+            if self._size % BLOCK == 0:
+                self._crc32.append(0)
+            room = BLOCK - self._size % BLOCK
+            part, rest = rest[:room], rest[room:]
+            self._file.write(part)
+            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+            self._size += len(part)
+
+    def checksum(self) -> Checksum:
+        """Flush the file to the disk and return its checksum."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return Checksum(self._size, "".join(f"{crc32:08x}" for crc32 in self._crc32))
+
+
+class CheckedFile:
+    """A file of which each block is compared with `expected`, if given, when it is first read."""
+
+    def __init__(self, path: Path, expected: Checksum | None = None) -> None:
+        self.path, self._expected, self._checked = path, expected, set[int]()
+        with path.open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            # A private copy of what is written to, as torch has no tensors that are read-only.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b""
+        self._data = memoryview(mapped)
+
+    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
+        """Return the bytes from `begin` to `end`. Raises DamagedFile where they are others."""
+        end = self.size if end is None else end
+        if self._expected is not None and begin < end:
+            for block in range(begin // BLOCK, (end - 1) // BLOCK + 1):
+                if block not in self._checked:
+                    crc32 = zlib.crc32(self._data[block * BLOCK : (block + 1) * BLOCK])
+                    if f"{crc32:08x}" != self._expected.crc32[8 * block : 8 * block + 8]:
+                        raise DamagedFile(
+                            f"{self.path} is damaged (its CRC-32 is not the manifest's)"
+                        )
+                    self._checked.add(block)
+        return self._data[begin:end]
+
+
+def checksum(path: Path) -> Checksum:
+    """Flush a file that others wrote to the disk and return its checksum."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        blocks = iter(lambda: file.read(BLOCK), b"")
+        crc32 = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+        return Checksum(file.tell(), crc32)
+
+
+def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
+    values = {"format": FORMAT, "files": {name: asdict(file) for name, file in files.items()}}
+    with CheckedWriter(folder / MANIFEST) as file:
+        file.write(json.dumps(values).encode())
+        file.checksum()
+
+
+def read_manifest(folder: Path) -> dict[str, Checksum]:
+    """Return the checksums of a folder's files by name.
+
+    Raises: DamagedFile where it cannot be read, has another format, or a file is missing or cut.
+    """
+    try:
+        if not (folder / MANIFEST).is_file():  # opening a FIFO would wait for ever
+            raise OSError("no file")
+        values = json.loads((folder / MANIFEST).read_bytes())
+        version = values["format"]
+        files = {
+            name: Checksum(int(file["size"]), str(file["crc32"]))
+            for name, file in (values["files"].items() if version == FORMAT else ())
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"its {MANIFEST} is missing or damaged ({error!r})") from error
+    if version != FORMAT:
+        raise DamagedFile(
+            f"it has format {version}, and this version of nemorl reads format {FORMAT}"
+        )
+    for name, file in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise DamagedFile(f"{name} can't be read ({error})") from error
+        if size != file.size:
+            raise DamagedFile(f"{name} has {size} bytes instead of {file.size}")
+    return files
+
+
+Groups = tuple[tuple[str, ...], ...]
+Stored = Mapping[str, Groups]
+"""By the name of a live tensor, where files have others: of each part of its rows the name of each
+expert's tensor. A tensor that only has another name is one group of one.
+"""
+
+
+def stored_names(model: Any) -> Stored:
+    """Return the tensors of a model that files have otherwise, by transformers' own conversions."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+    own = getattr(model, "_weight_conversions", None)
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    if not (rules := [rule for rule in rules if not isinstance(rule, PrefixChange)]):
+        return {}
+    found: dict[str, Groups] = {}
+    model._weight_conversions = rules
+    try:
+        for name, tensor in live_tensors(model).items():
+            outline = torch.empty(tensor.shape, device="meta")
+            names = list(revert_weight_conversion(model, {name: outline}))
+            if names != [name]:
+                found[name] = _grouped(names)
+    finally:
+        model._weight_conversions = own
+    return found
+
+
+def _grouped(names: Iterable[str]) -> Groups:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"^(.*)\.\d+\.", r"\1.*.", name), []).append(name)
+    return tuple(map(tuple, groups.values()))
+
+
+def names_in_files(name: str, stored: Stored) -> list[str]:
+    return list(chain(*stored.get(name, ((name,),))))
+
+
+def of_parameters(keys: Iterable[str], stored: Stored) -> Stored:
+    """Return how files have what belongs to live tensors, by keys `<live tensor's name>.<what>`.
+
+    >>> of_parameters(["e.up.step", "norm.step"], {"e.up": (("e.0.up", "e.1.up"),)})
+    {'e.up.step': (('e.0.up.step', 'e.1.up.step'),)}
+    """
+    parts = [(key, *key.rpartition(".")) for key in keys]
+    return {
+        key: tuple(tuple(f"{each}.{what}" for each in group) for group in stored[name])
+        for key, name, _, what in parts
+        if name in stored
+    }
+
+
+def as_stored(
+    tensors: Iterable[tuple[str, Tensor]], stored: Stored
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield live tensors as files have them; parts of fused ones are views."""
+    for name, tensor in tensors:
+        groups = stored.get(name, ((name,),))
+        if len(groups) == 1 and len(groups[0]) == 1:
+            yield groups[0][0], tensor
+            continue
+        yield from of_experts(groups, tensor)
+
+
+def of_experts(groups: Groups, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of a fused tensor with the experts from `first` on, by files' names."""
+    for names, part in zip(groups, tensor.chunk(len(groups), 1), strict=True):
+        yield from zip(names[first : first + len(part)], part.unbind(), strict=True)
+
+
+def as_live(
+    groups: Groups, read: Callable[[str], Tensor], *, first: int = 0, count: int | None = None
+) -> Tensor:
+    """Return a live tensor, or `count` of its experts from the `first` on."""
+    end = None if count is None else first + count
+    parts = (torch.stack([read(name) for name in names[first:end]]) for names in groups)
+    return torch.cat([*parts], 1)
+
+
+def shapes_of(tensors: Mapping[str, Tensor], stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes that files have of live tensors."""
+    outlines = ((name, torch.empty(x.shape, device="meta")) for name, x in tensors.items())
+    return {name: tuple(tensor.shape) for name, tensor in as_stored(outlines, stored)}
+
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -22,10 +22,8 @@ from nemorl.models.causal_lm import is_scalar
 from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.layout import Cutting
-from nemorl.parallel.measure import StepMeter, of_step
-from nemorl.parallel.offload import Offloaded
-from nemorl.parallel.optimizer import learning_rate, require_finite
-from nemorl.parallel.profiling import profiled
+from nemorl.parallel.measure import StepMeter, of_step, profiled
+from nemorl.parallel.optimizer import Offloaded, learning_rate, require_finite
 from nemorl.parallel.world import RanksLost, World
 
 

@@ -4,17 +4,161 @@ On GPUs a kernel takes segments of all lengths at once. Elsewhere segments of si
 gathered into small batches: a dense block-diagonal mask would cost the square of the row's length.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+import torch.distributed as dist
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.checks import require
 from nemorl.models.attention import PLAIN, Rule, attend
-from nemorl.parallel.varlen import Kernel, varlen_attention
+from nemorl.overlapping import Overlapping
+from nemorl.parallel.world import all_gather, exchange
+
+Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
+KERNELS: tuple[Kernel, ...] = ("varlen_attn", "flash_attn")
+
+
+def choose_kernel(
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    dropout: float,
+    installed: Collection[Kernel],
+) -> Kernel:
+    """Return the kernel for segments: PyTorch's, that of the package flash-attn, or, where neither
+    can be used, dense attention over buckets of similar lengths.
+    """
+    fits = (
+        capability is not None
+        and capability >= (8, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        # Between 192 and 256 the gradient has no kernel on some GPUs.
+        and (head_dim <= 192 or head_dim == 256)
+        and head_dim % 8 == 0
+        and not dropout
+    )
+    return next((name for name in KERNELS if fits and name in installed), "buckets")
+
+
+def kernel_of(
+    model: Any, device: torch.device, dtype: torch.dtype, *, sinks: bool = False
+) -> Kernel:
+    """Return the kernel for the segments of a model, by its Hugging Face configuration."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "buckets"
+    chunks = "chunked_attention" in (getattr(model, "layer_types", None) or ())
+    others = ("attn_logit_softcapping", "v_head_dim")  # explicit scores; values of another size
+    if sinks or chunks or any(getattr(model, name, None) for name in others):
+        return "buckets"
+    return choose_kernel(
+        torch.cuda.get_device_capability(device),
+        dtype,
+        head_dim=_head_dim(model),
+        dropout=getattr(model, "attention_dropout", 0.0),
+        installed=installed(),
+    )
+
+
+def _head_dim(model: Any) -> int:
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+
+
+def newer_flash(
+    kernel: Kernel, model: Any, device: torch.device
+) -> AbstractContextManager[None, None]:
+    """Have `varlen_attn` compute by FlashAttention 3 (Hopper) or 4 (Blackwell) in the block, in the
+    whole process, where its package is installed; rank 0 prints which it is.
+    """
+    usual = kernel == "varlen_attn" and not torch.are_deterministic_algorithms_enabled()
+    if device.type != "cuda" or not usual:
+        return nullcontext()
+    generation, _ = torch.cuda.get_device_capability(device)
+    if generation == 9:
+        return NEWER["FA3"]
+    # FlashAttention 4 has no gradient of larger heads.
+    return NEWER["FA4"] if generation == 10 and _head_dim(model) <= 128 else nullcontext()
+
+
+def _activated(name: str) -> Callable[[], None]:
+    said, restore = f"FlashAttention {name[-1]}", _nothing
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+        activate_flash_attention_impl(name)
+        restore = restore_flash_attention_impl
+    except (ImportError, RuntimeError, ValueError) as error:
+        said = f"FlashAttention 2, as the faster {name[-1]} can't be used ({error})"
+    if os.environ.get("RANK", "0") == "0":
+        print(f"attention is computed by {said}", file=sys.stderr)
+    return restore
+
+
+def _nothing() -> None:
+    """Restore nothing."""
+
+
+NEWER = {name: Overlapping(partial(_activated, name)) for name in ("FA3", "FA4")}
+
+
+def installed() -> list[Kernel]:
+    """Return the kernels that this PyTorch, and the packages beside it, have."""
+    found: list[Kernel] = []
+    if torch.backends.cuda.is_flash_attention_available():
+        from torch.nn.attention.varlen import varlen_attn
+
+        if {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys():
+            found.append("varlen_attn")
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except ImportError:  # it is not there, or is of another PyTorch
+        return found
+    return [*found, "flash_attn"]
+
+
+def varlen_attention(
+    kernel: Kernel,
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "tokens kv_heads dim"],
+    value: Float[Tensor, "tokens kv_heads dim"],
+    cu_seqlens: Int[Tensor, "_"],
+    longest: int,
+    rule: Rule,
+) -> Float[Tensor, "tokens heads dim"]:
+    """Return the attention of each token to what the rule's window shows of its sequence.
+
+    Sequences are laid end to end; `cu_seqlens` are the first token of each, and the end.
+
+    Raises: ValueError for a rule that no kernel has.
+    """
+    fits = not (rule.explicit or rule.chunk or rule.dropout)
+    require(fits, "attention's rule", f"must suit {kernel}", rule, "report it: buckets take it")
+    rows = (cu_seqlens, cu_seqlens, longest, longest)
+    options: dict[str, Any]
+    window = (-1 if rule.window is None else rule.window - 1, 0)  # tokens before and after
+    if kernel == "varlen_attn":
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped = query.shape[1] != key.shape[1]
+        options = {"scale": rule.scaling, "window_size": window, "enable_gqa": grouped}
+        return varlen_attn(query, key, value, *rows, **options)  # type: ignore[return-value]
+    from flash_attn import flash_attn_varlen_func
+
+    # PyTorch's asks for this setting by itself.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = {"softmax_scale": rule.scaling, "window_size": window, "causal": True}
+    return flash_attn_varlen_func(query, key, value, *rows, deterministic=deterministic, **options)
+
 
 ATTENTION_NAME = "nemorl_segments"
 
@@ -205,3 +349,122 @@ def _in_buckets(
         )
         outputs.append(attend(*qkv, rule=rule, causal=True).reshape(tokens.numel(), -1))
     return torch.cat(outputs)
+
+
+CONTEXT_ATTENTION = "nemorl_context_parallel"
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """How the tokens of rows of one width lie on the ranks of a group.
+
+    `order[i]` is the place in the row of the i-th token of all ranks' laid end to end; `back` is
+    its inverse.
+    """
+
+    order: Int[Tensor, "seq"]
+    back: Int[Tensor, "seq"]
+    rank: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, seq: int, rank: int, group: dist.ProcessGroup, device: torch.device) -> "RowSplit":
+        """Raise ValueError unless `seq` is a multiple of twice the number of ranks."""
+        order = zigzag(seq, dist.get_world_size(group)).to(device)
+        return cls(order, order.argsort(), rank, group)
+
+    @property
+    def own(self) -> Int[Tensor, "part"]:
+        return self.order.chunk(dist.get_world_size(self.group))[self.rank]
+
+    def take(self, values: Shaped[Tensor, "batch seq *rest"]) -> Shaped[Tensor, "batch part *rest"]:
+        return values.index_select(1, self.own)
+
+
+def zigzag(seq: int, ranks: int) -> Int[Tensor, "seq"]:
+    """Return the places of a row's tokens in the order in which the ranks hold them.
+
+    >>> zigzag(8, 2)
+    tensor([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    if seq % (2 * ranks):
+        raise ValueError(
+            f"rows that {ranks} ranks split must be a multiple of {2 * ranks} tokens wide, but they"
+            f" have {seq}: pad them"
+        )
+    chunks = torch.arange(seq).chunk(2 * ranks)
+    return torch.cat([half for r in range(ranks) for half in (chunks[r], chunks[-1 - r])])
+
+
+@dataclass(frozen=True)
+class ContextState:
+    """What attention needs to know of whole rows; made once per microbatch for all layers."""
+
+    split: RowSplit
+    segments: Segments | None = None
+    bias: Float[Tensor, "batch 1 part seq"] | None = None
+    """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
+    of the ranks. In the queries' dtype, or each layer would make and keep one of its own.
+    """
+    positions: Int[Tensor, "batch seq"] | None = None
+    """allgather: positions of the keys in their segments."""
+
+    @property
+    def width(self) -> int:
+        return len(self.split.order)
+
+    @classmethod
+    def with_bias(
+        cls,
+        segment_ids: Int[Tensor, "batch seq"],
+        position_ids: Int[Tensor, "batch seq"],
+        split: RowSplit,
+        dtype: torch.dtype,
+    ) -> "ContextState":
+        """Make it from whole rows: a token sees its segment up to itself, padding only itself."""
+        segments, positions = segment_ids[:, None, split.order], position_ids[:, None, split.order]
+        own, places = split.take(segment_ids)[:, :, None], split.take(position_ids)[:, :, None]
+        sees = (own == segments) & (own > 0) & (places >= positions)
+        sees |= (split.own[:, None] == split.order)[None]
+        zero = torch.zeros((), dtype=dtype, device=sees.device)
+        bias = zero.where(sees, -torch.inf)[:, None]
+        return cls(split, bias=bias, positions=position_ids[:, split.order])
+
+
+def context_attention(
+    query: Float[Tensor, "batch heads part dim"],
+    key: Float[Tensor, "batch kv_heads part dim"],
+    value: Float[Tensor, "batch kv_heads part value_dim"],
+    mask: None = None,
+    *,
+    rule: Rule = PLAIN,
+    context: ContextState,
+) -> Float[Tensor, "batch part heads value_dim"]:
+    """Return the attention of this rank's tokens.
+
+    ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are
+    repeated where their heads don't divide. allgather (Llama 3): each rank collects all keys and
+    values for its own queries.
+    """
+    split = context.split
+    if context.bias is not None:
+        assert context.positions is not None
+        bias, positions = context.bias, context.positions
+        if rule.hides(context.width):
+            own = positions.chunk(dist.get_world_size(split.group), 1)[split.rank]
+            sees = rule.visible(own[:, :, None], positions[:, None])[:, None]
+            bias = bias.masked_fill(~sees, -torch.inf)
+        both = all_gather(torch.cat((key, value), -1), 2, split.group)
+        key, value = both.split((key.shape[-1], value.shape[-1]), -1)
+        return attend(query, key, value, bias, rule=rule)
+    if key.shape[1] % dist.get_world_size(split.group):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    whole = [
+        exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
+        for x in (query, key, value)
+    ]
+    if rule.sinks is not None:
+        ranks = dist.get_world_size(split.group)
+        rule = replace(rule, sinks=rule.sinks.chunk(ranks)[split.rank])
+    output = segment_attention(*whole, rule=rule, segments=context.segments)
+    return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group)

@@ -12,7 +12,7 @@ from nemorl.checks import own_methods
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import LossOutput, Metrics, Needs, PerToken
-from nemorl.parallel.traits import TrainingTraits
+from nemorl.parallel.plan import TrainingTraits
 
 REMEDIES = {
     "token_logprobs": "remove values=True from its needs, or read output.values",

@@ -11,8 +11,7 @@ from nemorl.checks import checked_by, refuse_unused, require
 from nemorl.parallel.config import TrainingLimits, TrainingSections
 from nemorl.parallel.dtensor import limits as dtensor
 from nemorl.parallel.megatron import limits as megatron
-from nemorl.parallel.plan import ParallelPlan, num_experts
-from nemorl.parallel.traits import TrainingTraits
+from nemorl.parallel.plan import ParallelPlan, TrainingTraits, num_experts
 
 FOR_EXPERTS = ("router_replay", "router_aux_loss_coef", "router_bias_update_rate")
 LIMITS: dict[str, TrainingLimits] = {"dtensor": dtensor, "megatron": megatron}

@@ -26,15 +26,18 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.models.adapters import WEIGHTS
-from nemorl.models.checked_files import (
+from nemorl.models.hub import PIECES
+from nemorl.models.tensor_files import (
     CheckedFile,
     Checksum,
+    Piece,
+    TensorFiles,
     checksum,
+    file_name,
     read_manifest,
     write_manifest,
+    write_tensors,
 )
-from nemorl.models.hub import PIECES
-from nemorl.models.tensor_files import Piece, TensorFiles, file_name, write_tensors
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.world import World
 

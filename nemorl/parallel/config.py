@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from nemorl.checks import at_least, refuse_unused, require
 from nemorl.models.capabilities import Proofs
-from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.traits import TrainingTraits
+from nemorl.parallel.plan import ParallelPlan, TrainingTraits
 
 MICRO_BATCH_TOKENS = 16_384
 """Default size of a microbatch, in tokens."""

@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.data.batch import TokenBatch
-from nemorl.data.routes import RankRoutes
+from nemorl.data.batch import RankRoutes, TokenBatch
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import num_experts
 

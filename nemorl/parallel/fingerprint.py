@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.models.digest import grid, sampled_box
-from nemorl.models.stored import shapes_of, stored_names
+from nemorl.models.tensor_files import shapes_of, stored_names
 from nemorl.parallel.dtensor.pieces import boxes_in_files, replicas
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World

@@ -9,11 +9,16 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.data.batch import TokenBatch, each_array, take
-from nemorl.data.packing import Plan, pack, pack_plan, unpack
-from nemorl.data.routes import RankRoutes
-from nemorl.data.sharding import shard_by_rank, split, split_microbatches
-from nemorl.data.transfer import to_device
+from nemorl.data.batch import RankRoutes, TokenBatch, each_array, take, to_device
+from nemorl.data.packing import (
+    Plan,
+    pack,
+    pack_plan,
+    shard_by_rank,
+    split,
+    split_microbatches,
+    unpack,
+)
 from nemorl.parallel.config import MICRO_BATCH_TOKENS, TrainerConfig
 from nemorl.parallel.experts import with_routes
 from nemorl.parallel.plan import ParallelPlan

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from nemorl.rollout.conversation import Conversation
+from nemorl.checks import warn
+from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.episodes import Environment, check_environment, converse_beside
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.rounds import Rounds
-from nemorl.warn import warn
 
 STOP_S = 30.0
 """Longest wait for their end."""

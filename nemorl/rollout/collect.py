@@ -11,21 +11,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.data.batch import TokenBatch, collate
+from nemorl.data.batch import TokenBatch, collate, pad
 from nemorl.data.packing import pack
-from nemorl.data.padding import pad
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.conversation import (
     Conversation,
     Failure,
     Outcome,
+    Prompts,
     examples_of,
+    prompt_text,
     turns_of,
 )
 from nemorl.rollout.environment import EnvironmentInterface, reward_tensor
 from nemorl.rollout.episodes import MOST_FAILED, Environment, converse, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
-from nemorl.rollout.prompts import Prompts, prompt_text
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from typing import Any, Literal
 
 from nemorl.checks import at_least, refuse_unused, require
 from nemorl.rollout.conversation import Limits
-from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.traits import EMBEDDED, GenerationTraits
+from nemorl.rollout.generation import EMBEDDED, GenerationTraits, SamplingParams
 
 TRAITS = {
     "torch": EMBEDDED,

@@ -8,8 +8,7 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.messages import tokenize_prompt
-from nemorl.data.rendered import require_roles
-from nemorl.data.templates import Message, Template
+from nemorl.data.templates import Message, Template, require_roles
 from nemorl.rollout.generation import Completion, first_stop, text_before
 from nemorl.rollout.tool_calls import read_message, require_readable
 

@@ -1,15 +1,18 @@
 """The unit of rollouts: a conversation of an episode with the model."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemorl.checks import require
+from nemorl.data.datasets import as_messages, prompt_of
 from nemorl.data.example import Example
 from nemorl.data.templates import Message
 from nemorl.rollout.generation import Completion
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 DEFAULT_TURNS = 16
 """Longest conversation with an environment that does not say its `max_turns`."""
@@ -227,3 +230,49 @@ def with_last(experts: Any) -> Any:
     from torch.nn.functional import pad
 
     return pad(experts, (0, 0, 0, 0, 0, 1), value=-1)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of a data set and their prompts as token ids."""
+
+    rows: Sequence[Mapping[str, Any]]
+    token_ids: Sequence[Sequence[int]]
+    groups: Sequence[int] = ()
+    """The number of each prompt's group in the run; empty: not numbered yet."""
+    tokenizer: Any = None
+    """The one that made `token_ids`, with its chat template: for the messages of later turns."""
+    limits: Limits = Limits()
+    """Of the conversations about them."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Of the environment, which `token_ids` have instead of the rows' own."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "groups") if self.groups else ("token_ids",):
+            count = len(getattr(self, name))
+            fits = f"must have an entry for each of the {len(self.rows)} rows"
+            require(count == len(self.rows), name, fits, count, "take them from one data set")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: Sequence[int]) -> "Prompts":
+        found = [(self.rows[i], self.token_ids[i]) for i in indices]  # a stream is at one place
+        return replace(
+            self,
+            rows=[row for row, _ in found],
+            token_ids=[ids for _, ids in found],
+            groups=[self.groups[i] for i in indices] if self.groups else (),
+        )
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """Return a row's prompt as messages; none of a row without a prompt."""
+    if row.get("prompt") is None and row.get("messages") is None:
+        return []
+    return as_messages(prompt_of(row), "prompt", "user")
+
+
+def prompt_text(row: Mapping[str, Any]) -> str:
+    """Return the text of a row's prompt, a message a line."""
+    return "\n".join(str(message.get("content") or "") for message in messages_of(row))

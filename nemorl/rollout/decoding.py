@@ -4,21 +4,273 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from nemorl.data.padding import pad, round_up
-from nemorl.data.transfer import to_device
-from nemorl.rollout.generation import Completion, FinishReason, text_before
-from nemorl.rollout.kv_cache import SlotCache
-from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
+from nemorl.data.batch import pad, round_up, to_device
+from nemorl.losses.logprobs import filter_logits, running_mass
+from nemorl.models.attention import PLAIN, Rule, attend, use_attention, without_cudnn_attention
+from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, text_before
+from nemorl.rollout.random import uniform
 from nemorl.rollout.scheduler import Request
+
+FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclass
+class Slot:
+    """A response in progress, on the host."""
+
+    request: Request
+    sample: int
+    limit: int
+    """Its most tokens."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    """`[tokens, layers, topk]`: experts that computed prompt and response so far, if recorded."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def length(self) -> int:
+        """With the prompt."""
+        return len(self.request.prompt) + len(self.token_ids)
+
+
+@dataclass
+class SlotTensors:
+    """The active slots on the device; from token to token only the last four fields change."""
+
+    slots: list[Slot]
+    seeds: Tensor
+    samples: Tensor
+    greedy: Tensor | None
+    """Rows that take the most likely token; None: no row."""
+    filters: dict[str, Any]
+    """temperature, top_k, top_p and min_p: a number for all slots, or one for each."""
+    places: Tensor
+    """Tokens that each has so far."""
+    positions: Tensor
+    """Of the newest token of each."""
+    tokens: Tensor
+    """The newest of each; 0 after a prompt."""
+    width: int
+    """The largest position + 1."""
+
+    @classmethod
+    def of(cls, slots: list[Slot], device: torch.device) -> SlotTensors:
+        def column(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+            return to_device(torch.tensor(values, dtype=dtype), device)
+
+        def same_or_column(values: list[Any], dtype: torch.dtype) -> Any:
+            return values[0] if len(set(values)) == 1 else column(values, dtype)
+
+        params = [s.params for s in slots]
+        greedy = [p.temperature == 0 for p in params]
+        return cls(
+            slots=slots,
+            seeds=column([p.seed for p in params]),
+            samples=column([s.sample for s in slots]),
+            greedy=column(greedy, torch.bool) if any(greedy) else None,
+            filters={
+                name: same_or_column(
+                    [getattr(p, name) if p.temperature else off for p in params],
+                    torch.int64 if name == "top_k" else torch.float32,
+                )
+                for name, off in FILTERS_OFF.items()
+            },
+            places=column([len(s.token_ids) for s in slots]),
+            positions=column([s.length - 1 for s in slots]),
+            tokens=column([s.token_ids[-1] if s.token_ids else 0 for s in slots]),
+            width=max(s.length for s in slots),
+        )
+
+    def advance(self, tokens: Tensor) -> None:
+        self.tokens, self.width = tokens, self.width + 1
+        self.places, self.positions = self.places + 1, self.positions + 1
+
+
+def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
+    """Return each row's next token and its logprob under the distribution that it was drawn from.
+
+    Sampling inverts the cumulative distribution at the row's `uniform(seed, sample, place)`; greedy
+    rows take the best and the model's own logprob.
+    """
+    logits = filter_logits(logits.float(), **batch.filters)
+    logprobs = logits.log_softmax(-1)
+    cumulative = running_mass(logprobs.exp())
+    threshold = (uniform(batch.seeds, batch.samples, batch.places) * cumulative[:, -1]).long()
+    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(
+        max=logits.shape[-1] - 1
+    )
+    if batch.greedy is not None:
+        tokens = torch.where(batch.greedy, logits.argmax(-1), tokens)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+LEAST_LENGTH = 32
+"""Lengths are multiples of it."""
+
+
+def stepped(count: int, least: int = 1) -> int:
+    """Return a count rounded up, by an eighth or less than `least`: few sizes, little waste.
+
+    >>> [stepped(count, 32) for count in (1, 33, 300, 2000, 2100)]
+    [32, 64, 320, 2048, 2304]
+    """
+    return round_up(count, max(least, (1 << count.bit_length()) // 16))
+
+
+class SlotCache:
+    """Keys and values of sequences, in the type in which attention is computed.
+
+    `[slots, kv_heads, length, head_dim]` a layer. In place of a `transformers` cache: models call
+    `update` in every layer, after `prefill` or `decode` said where new keys belong. Room is made as
+    zeros: a masked slot's weight 0 times NaN is NaN.
+    """
+
+    def __init__(self, max_slots: int, max_length: int) -> None:
+        self.max_slots, self.max_length = max_slots, max_length
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model needs a cache with {name}, not of keys and values alone")
+
+    def clear(self) -> None:
+        self.num_slots = self.length = self._width = 0
+        self.keys.clear()
+        self.values.clear()
+        self._prefill: tuple[Tensor, Tensor] | None = None
+        self._positions: Tensor | None = None
+        self._lines: Tensor | None = None
+
+    def prefill(self, slots: Tensor, sources: Tensor, *, num_slots: int, length: int) -> None:
+        """Announce a pass of whole prompts: slot `slots[i]` keeps a copy of prompt `sources[i]`."""
+        self._fit(num_slots, length)
+        self._prefill = (slots, sources)
+
+    def decode(self, positions: Tensor, longest: int) -> int:
+        """Announce a pass of one token for the first `len(positions)` slots; return the length of
+        their keys, `longest` rounded up.
+        """
+        self._fit(len(positions), longest)
+        self._prefill, self._positions, self._lines = None, positions, None
+        self._width = min(stepped(longest, LEAST_LENGTH), self.max_length)
+        return self._width
+
+    def move(self, targets: Tensor, sources: Tensor) -> None:
+        for store in (*self.keys, *self.values):
+            store[targets] = store[sources]
+
+    def _fit(self, num_slots: int, length: int) -> None:
+        num_slots = min(stepped(num_slots), self.max_slots)
+        length = min(stepped(length, LEAST_LENGTH), self.max_length)
+        lacks = num_slots > self.num_slots or length > self.length
+        if not lacks and 2 * self.num_slots * self.length <= 3 * num_slots * length:
+            return
+        slots, shared = min(num_slots, self.num_slots), min(length, self.length)
+        for stores in (self.keys, self.values):
+            for i, old in enumerate(stores):  # one by one: the peak is a layer above both
+                stores[i] = old.new_zeros(num_slots, old.shape[1], length, old.shape[3])
+                stores[i][:slots, :, :shared] = old[:slots, :, :shared]
+        self.num_slots, self.length = num_slots, length
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, cache_kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return the ones to attend to."""
+        device = key.device.type
+        if torch.is_autocast_enabled(device):  # attention would cast all of them for every token
+            dtype = torch.get_autocast_dtype(device)
+            key, value = key.to(dtype), value.to(dtype)
+        if layer_idx == len(self.keys):
+            for stores, new in ((self.keys, key), (self.values, value)):
+                stores.append(
+                    new.new_zeros(self.num_slots, new.shape[1], self.length, new.shape[3])
+                )
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if self._prefill is not None:
+            slots, sources = self._prefill
+            keys[slots, :, : key.shape[2]] = key[sources]
+            values[slots, :, : value.shape[2]] = value[sources]
+            return key, value
+        assert self._positions is not None
+        rows, heads = key.shape[:2]
+        if self._lines is None:  # for all layers: places in a store seen as lines of head_dim
+            self._lines = (
+                torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length
+                + self._positions[:, None]
+            ).flatten()
+        for store, new in ((keys, key), (values, value)):
+            store.view(-1, store.shape[-1]).index_copy_(
+                0, self._lines, new.reshape(rows * heads, -1)
+            )
+        return keys[:rows, :, : self._width], values[:rows, :, : self._width]
+
+
+ATTENTION_NAME = "nemorl_cached"
+
+
+def cached_attention(
+    query: Float[Tensor, "batch heads new dim"],
+    key: Float[Tensor, "batch kv_heads seq dim"],
+    value: Float[Tensor, "batch kv_heads seq value_dim"],
+    mask: Tensor | None,
+    *,
+    rule: Rule = PLAIN,
+) -> Float[Tensor, "batch new heads value_dim"]:
+    """Return the attention of new tokens to the cached ones that mask and rule show.
+
+    mask: `[batch, 1, new, seq]`, True for a token's own place and all before it. None: the new
+    tokens are all there are. One new token's heads that share a key head are taken as several
+    tokens of that head: repeating keys and values would copy the whole cache in every layer.
+    """
+    batch, heads, new, dim = query.shape
+    if mask is None:
+        return attend(query, key, value, rule=rule, causal=True)
+    if rule.hides(key.shape[2]):
+        places = torch.arange(key.shape[2], device=key.device)
+        mask = mask & rule.visible(mask.sum(-1, keepdim=True) - 1, places[None])
+    if new > 1 or rule.explicit:
+        return attend(query, key, value, mask, rule=rule)
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, dropout_p=rule.dropout, scale=rule.scaling
+    )
+    return output.reshape(batch, 1, heads, value.shape[3])
+
+
+@contextmanager
+def decoding(model: nn.Module) -> Iterator[None]:
+    """Give the model this attention and no dropout inside the block. cuDNN would make a plan for
+    each number of sequences and keys.
+    """
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    was_training = model.training
+    use_attention(model, ATTENTION_NAME, cached_attention)
+    model.eval()
+    try:
+        with without_cudnn_attention:
+            yield
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+        model.train(was_training)
+
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of a pass, padding included."""

@@ -16,16 +16,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.checks import as_number, closest, require, short
-from nemorl.data.rows import for_rows, origin_of
-from nemorl.data.stream import StreamedRows, first_of
-from nemorl.rollout.conversation import ConversationFailed
+from nemorl.checks import as_number, closest, require, short, warn
+from nemorl.data.rows import StreamedRows, first_of, for_rows, origin_of
+from nemorl.rollout.conversation import ConversationFailed, messages_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
-from nemorl.rollout.prompts import messages_of
 from nemorl.rollout.rounds import EventLoop
 from nemorl.rollout.signature import PROMPT, RESPONSE, columns_of, read_signature
 from nemorl.user_code import exit_is_error
-from nemorl.warn import warn
 
 Message = Mapping[str, Any]
 MessageLog = Sequence[Message]

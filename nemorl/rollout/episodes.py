@@ -10,9 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import as_number, require, short
 from nemorl.data.datasets import prompt_of, with_tools
-from nemorl.data.rendered import ROLES
 from nemorl.data.rows import own_copy
-from nemorl.data.templates import Message
+from nemorl.data.templates import ROLES, Message
 from nemorl.rollout.context import Context, Tools
 from nemorl.rollout.conversation import (
     DEFAULT_TURNS,
@@ -23,7 +22,9 @@ from nemorl.rollout.conversation import (
     Limits,
     Outcome,
     Policy,
+    Prompts,
     Turn,
+    messages_of,
 )
 from nemorl.rollout.environment import (
     REMEDY,
@@ -34,7 +35,6 @@ from nemorl.rollout.environment import (
     listed,
 )
 from nemorl.rollout.generation import Completion, GenerationBackend, Samples, SamplingParams
-from nemorl.rollout.prompts import Prompts, messages_of
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.rounds import Rounds, caller
 from nemorl.rollout.signature import ENVIRONMENT, is_async, name_of

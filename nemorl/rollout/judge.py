@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from nemorl.checks import at_least, require, short
 from nemorl.data.datasets import as_messages
-from nemorl.rollout.conversation import ConversationFailed
-from nemorl.rollout.prompts import prompt_text
+from nemorl.rollout.conversation import ConversationFailed, prompt_text
 from nemorl.rollout.rounds import blocking
 from nemorl.rollout.signature import read_signature
 

@@ -11,20 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemorl.checks import warn
 from nemorl.models.adapters import has_adapters
 from nemorl.models.capabilities import Proof, known
-from nemorl.models.causal_lm import Logits, decoder_of, end_tokens, head_weight
+from nemorl.models.causal_lm import Logits, blocks_of, decoder_of, end_tokens, head_weight, recorded
 from nemorl.models.digest import check_held, misfits, sampled
-from nemorl.models.experts import blocks_of, recorded
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
-from nemorl.models.stored import Stored, as_stored, stored_names
-from nemorl.rollout.attention import decoding
-from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
-from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
+from nemorl.models.tensor_files import Stored, as_stored, stored_names
+from nemorl.rollout.decoding import Decoding, Pass, decoding, draw_tokens
+from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
-from nemorl.rollout.traits import EMBEDDED
-from nemorl.warn import warn
 
 STEP_S = 0.05
 """Seconds of a step, of several tokens: an event loop waits so long; its start takes 0.5 ms."""

@@ -18,9 +18,11 @@ from torch import nn
 from nemorl.checks import require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
+from nemorl.rollout.decoding import FILTERS_OFF
 from nemorl.rollout.generation import (
     Completion,
     GenerationBackend,
+    GenerationTraits,
     InFlight,
     SamplingParams,
     WeightSource,
@@ -28,10 +30,8 @@ from nemorl.rollout.generation import (
 )
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.rounds import blocking
-from nemorl.rollout.sampling import FILTERS_OFF
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.rollout.torch_backend import copy_weights
-from nemorl.rollout.traits import GenerationTraits
 
 NEEDED = ("setup", "update_weights", "shutdown")
 ANSWER = ("token_ids", "text", "logprobs", "finish_reason")

@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from nemorl.data.datasets import load_rows
-from nemorl.data.generated import task_of
-from nemorl.data.sources import has_splits
+from nemorl.data.sources import has_splits, task_of
 from nemorl.rollout.environments import make_environment
 
 TASK = "reasoning_gym:basic_arithmetic"

@@ -7,8 +7,8 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from nemorl.data.datasets import load_rows, prompt_of, to_examples
-from nemorl.data.known import KNOWN, known_set
 from nemorl.data.preferences import pair_rows
+from nemorl.data.sources import KNOWN, known_set
 from nemorl.rollout.answers import REWARDS
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from nemorl.data.order import BLOCK, RowOrder, split_rows
-from nemorl.data.rows import Row
+from nemorl.data.rows import BLOCK, Row, RowOrder, split_rows
 
 
 def rows_at(num_rows, cursor, count, seed, shuffle=True):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from nemorl.data.padding import pad, unpad
+from nemorl.data.batch import pad, unpad
 
 SEQUENCES = st.lists(st.lists(st.integers(-5, 5), max_size=7), min_size=1, max_size=6)
 

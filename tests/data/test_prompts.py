@@ -5,8 +5,8 @@ import warnings
 import pytest
 
 from nemorl.data import load_rows, to_pairs
-from nemorl.data.prompts import warn_of_strings
-from nemorl.runtime.config.data import DataConfig
+from nemorl.data.datasets import warn_of_strings
+from nemorl.runtime.config.base import DataConfig
 from tests.data.tokenizers_small import CHATML, character_tokenizer
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 
 from nemorl.data.batch import take, trim
-from nemorl.data.packing import pack
-from nemorl.data.sharding import (
+from nemorl.data.packing import (
     QUADRATIC,
     balance,
     merge,
+    pack,
     row_costs,
     shard_by_rank,
     split,

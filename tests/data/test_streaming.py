@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 
 import nemorl
-from nemorl.data import stream
+from nemorl.data import rows as module
 from nemorl.data.datasets import load_rows, stream_rows, to_examples
 from nemorl.data.rows import for_rows
-from nemorl.runtime.cli.inspect import inspect_data
+from nemorl.runtime.cli.commands import inspect_data
 from nemorl.runtime.cli.settings import InspectConfig
 from nemorl.runtime.run.data import within_limit
 from tests.data.known_samples import hub
@@ -148,7 +148,7 @@ def both(rows, tokenizer):
 
 @pytest.mark.slow
 def test_a_bad_row_ends_the_run_with_its_name_and_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "FIRST", 4)
+    monkeypatch.setattr(module, "FIRST", 4)
     rows = addition_rows(100)
     options = {"data": STREAM(shuffle=False), "steps": 6, "num_prompts_per_step": 6}
     path = jsonl(tmp_path / "rows.jsonl", rows)
@@ -177,7 +177,7 @@ def test_a_resumed_run_notices_other_rows_or_another_order(tmp_path):
 
 
 def test_data_inspect_shows_the_first_rows(monkeypatch):
-    monkeypatch.setattr(stream, "FIRST", 5)
+    monkeypatch.setattr(module, "FIRST", 5)
     config = InspectConfig(data=STREAM(shuffle=False))
     tokenizer = character_tokenizer()
     found = inspect_data(config, tokenizer=tokenizer, train=addition_rows())

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from nemorl.data.transfer import to_device
+from nemorl.data.batch import to_device
 
 
 @contextmanager

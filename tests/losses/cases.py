@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemorl.losses import advantages as adv
+from nemorl.losses import advantages as rewards_module
 from nemorl.losses import distillation as distill
 from nemorl.losses import (
     importance,
@@ -19,12 +20,9 @@ from nemorl.losses import (
     preference,
     receipts,
     supervised,
-    terms,
     value,
 )
-from nemorl.losses import rewards as rewards_module
-from nemorl.losses.segments import same_segment, segment_starts
-from nemorl.losses.types import LossOutput, Mean
+from nemorl.losses.types import LossOutput, Mean, same_segment, segment_starts
 from tests.helpers import Case
 
 
@@ -120,11 +118,11 @@ def _kl_cases() -> list[Case]:
 
     directions = tuple({"direction": direction, "mix": 0.3} for direction in kl.DIRECTIONS)
     return [
-        Case("kl_loss pathwise", terms.kl_loss, inputs, grad, options("pathwise", coef=0.1)),
-        Case("kl_loss score", terms.kl_loss, inputs, grad, options("score", coef=0.1)),
+        Case("kl_loss pathwise", policy.kl_loss, inputs, grad, options("pathwise", coef=0.1)),
+        Case("kl_loss score", policy.kl_loss, inputs, grad, options("score", coef=0.1)),
         Case(
             "kl_loss importance",
-            terms.kl_loss,
+            policy.kl_loss,
             (*inputs, "generation_logprobs"),
             grad,
             options("importance", coef=0.1),
@@ -155,19 +153,19 @@ def _other_token_losses() -> list[Case]:
     value_inputs = ("values", "old_values", "returns", "loss_weights")
 
     def positive(logprobs, advantages, weights, **options):
-        return terms.positive_nll(logprobs, advantages > 0, weights, **options)
+        return policy.positive_nll(logprobs, advantages > 0, weights, **options)
 
     return [
         Case(
             "entropy_bonus",
-            terms.entropy_bonus,
+            policy.entropy_bonus,
             ("entropy", "loss_weights"),
             ("entropy",),
             ({"coef": 0.01},),
         ),
         Case(
             "log_ratio_penalty",
-            terms.log_ratio_penalty,
+            policy.log_ratio_penalty,
             ("token_logprobs", "generation_logprobs", "loss_weights"),
             grad,
             ({"coef": 0.1},),

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.losses.advantages import (
+    BASELINES,
+    SCALES,
     advantages,
     at_last_token,
     dr_grpo,
@@ -25,7 +27,6 @@ from nemorl.losses.advantages import (
     to_tokens,
     whiten,
 )
-from nemorl.losses.baselines import BASELINES, SCALES
 
 CHOICES = st.tuples(st.sampled_from(BASELINES), st.sampled_from(SCALES))
 OF_GROUP = [(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") for s in SCALES]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from nemorl.losses.importance import importance_weights, interpolated_logprobs
-from nemorl.losses.policy import clipped, on_policy, reinforce
-from nemorl.losses.terms import log_ratio_penalty
+from nemorl.losses.policy import clipped, log_ratio_penalty, on_policy, reinforce
 
 NAN, INF = float("nan"), float("inf")
 BATCHES = ("random", "near", "empty mask", "garbage off the mask", "one token", "extreme", "equal")

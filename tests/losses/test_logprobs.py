@@ -19,7 +19,7 @@ from nemorl.losses.logprobs import (
     linear_token_logprobs,
     token_logprobs,
 )
-from nemorl.losses.segments import same_segment
+from nemorl.losses.types import same_segment
 
 INF = math.inf
 

@@ -11,7 +11,7 @@ from nemorl.losses.masks import (
     sequence_mean_weights,
     token_mean_weights,
 )
-from nemorl.losses.segments import (
+from nemorl.losses.types import (
     group_extremes,
     group_labels,
     group_sum,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nemorl.losses import policy, terms
+from nemorl.losses import policy
 from nemorl.losses.advantages import gae
 from nemorl.losses.importance import importance_weights
 from nemorl.losses.types import LossOutput, finalize
@@ -296,15 +296,15 @@ def test_dual_clip_is_inactive_without_negative_advantages(batch, dual_clip):
 
 def test_kl_loss_by_hand():
     now, reference = row(0.5, 0.5).log().requires_grad_(), row(0.25, NAN).log()
-    output = terms.kl_loss(now, reference, row(1.0, 0.0), coef=0.1)
+    output = policy.kl_loss(now, reference, row(1.0, 0.0), coef=0.1)
     assert output.loss.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)))  # k3 with d = log ½
     assert gradient(output, now) == pytest.approx([0.1 * (1 - 0.5), 0.0])
     assert finalize(output.metrics) == pytest.approx({"kl": math.log(2) - 0.5})
-    assert terms.kl_loss(
+    assert policy.kl_loss(
         now, reference, row(1.0, 0.0), coef=0.1, estimator="k1"
     ).loss.item() == pytest.approx(0.1 * math.log(2))
     generation = row(0.25, NAN).log()
-    weighted = terms.kl_loss(
+    weighted = policy.kl_loss(
         now, reference, row(1.0, 0.0), generation, coef=0.1, gradient="importance"
     )
     assert weighted.loss.item() == pytest.approx(2 * 0.1 * (math.log(2) - 0.5))  # π/π_gen = 2
@@ -312,7 +312,7 @@ def test_kl_loss_by_hand():
 
 def test_entropy_bonus_by_hand():
     entropy = row(2.0, 4.0, NAN).requires_grad_()
-    output = terms.entropy_bonus(entropy, row(0.5, 0.25, 0.0), coef=0.1)
+    output = policy.entropy_bonus(entropy, row(0.5, 0.25, 0.0), coef=0.1)
     assert output.loss.item() == pytest.approx(-0.2)
     assert gradient(output, entropy) == pytest.approx([-0.05, -0.025, 0.0])
     assert finalize(output.metrics) == {"entropy": 3.0}
@@ -320,7 +320,7 @@ def test_entropy_bonus_by_hand():
 
 def test_positive_nll_by_hand():
     now = row(-2.0, -3.0, -4.0, NAN).requires_grad_()
-    output = terms.positive_nll(
+    output = policy.positive_nll(
         now, torch.tensor([[True, False, True, True]]), row(0.25, 0.25, 0.5, 0.0), coef=0.1
     )
     assert output.loss.item() == pytest.approx(0.1 * (0.5 + 2.0))
@@ -362,12 +362,12 @@ def test_without_an_advantage_nothing_counts_as_clipped():
 
 def test_kl_loss_passes_its_clamps_on():
     far = {"coef": 1.0, "estimator": "k1", "output_clamp": None}
-    assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far).loss.item() == 20.0
+    assert policy.kl_loss(row(0.0), row(-50.0), row(1.0), **far).loss.item() == 20.0
     assert (
-        terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far, input_clamp=30.0).loss.item() == 30.0
+        policy.kl_loss(row(0.0), row(-50.0), row(1.0), **far, input_clamp=30.0).loss.item() == 30.0
     )
     assert (
-        terms.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0
+        policy.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0
     )
 
 
@@ -377,7 +377,7 @@ def test_kl_loss_passes_its_clamps_on():
         (policy.clipped, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
         (policy.gspo, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
         (policy.gspo_token, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
-        (terms.positive_nll, {"coef": 0.1}),
+        (policy.positive_nll, {"coef": 0.1}),
         (importance_weights, {"level": "token", "mode": "truncate", "min": 0.0, "max": 2.0}),
         (gae, {"gamma": 1.0, "lam": 0.95}),
         (value_loss, {"clip": 0.2}),

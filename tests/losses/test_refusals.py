@@ -12,7 +12,6 @@ from nemorl.losses import (
     masks,
     policy,
     preference,
-    rewards,
     value,
 )
 from nemorl.losses.types import Mean, Sum, merge
@@ -63,8 +62,8 @@ def topk(ids: torch.Tensor, **options):
         (lambda: preference.sequence_logprobs(ROW, MASK, IDS + 1), "num_sequences go together"),
         (lambda: preference.sequence_logprobs(ROW, MASK, IDS + 1, num_sequences=0),
          "num_sequences must be at least the number"),
-        (lambda: rewards.scale_rewards(ONE, source_min=1.0), "source_max must be above source_min"),
-        (lambda: rewards.overlong_penalty(GROUP, max_length=10, buffer=11), "buffer must be"),
+        (lambda: advantages.scale_rewards(ONE, source_min=1.0), "source_max must be above"),
+        (lambda: advantages.overlong_penalty(GROUP, max_length=10, buffer=11), "buffer must be"),
         (lambda: value.value_loss(ROW, ROW, ROW, ROW, clip=0.0), "clip must be above 0"),
         (lambda: merge({"x": Sum(ONE[0])}, {"x": Mean(ONE[0], ONE[0])}), "metric x must be a"),
     ],

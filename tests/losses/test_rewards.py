@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.losses.rewards import (
+from nemorl.losses.advantages import (
     informative_groups,
     overlong_penalty,
     scale_rewards,

@@ -2,8 +2,21 @@
 
 import torch
 
-from nemorl.losses.masked import masked, max_of, mean_of, min_of, share_of, weighted_sum
-from nemorl.losses.types import LossOutput, Max, Mean, Min, Sum, finalize, merge
+from nemorl.losses.types import (
+    LossOutput,
+    Max,
+    Mean,
+    Min,
+    Sum,
+    finalize,
+    masked,
+    max_of,
+    mean_of,
+    merge,
+    min_of,
+    share_of,
+    weighted_sum,
+)
 
 INF = float("inf")
 

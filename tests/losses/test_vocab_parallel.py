@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs
-from nemorl.losses.vocab_parallel import (
+from nemorl.losses.logprobs import (
+    LogprobKind,
+    flat_linear_logprobs,
     vocab_parallel_linear_logprobs,
 )
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nemorl.models import attention
 from nemorl.models.attention import Rule, attend, use_attention, without_cudnn_attention
 from nemorl.parallel.attention import segment_attention, segments_of
-from nemorl.rollout.attention import cached_attention
+from nemorl.rollout.decoding import cached_attention
 from tests.tiny_models import KINDS, tiny_model
 
 SIZES = {

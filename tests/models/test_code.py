@@ -11,8 +11,7 @@ import torch
 import nemorl
 from nemorl.models.capabilities import keep, known
 from nemorl.models.causal_lm import load_causal_lm, on_meta
-from nemorl.models.hub import read_config
-from nemorl.models.pretrained import load_tokenizer
+from nemorl.models.hub import load_tokenizer, read_config
 from nemorl.models.source import ModelSource
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend

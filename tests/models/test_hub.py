@@ -13,8 +13,7 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
-from nemorl.models.hub import require_hub
-from nemorl.models.pretrained import load_tokenizer, model_folder
+from nemorl.models.hub import load_tokenizer, model_folder, require_hub
 from nemorl.parallel.planner.model_shape import read_shape
 
 COMMIT = "0" * 40

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemorl.models.adapters import live_tensors
-from nemorl.models.stored import as_live, as_stored, shapes_of, stored_names
+from nemorl.models.tensor_files import as_live, as_stored, shapes_of, stored_names
 from nemorl.models.tiny import tiny_config, tiny_model
 
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4_text", "llama")

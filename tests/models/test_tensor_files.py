@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from nemorl.models import checked_files
-from nemorl.models.checked_files import Checksum, DamagedFile, checksum
+from nemorl.models import tensor_files
 from nemorl.models.tensor_files import (
     DTYPES,
+    Checksum,
+    DamagedFile,
     Piece,
     TensorFiles,
+    checksum,
     file_name,
     write_model_files,
     write_tensors,
@@ -51,7 +53,7 @@ def test_what_is_written_is_read_by_others_and_the_other_way_round(tmp_path: Pat
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(checked_files, "BLOCK", 64)
+    monkeypatch.setattr(tensor_files, "BLOCK", 64)
 
 
 def test_checksums_are_those_of_the_file(tmp_path: Path, small_blocks):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
-from nemorl.models.stored import as_stored, stored_names
+from nemorl.models.tensor_files import as_stored, stored_names
 from nemorl.parallel.config import OptimizerConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import grouped, nll_loss

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemorl.models.checked_files import MANIFEST, checksum, write_manifest
-from nemorl.models.tensor_files import TensorFiles
+from nemorl.models.tensor_files import MANIFEST, TensorFiles, checksum, write_manifest
 from nemorl.runtime.store.export import write_checkpoint
 from tests.tiny_models import tiny_tokenizer
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
-from nemorl.models.checked_files import DamagedFile
 from nemorl.models.source import ModelSource
+from nemorl.models.tensor_files import DamagedFile
 from nemorl.parallel import checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan

@@ -4,8 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.parallel.attention import segment_attention, segments_of
-from nemorl.parallel.context_parallel import ContextState, RowSplit, context_attention, zigzag
+from nemorl.parallel.attention import (
+    ContextState,
+    RowSplit,
+    context_attention,
+    segment_attention,
+    segments_of,
+    zigzag,
+)
 from tests.ranks import run_ranks
 
 SEGMENTS = {

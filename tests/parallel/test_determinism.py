@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.rollout.decoding import Slot, SlotTensors, sample_tokens
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 from nemorl.rollout.scheduler import Request
 from tests.tiny_models import tiny_model
 

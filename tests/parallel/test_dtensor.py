@@ -16,9 +16,9 @@ from nemorl.models.hub import max_positions
 from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.varlen import used_on_cpus  # noqa: F401  # which has the kernel

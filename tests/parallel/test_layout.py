@@ -8,8 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemorl.data.batch import TokenBatch
-from nemorl.data.routes import RankRoutes
+from nemorl.data.batch import RankRoutes, TokenBatch
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.layout import Cutting, cut
 from nemorl.parallel.plan import ParallelPlan

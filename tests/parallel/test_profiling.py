@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemorl.parallel.config import ProfileConfig
-from nemorl.parallel.profiling import close_profile, profile_folder, profiled
+from nemorl.parallel.measure import close_profile, profile_folder, profiled
 
 
 @pytest.fixture(autouse=True)

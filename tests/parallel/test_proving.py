@@ -20,7 +20,7 @@ from nemorl.models.capabilities import ASSUMED, CAPABILITIES, TESTED, Proof, kee
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.parallel import proving
 from nemorl.parallel.config import BackendConfig, LoRAConfig, TrainerConfig
-from nemorl.parallel.dtensor import checkpoint
+from nemorl.parallel.dtensor import pieces
 from nemorl.parallel.dtensor.limits import settled
 from nemorl.parallel.dtensor.lora import write_adapter_config
 from nemorl.parallel.plan import ParallelPlan
@@ -102,7 +102,7 @@ def test_an_adapter_that_peft_reads_otherwise_is_found():
         file = folder / "adapter_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 16}))
 
-    found = broken("llama", checkpoint, write_adapter_config=write)
+    found = broken("llama", pieces, write_adapter_config=write)
     assert [name for name, proof in found.items() if not proof.holds] == ["lora"]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.losses.types import finalize
-from nemorl.models.quantized import dequantize_layers, quantize_layers
+from nemorl.models.adapters import dequantize_layers, quantize_layers
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
 from tests.parallel.batches import nll_loss, random_batch

@@ -17,13 +17,19 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.data import pack, pack_plan
-from nemorl.data.transfer import to_device
+from nemorl.data.batch import to_device
 from nemorl.models.attention import Rule
-from nemorl.parallel.attention import segment_attention, segments_of
+from nemorl.parallel.attention import (
+    Kernel,
+    choose_kernel,
+    kernel_of,
+    newer_flash,
+    segment_attention,
+    segments_of,
+)
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import backend as backend_module
 from nemorl.parallel.tokens import work_of
-from nemorl.parallel.varlen import Kernel, choose_kernel, kernel_of, newer_flash
 from tests.parallel.batches import GROUPS, grouped, nll_loss, random_batch
 from tests.parallel.varlen import Call, used_on_cpus
 from tests.parallel.ways import set_up

@@ -11,9 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import Limits
+from nemorl.rollout.conversation import Limits, Prompts
 from nemorl.rollout.generation import Completion, SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
 from tests.data.tokenizers_small import CHATML, FORGETFUL, STRIPPING
 

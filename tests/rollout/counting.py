@@ -1,10 +1,9 @@
 """Three prompts, and environments of three turns."""
 
-from nemorl.rollout.conversation import Limits
+from nemorl.rollout.conversation import Limits, Prompts
 from nemorl.rollout.environment import EnvironmentReturn
 from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

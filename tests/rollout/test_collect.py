@@ -17,10 +17,9 @@ from nemorl.rollout.collect import (
     turn_returns,
 )
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.conversation import Limits, Outcome
+from nemorl.rollout.conversation import Limits, Outcome, Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER

@@ -11,11 +11,10 @@ import torch
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.context import Context
-from nemorl.rollout.conversation import Failure, Outcome, Turn, examples_of
+from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.episodes import Engine, Sampler, converse
 from nemorl.rollout.generation import Completion, SamplingParams, checked_requests
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER

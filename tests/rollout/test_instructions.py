@@ -8,8 +8,8 @@ import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.data.rows import Row
+from nemorl.rollout.answers import _require_sentences, instructions_followed
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.instructions import _require_sentences, instructions_followed
 from tests.data.known_samples import hub
 
 NO_COMMA: tuple[str, Any] = ("punctuation:no_comma", {})

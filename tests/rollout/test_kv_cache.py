@@ -5,12 +5,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.models.attention import Rule
-from nemorl.rollout import attention
-from nemorl.rollout.attention import ATTENTION_NAME, cached_attention, decoding
+from nemorl.rollout import decoding as module
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.decoding import Decoding
+from nemorl.rollout.decoding import (
+    ATTENTION_NAME,
+    LEAST_LENGTH,
+    Decoding,
+    cached_attention,
+    decoding,
+)
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.kv_cache import LEAST_LENGTH
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -85,13 +89,13 @@ def test_keys_and_values_have_the_type_of_attention(precision, dtype, monkeypatc
 def test_passes_have_few_shapes(monkeypatch):
     """A new one is for a sequence that is finished, or for a longer step of all."""
     model, shapes = tiny_model(scale=2.0, max_position_embeddings=2048), []
-    attend = attention.scaled_dot_product_attention
+    attend = module.scaled_dot_product_attention
 
     def watched(query, key, *args, **options):
         shapes.append((query.shape, key.shape))
         return attend(query, key, *args, **options)
 
-    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(module, "scaled_dot_product_attention", watched)
     made(model).generate(*requests())
     passes = len(shapes) // model.config.num_hidden_layers
     assert passes == max(RESPONSES) - 1

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.rollout import statistics
-from nemorl.rollout.statistics import (
+from nemorl.rollout import evaluation
+from nemorl.rollout.evaluation import (
     cons_at_k,
     interval,
     mean_by_prompt,
@@ -136,7 +136,7 @@ def test_random_signs_agree_with_all_of_them():
     first, second = rng.integers(0, 2, (2, 60)).astype(float)
     second = np.maximum(second, rng.random(60) < 0.2)
     differing = int((first != second).sum())
-    assert differing > statistics.EXACT
+    assert differing > evaluation.EXACT
     sampled = paired(first, second, seed=1)
     assert sampled == paired(first, second, seed=1)
     # Of differences ±1, an exact binomial test.
@@ -157,4 +157,4 @@ def test_significance_is_seldom_found_where_there_is_none():
 
 
 def test_a_sampled_p_value_is_never_0():
-    assert paired([0.0] * 40, [1.0] * 40)[1] == 1 / (1 + statistics.FLIPS)
+    assert paired([0.0] * 40, [1.0] * 40)[1] == 1 / (1 + evaluation.FLIPS)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams, Weights
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
 from tests.rollout.backends import reference_logprobs
 from tests.rollout.updates import update

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import nemorl
 from nemorl.rollout.environments.classes import ClassEnvironment
 from nemorl.runtime.config.tree import from_dict
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.loop import Step
+from nemorl.runtime.watch.callbacks import Callback
 from tests.runtime.runs import (
     addition_rows,
     ahead,

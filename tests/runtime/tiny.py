@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.state import LoopState, Run
-from nemorl.runtime.watch.loggers.base import JsonlLogger, LoggedRun, Recorder
+from nemorl.runtime.watch.callbacks import notify
+from nemorl.runtime.watch.loggers import JsonlLogger, LoggedRun, Recorder
 
 
 class TinyTrainer:

@@ -15,18 +15,22 @@ from torch import Tensor, nn
 
 from nemorl.accelerator import is_accelerator, module_of
 from nemorl.checks import require
-from nemorl.data.batch import TokenBatch
-from nemorl.data.transfer import to_device
+from nemorl.data.batch import TokenBatch, to_device
 from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
-from nemorl.models.adapters import Adapters, base_of, merged_tensors
+from nemorl.models.adapters import Adapters, base_of, merged_tensors, quantize_layers
 from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.capabilities import known
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported, loading, read_config
-from nemorl.models.quantized import quantize_layers
 from nemorl.parallel.accumulation import Accumulating
-from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
+from nemorl.parallel.attention import (
+    ATTENTION_NAME,
+    Kernel,
+    kernel_of,
+    newer_flash,
+    segment_attention,
+)
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import CheckpointWriter, Saved, kind_of
@@ -34,7 +38,6 @@ from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import limits, mesh
 from nemorl.parallel.dtensor.build import build
-from nemorl.parallel.dtensor.checkpoint import contents_of, load
 from nemorl.parallel.dtensor.experts import Mixtures
 from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import (
@@ -45,16 +48,13 @@ from nemorl.parallel.dtensor.lora import (
     share_base,
 )
 from nemorl.parallel.dtensor.optimizers import make_optimizer
-from nemorl.parallel.dtensor.pieces import gathering
+from nemorl.parallel.dtensor.pieces import contents_of, gathering, load
 from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import check_base, fingerprint
-from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Cutting
-from nemorl.parallel.measure import StepMeter
-from nemorl.parallel.offload import Offloaded, storage_of
-from nemorl.parallel.profiling import close_profile, profile_folder
-from nemorl.parallel.tokens import Work
-from nemorl.parallel.varlen import Kernel, kernel_of, newer_flash
+from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
+from nemorl.parallel.optimizer import Offloaded, storage_of
+from nemorl.parallel.tokens import Work, planned
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 

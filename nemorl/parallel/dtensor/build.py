@@ -25,13 +25,15 @@ from nemorl.models.causal_lm import (
     unused_of,
     warn_of_unused,
 )
-from nemorl.models.hub import loading
-from nemorl.models.pretrained import weight_files, weights_folder
-from nemorl.models.stored import shapes_of, stored_names
-from nemorl.models.tensor_files import TensorFiles, require_shapes
-from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
+from nemorl.models.hub import loading, weight_files, weights_folder
+from nemorl.models.tensor_files import TensorFiles, require_shapes, shapes_of, stored_names
+from nemorl.parallel.attention import (
+    ATTENTION_NAME,
+    CONTEXT_ATTENTION,
+    context_attention,
+    segment_attention,
+)
 from nemorl.parallel.config import BackendConfig, LoRAConfig
-from nemorl.parallel.context_parallel import CONTEXT_ATTENTION, context_attention
 from nemorl.parallel.dtensor.head import install_head
 from nemorl.parallel.dtensor.lora import add_adapters, fresh_adapters
 from nemorl.parallel.dtensor.pieces import fill
@@ -81,8 +83,8 @@ def build(
 
 def shard(model: Any, world: World) -> None:
     """Spread a model over the mesh, in place; it needs no memory for that (meta device)."""
+    from nemorl.parallel.dtensor.mesh import checkpoint_activations
     from nemorl.parallel.dtensor.tensor_parallel import apply_tensor_parallel
-    from nemorl.parallel.dtensor.titan import checkpoint_activations
 
     plan, decoder = world.plan, decoder_of(model)
     if plan.cp > 1:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metric, Metrics
-from nemorl.models.causal_lm import decoder_of
-from nemorl.models.experts import blocks_of, choosing
+from nemorl.models.causal_lm import blocks_of, choosing, decoder_of
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.dtensor.tensor_parallel import experts_of
 from nemorl.parallel.experts import Load, Pull

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.logprobs import flat_linear_logprobs
+from nemorl.losses.logprobs import flat_linear_logprobs, vocab_parallel_linear_logprobs
 from nemorl.losses.types import Needs
-from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.causal_lm import Logits, decoder_of, head_of, is_scalar
-from nemorl.parallel.collectives import all_gather, all_gather_same, sum_backward
-from nemorl.parallel.head import HeadInputs, RankInputs, values_of
-from nemorl.parallel.tokens import Work
-from nemorl.parallel.world import World
+from nemorl.parallel.tokens import HeadInputs, RankInputs, Work, values_of
+from nemorl.parallel.world import World, all_gather, all_gather_same, sum_backward
 
 
 def plain_outputs(

@@ -4,12 +4,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.models.capabilities import Capability, Proofs
 from nemorl.parallel.config import BackendConfig, TrainingSections
-from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.traits import TrainingTraits
-from nemorl.warn import warn
+from nemorl.parallel.plan import ParallelPlan, TrainingTraits
 
 traits = TrainingTraits(
     heads=("lm", "scalar"),

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nemorl.checks import require
 from nemorl.models.adapters import full_tensor
-from nemorl.models.causal_lm import head_of
-from nemorl.models.experts import blocks_of
+from nemorl.models.causal_lm import blocks_of, head_of
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.optimizer import make_adamw
 

@@ -30,11 +30,10 @@ from nemorl.models.causal_lm import (
     warn_of_unused,
 )
 from nemorl.models.digest import sampled
-from nemorl.models.hub import CONFIG, loading
-from nemorl.models.pretrained import weight_files, weights_folder
-from nemorl.models.stored import as_stored, stored_names
-from nemorl.models.tensor_files import TensorFiles, require_shapes
+from nemorl.models.hub import CONFIG, loading, weight_files, weights_folder
+from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, stored_names
 from nemorl.parallel.accumulation import Accumulating
+from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import (
@@ -49,15 +48,18 @@ from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import Box, check_base, hash_of, samples_of
 from nemorl.parallel.layout import Cutting
-from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
-from nemorl.parallel.megatron.pieces import fill_moments, own_boxes, own_moments, own_weights
 from nemorl.parallel.megatron.routing import balancing
-from nemorl.parallel.megatron.weights import Shapes
-from nemorl.parallel.offload import Offloaded, storage_of
-from nemorl.parallel.profiling import close_profile, profile_folder
-from nemorl.parallel.varlen import newer_flash
+from nemorl.parallel.megatron.weights import (
+    Shapes,
+    fill_moments,
+    own_boxes,
+    own_moments,
+    own_weights,
+)
+from nemorl.parallel.optimizer import Offloaded, storage_of
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.generation import Completion
 
@@ -89,7 +91,7 @@ class MegatronBackend(Accumulating):
             "megatron",
             "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself",
         )
-        from nemorl.parallel.megatron import mesh
+        from nemorl.parallel.megatron import core
 
         check_training(config, None, config.parallel, limits)
         profile_folder(config.profile)
@@ -98,7 +100,7 @@ class MegatronBackend(Accumulating):
         # As in the dtensor backend.
         self._settings.enter_context(without_cudnn_attention)
         timeout = config.collective_timeout_s
-        self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
+        self.world = core.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
         source = self._load()
         if (initial := config.same_initial_model_as) is not None or config.trains:

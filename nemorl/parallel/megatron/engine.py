@@ -14,14 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.parallel.collectives import all_gather
 from nemorl.parallel.megatron.routing import recorded_routes
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.world import World
-from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
+from nemorl.parallel.world import World, all_gather
+from nemorl.rollout.decoding import Decoding, Pass, Slot, SlotCache, SlotTensors, draw_tokens
 from nemorl.rollout.generation import Completion, SamplingParams
-from nemorl.rollout.kv_cache import SlotCache
-from nemorl.rollout.sampling import Slot, SlotTensors
 from nemorl.rollout.scheduler import Request
 
 

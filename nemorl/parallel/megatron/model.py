@@ -14,19 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nemorl.accelerator import is_accelerator
-from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
+from nemorl.losses.logprobs import vocab_parallel_linear_logprobs
 from nemorl.models.attention import Rule
-from nemorl.parallel.attention import Segments, segment_attention
-from nemorl.parallel.collectives import all_gather, sum_backward
-from nemorl.parallel.context_parallel import ContextState, context_attention
-from nemorl.parallel.head import HeadInputs
+from nemorl.parallel.attention import ContextState, Segments, context_attention, segment_attention
 from nemorl.parallel.megatron import core
-from nemorl.parallel.megatron.families import FAMILIES, without_rope
+from nemorl.parallel.megatron.limits import FAMILIES, without_rope
 from nemorl.parallel.megatron.routing import Routes, follow_rows
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.world import DTYPES, World
-from nemorl.rollout.attention import cached_attention
-from nemorl.rollout.decoding import Pass
+from nemorl.parallel.tokens import HeadInputs
+from nemorl.parallel.world import DTYPES, World, all_gather, sum_backward
+from nemorl.rollout.decoding import Pass, cached_attention
 
 ACTIVATIONS = {
     "silu": functional.silu,

@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nemorl.data.batch import TokenBatch
-from nemorl.data.transfer import to_device
+from nemorl.data.batch import TokenBatch, to_device
 from nemorl.losses.types import Needs
+from nemorl.parallel.attention import kernel_of
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.experts import Load
-from nemorl.parallel.head import RankInputs, planned
 from nemorl.parallel.layout import Layout
 from nemorl.parallel.megatron.core import get_forward_backward_func, runtime
 from nemorl.parallel.megatron.routing import balancing, copies_of, routes_of
-from nemorl.parallel.varlen import kernel_of
+from nemorl.parallel.tokens import RankInputs, planned
 from nemorl.parallel.world import DTYPES, World
 
 

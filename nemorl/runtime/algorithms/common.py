@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemorl.data.batch import TokenBatch
-from nemorl.data.packing import pack, segments_apart
-from nemorl.data.sharding import merge, split, split_microbatches
+from nemorl.data.packing import merge, pack, segments_apart, split, split_microbatches
 from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.grpo import GRPOConfig

@@ -8,11 +8,13 @@ from nemorl.runtime.algorithms.comparisons import (
     Comparisons,
     baseline,
     comparisons,
+    make_loss,
+    rewards,
     samples,
+    with_loss_weights,
     with_reference,
     with_reference_logprobs,
 )
-from nemorl.runtime.algorithms.preference_loss import make_loss, rewards, with_loss_weights
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.samples import Samples
 

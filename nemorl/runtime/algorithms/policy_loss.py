@@ -17,15 +17,15 @@ from nemorl.checks import short
 from nemorl.data.batch import TokenBatch
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
+from nemorl.losses.advantages import overlong_penalty
 from nemorl.losses.importance import importance_weights, interpolated_logprobs, sampler_gap
-from nemorl.losses.rewards import overlong_penalty
-from nemorl.losses.terms import entropy_bonus, kl_loss, log_ratio_penalty
+from nemorl.losses.policy import entropy_bonus, kl_loss, log_ratio_penalty
 from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
 from nemorl.rollout.signature import name_of
 from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
-from nemorl.runtime.config.own import settings_of
+from nemorl.runtime.config.tree import settings_of
 
 LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
 """Weights per token from the loss mask and the responses' groups."""

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from nemorl.checks import require, short
-from nemorl.models.pretrained import load_tokenizer
+from nemorl.models.hub import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import preset_overrides
 from nemorl.runtime.config.spellings import advice, means_another
 from nemorl.runtime.config.tree import construct, flat, layer, leaves, to_dict
-from nemorl.runtime.config.trust import without_secrets
-from nemorl.runtime.config.yaml_io import ConfigError
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
+from nemorl.runtime.run.open_run import run
+from nemorl.runtime.run.registry import get_algorithm
 from nemorl.runtime.run.result import TrainResult, html_table
-from nemorl.runtime.start.open_run import run
-from nemorl.runtime.start.registry import get_algorithm
+from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.log import changed_settings
 
 ARGUMENTS = {

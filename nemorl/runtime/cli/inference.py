@@ -10,25 +10,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from nemorl.checks import require, short
-from nemorl.data.datasets import load_rows, to_prompts
-from nemorl.data.known import known_set
-from nemorl.data.prompts import parts_of, warn_of_strings
+from nemorl.checks import require, short, warn
+from nemorl.data.datasets import load_rows, parts_of, to_prompts, warn_of_strings
 from nemorl.data.rows import Row
-from nemorl.data.sources import set_names, sources_of
+from nemorl.data.sources import known_set, set_names, sources_of
 from nemorl.data.templates import with_chat_template
-from nemorl.models.hub import max_positions
-from nemorl.models.pretrained import load_tokenizer, model_folder
+from nemorl.models.hub import load_tokenizer, max_positions, model_folder
 from nemorl.models.source import ModelSource
 from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.config import RolloutConfig
-from nemorl.rollout.conversation import Failure
+from nemorl.rollout.conversation import Failure, Prompts
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.environments.tools import require_tools
 from nemorl.rollout.evaluation import summaries
 from nemorl.rollout.generation import GenerationBackend
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.cli.api import from_keywords, pop_reward
 from nemorl.runtime.cli.settings import (
@@ -40,18 +36,17 @@ from nemorl.runtime.cli.settings import (
     settings_of_run,
 )
 from nemorl.runtime.config.tree import layer, nested, require_secrets
-from nemorl.runtime.config.trust import Trust
+from nemorl.runtime.config.yaml_io import Trust
 from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
+from nemorl.runtime.run.devices import check_device, computes_on_accelerator, this_machine
+from nemorl.runtime.run.launch import model_config_of, workers_of
+from nemorl.runtime.run.live import proofs_of
+from nemorl.runtime.run.registry import check_generation, get_generation_backend
 from nemorl.runtime.run.samples import said
-from nemorl.runtime.start.backends import proofs_of
-from nemorl.runtime.start.devices import check_device, computes_on_accelerator, this_machine
-from nemorl.runtime.start.registry import check_generation, get_generation_backend
-from nemorl.runtime.start.settings import model_config_of, workers_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint
-from nemorl.runtime.watch.waiting import waiting_for_engines
-from nemorl.warn import warn
+from nemorl.runtime.watch.log import waiting_for_engines
 
 Answers = TypeVar("Answers", bound=AnswerConfig)
 

@@ -16,11 +16,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from nemorl.checks import closest, require
+from nemorl.checks import closest, require, warn
 from nemorl.data.datasets import load_rows, prompt_of
-from nemorl.data.known import known_set
 from nemorl.data.rows import for_rows
-from nemorl.data.sources import first_rows, sources_of
+from nemorl.data.sources import first_rows, known_set, sources_of
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
@@ -31,8 +30,7 @@ from nemorl.runtime.cli.settings import (
     settings_of_run,
     used_by_plan,
 )
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.data import DataConfig, require_files, require_rows
+from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
@@ -48,16 +46,14 @@ from nemorl.runtime.config.tree import (
     unused,
     yaml_layer,
 )
-from nemorl.runtime.config.trust import CODE, Trust
-from nemorl.runtime.config.yaml_io import read
+from nemorl.runtime.config.yaml_io import CODE, Trust, read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.receipts import ReceiptError
-from nemorl.runtime.run.signals import Terminated
-from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
+from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.errors import memory_advice
+from nemorl.runtime.store.files import memory_advice
+from nemorl.runtime.watch.callbacks import Terminated
 from nemorl.user_code import ExitInUserCode, module_of
-from nemorl.warn import warn
 
 if TYPE_CHECKING:
     from nemorl.runtime.config.flags import Extra
@@ -275,7 +271,7 @@ def _unprintable() -> str | None:
 
 
 def _train(config: BaseConfig) -> None:
-    from nemorl.runtime.start import open_run
+    from nemorl.runtime.run import open_run
 
     open_run.run(config)
 
@@ -427,7 +423,7 @@ def _extra(cls: type) -> "list[Extra]":
 
 def _require_inputs(command: str, config: Any) -> None:
     """Refuse what is missing or in the way, without importing torch."""
-    from nemorl.models.pretrained import model_folder
+    from nemorl.models.hub import model_folder
 
     if isinstance(config, BaseConfig):
         RunDirectory.check_missing(config.run)
@@ -515,7 +511,7 @@ def _more_help(command: str, cls: type) -> str:
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     from nemorl.runtime.config.flags import peek
-    from nemorl.runtime.store.record import check_algorithm, script_with
+    from nemorl.runtime.store.directory import check_algorithm, script_with
 
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])

@@ -13,8 +13,7 @@ from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.data import DataConfig
+from nemorl.runtime.config.base import BaseConfig, DataConfig
 from nemorl.runtime.config.tree import (
     defaults,
     flat,
@@ -25,9 +24,8 @@ from nemorl.runtime.config.tree import (
     to_dict,
     unused,
 )
-from nemorl.runtime.config.trust import Trust, without_secrets
-from nemorl.runtime.config.yaml_io import read
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.config.yaml_io import Trust, read, without_secrets
+from nemorl.runtime.run.registry import ALGORITHMS
 from nemorl.runtime.store.directory import RunDirectory
 
 OF_RUN = (

@@ -9,7 +9,7 @@ from pydantic import Field
 from nemorl.checks import at_least, require
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.own import OwnFunction
+from nemorl.runtime.config.tree import OwnFunction
 
 
 def _check_clip(low: float, high: float) -> None:

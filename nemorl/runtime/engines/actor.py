@@ -17,7 +17,6 @@ from typing import Any
 import ray
 
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.cluster.worker_group import begin_worker, free_port
 from nemorl.runtime.engines.engine import (
     Engine,
     engine_arguments,
@@ -26,6 +25,7 @@ from nemorl.runtime.engines.engine import (
     start_errors,
 )
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.workers.group import begin_worker, free_port
 
 
 class EngineActor:

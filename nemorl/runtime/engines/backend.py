@@ -75,8 +75,8 @@ class VLLMGenerationBackend:
         model = self._source
         self._ends = end_tokens(model, self.tokenizer)
         try:
-            from nemorl.runtime.cluster.connection import connect, has_gpus, release
             from nemorl.runtime.engines.replicas import Replicas
+            from nemorl.runtime.workers.cluster import connect, has_gpus, release
         except ImportError as error:
             raise ValueError(
                 "generation.backend vllm needs Ray, which can't be imported"

@@ -29,7 +29,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
 from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, unpacked
-from nemorl.runtime.store.temporary import temporary_folder
+from nemorl.runtime.store.files import temporary_folder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.traits import Machine
+from nemorl.rollout.generation import Machine
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes

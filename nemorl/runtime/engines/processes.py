@@ -15,19 +15,23 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.cluster.connection import connect, release
-from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.engine import environment
 from nemorl.runtime.engines.limits import check_shares
 from nemorl.runtime.engines.routing import Broke, ProcessId, Router, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
 from nemorl.runtime.engines.transport import cards_of, own_place
-from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death, with_log
-from nemorl.runtime.store.temporary import temporary_folder
-from nemorl.warn import warn
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, death, temporary_folder, with_log
+from nemorl.runtime.workers.cluster import (
+    DRIVER,
+    Bundle,
+    RayVirtualCluster,
+    ResourcesError,
+    connect,
+    release,
+)
 
 SHUTDOWN_S = 10.0
 WITHOUT_TRAINER = "add --generation.trainer-gpus 0: engines may then get any of its GPUs"

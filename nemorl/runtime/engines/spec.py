@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.models.hub import copy_code, has_own_code, max_positions
 from nemorl.models.source import ModelSource
 from nemorl.parallel.plan import num_experts
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import FinishReason
-from nemorl.runtime.store.files import writing
-from nemorl.runtime.store.temporary import temporary_folder
-from nemorl.warn import warn
+from nemorl.runtime.store.files import temporary_folder, writing
 
 if TYPE_CHECKING:
     import numpy as np

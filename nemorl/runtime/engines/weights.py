@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemorl.models.adapters import PREFIX, live_tensors, merged_tensors
 from nemorl.models.digest import WeightsDiffer, checksum, misfits
-from nemorl.models.stored import Stored, as_stored, shapes_of, stored_names
+from nemorl.models.tensor_files import Stored, as_stored, shapes_of, stored_names
 from nemorl.runtime.engines.direct import DEVICE, EnginesFailed, send_by_ipc, send_by_nccl
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.engines.transport import (
@@ -30,7 +30,7 @@ from nemorl.runtime.engines.transport import (
     choose_transport,
     places_of_ranks,
 )
-from nemorl.runtime.store.errors import FailedAlone, reason_of
+from nemorl.runtime.store.files import FailedAlone, reason_of
 
 BUCKET_BYTES = 2**26
 """While engines load a bucket of about so much, the next one is gathered."""

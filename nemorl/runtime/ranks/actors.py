@@ -20,19 +20,19 @@ from nemorl.checks import require
 from nemorl.openmp import spinning_variables
 from nemorl.parallel.world import RanksLost
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.cluster.connection import connect, release
-from nemorl.runtime.cluster.placement import (
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank, dumps, loads
+from nemorl.runtime.store.files import WorkerTimeout, raised
+from nemorl.runtime.workers.cluster import (
     Bundle,
     RayVirtualCluster,
     ResourcesError,
+    connect,
     most_on_a_node,
+    release,
 )
-from nemorl.runtime.cluster.worker_group import RayWorkerGroup
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank
-from nemorl.runtime.ranks.wire import dumps, loads
-from nemorl.runtime.store.errors import WorkerTimeout, raised
+from nemorl.runtime.workers.group import RayWorkerGroup
 
 TICK_S = 0.5
 ALONE_S = 10.0

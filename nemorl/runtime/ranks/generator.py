@@ -14,8 +14,8 @@ from nemorl.parallel.megatron.engine import Order
 from nemorl.rollout.config import TRAITS
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
+from nemorl.runtime.engines.weight_sync import TrainerWeights
 from nemorl.runtime.engines.weights import checked_weights
-from nemorl.runtime.run.weight_sync import TrainerWeights
 
 STEP_S = 0.05
 """Seconds that a call of the ranks is to take: an event loop waits so long."""

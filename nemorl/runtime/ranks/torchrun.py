@@ -21,8 +21,7 @@ import torch.distributed as dist
 from nemorl.checks import require
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank
-from nemorl.runtime.ranks.wire import dumps, loads
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank, dumps, loads
 
 PATIENCE = timedelta(days=7)
 """Followers wait for as long as rank 0 generates or loads data."""

@@ -25,9 +25,8 @@ from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.ranks.environment import torchrun_size
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates
-from nemorl.runtime.ranks.wire import dumps
-from nemorl.runtime.store.errors import raised
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, dumps
+from nemorl.runtime.store.files import raised
 
 SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
 """For ranks to end in order; the second where they may have a profile to write."""

@@ -1,5 +1,5 @@
-"""An open run: its parts and steps, callbacks, signals, and saving when it is due.
+"""A run, from its settings to live parts to its last step.
 
-Others use `OpenRun`, `Step`, `Callback`, `notify`, `signals_raise`, `update_in_progress`,
-`sync_weights` and `TrainResult`.
+`open_run` opens a run for a loop, and `run` runs a registered one. `registry` knows algorithms,
+backends and loggers by name. Others use `OpenRun`, `Step` and `TrainResult`.
 """

@@ -6,21 +6,17 @@ from dataclasses import replace
 from itertools import groupby, islice
 from typing import Any
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_prompts
-from nemorl.data.known import known_set
 from nemorl.data.lengths import limit_length, num_tokens
-from nemorl.data.order import RowOrder, split_rows
-from nemorl.data.rows import Row, origin_of
-from nemorl.data.sources import DataModule, has_splits, sources_of
+from nemorl.data.rows import Places, Row, RowOrder, StreamedRows, first_of, origin_of, split_rows
+from nemorl.data.sources import DataModule, has_splits, known_set, sources_of
 from nemorl.data.statistics import Lengths
-from nemorl.data.stream import Places, StreamedRows, first_of
 from nemorl.rollout.config import RolloutConfig
+from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import require_tools
-from nemorl.rollout.prompts import Prompts
-from nemorl.runtime.config.data import DataConfig, require_files
-from nemorl.warn import warn
+from nemorl.runtime.config.base import DataConfig, require_files
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""

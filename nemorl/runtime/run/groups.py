@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from nemorl.checks import warn
 from nemorl.rollout.admission import (
     Action,
     Admission,
@@ -21,14 +22,12 @@ from nemorl.rollout.admission import (
 )
 from nemorl.rollout.background import Background
 from nemorl.rollout.collect import Rollouts, as_rollouts
-from nemorl.rollout.conversation import Conversation
+from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.grpo import AsyncConfig
-from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.runtime.engines.weight_sync import sync_weights
 from nemorl.runtime.store.files import check_writer
-from nemorl.warn import warn
 
 
 class GroupStream:

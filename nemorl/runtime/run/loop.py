@@ -11,23 +11,19 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
-from nemorl.checks import at_least, require
-from nemorl.data.order import RowOrder
-from nemorl.data.rows import Row
+from nemorl.checks import at_least, require, warn
+from nemorl.data.rows import Row, RowOrder, StreamedRows
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
-from nemorl.data.stream import StreamedRows
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import Conversation, segments_of
+from nemorl.rollout.conversation import Conversation, Prompts, segments_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.groups import GroupStream, Sampler
 from nemorl.runtime.run.models import BackendOrder, Models
@@ -44,12 +40,16 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
-from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.errors import memory_advice
-from nemorl.runtime.store.files import NotWritten, check_writer
+from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
 from nemorl.runtime.store.state import LoopState, OpenGroup, Run
-from nemorl.warn import warn
+from nemorl.runtime.watch.callbacks import (
+    Callback,
+    StopTraining,
+    notify,
+    notify_of_error,
+    update_in_progress,
+)
 
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
@@ -73,7 +73,7 @@ class Parts:
 
 @runtime_checkable
 class Maker(Protocol):
-    """What makes the parts of a run (`nemorl.runtime.start.live.Live`)."""
+    """What makes the parts of a run (`nemorl.runtime.run.live.Live`)."""
 
     def parts(self, run: "OpenRun") -> Parts:
         """Load the trainer as the last checkpoint left it, and start the generator."""

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from nemorl.checks import warn
 from nemorl.runtime.config.grpo import ReceiptsConfig
-from nemorl.warn import warn
 
 FAILED = "does not hold"
 """In the error or warning of each receipt that does not."""

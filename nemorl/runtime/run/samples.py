@@ -12,10 +12,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.rewards import informative_groups
+from nemorl.losses.advantages import informative_groups
 from nemorl.rollout.collect import Rollouts, select, turn_returns
-from nemorl.rollout.conversation import Conversation, Failure, examples_of
-from nemorl.rollout.prompts import prompt_text
+from nemorl.rollout.conversation import Conversation, Failure, examples_of, prompt_text
 
 Samples = list[dict[str, Any]]
 """Rows of the sample log."""

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from nemorl.models.hub import CONFIG
-from nemorl.runtime.config.run import VALIDATION, Condition, MetricWatch, Ranking
-from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.config.base import VALIDATION, Condition, MetricWatch, Ranking
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError, RandomState
@@ -21,6 +20,7 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
 from nemorl.runtime.store.state import POLICY, Run
+from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
 
 LOGGER = logging.getLogger(__name__)
 

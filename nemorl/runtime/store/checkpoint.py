@@ -29,9 +29,9 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
-from nemorl.checks import require
+from nemorl.checks import require, warn
 from nemorl.data.digest import Digest
-from nemorl.models.checked_files import (
+from nemorl.models.tensor_files import (
     MANIFEST,
     CheckedFile,
     Checksum,
@@ -39,19 +39,19 @@ from nemorl.models.checked_files import (
     read_manifest,
     write_manifest,
 )
-from nemorl.runtime.config.run import Ranking
+from nemorl.runtime.config.base import Ranking
 from nemorl.runtime.store.directory import step_of, to_json
-from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.store.files import (
     TEMPORARY,
+    WorkerDied,
+    WorkerTimeout,
     check_writer,
     flush,
     free_space,
+    sweep_temporary,
     write_atomically,
 )
 from nemorl.runtime.store.state import POLICY, LoopState, Run
-from nemorl.runtime.store.temporary import sweep_temporary
-from nemorl.warn import warn
 
 T = TypeVar("T")
 SMALL = 1 << 20

@@ -1,8 +1,13 @@
 """Files that survive a crash: on the disk when these functions return."""
 
+import builtins
+import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -82,3 +87,148 @@ def write_atomically(path: Path, text: str, what: str | None = None) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+MARK = ".nemorl"
+"""A file by which a folder is ours, locked as long as a process has it open."""
+OURS = "nemorl-*"
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for the block, which a later call removes after a kill."""
+    sweep_temporary()
+    folder = Path(tempfile.mkdtemp(prefix=OURS.rstrip("*")))
+    owner = claim(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)
+
+
+def claim(folder: Path) -> int:
+    """Mark a folder for removal once no process has the returned descriptor open."""
+    hidden = folder / f"{MARK}-{os.getpid()}"
+    owner = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    with suppress(OSError):  # of file systems without locks
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        hidden.rename(folder / MARK)  # nobody sees it unlocked
+    return owner
+
+
+def sweep_temporary() -> None:
+    """Remove this user's folders whose owners are dead."""
+    for parent in {tempfile.gettempdir(), os.environ.get("RAY_TMPDIR") or "/tmp"}:
+        for mark in Path(parent).glob(f"{OURS}/{MARK}"):
+            with suppress(OSError):
+                _remove_if_dead(mark)
+
+
+def _remove_if_dead(mark: Path) -> None:
+    descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        users = {os.fstat(descriptor).st_uid, mark.parent.lstat().st_uid}
+        if users == {os.geteuid()} and not mark.parent.is_symlink():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for entry in [*os.scandir(mark.parent)]:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry)
+                elif entry.name != MARK:
+                    Path(entry).unlink()
+            mark.unlink()  # last, so that a later call removes what could not be, or came meanwhile
+            mark.parent.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+LOG_LINES = 10
+
+
+class WorkerError(RuntimeError):
+    """A worker raised an exception of a class that is not built in."""
+
+
+class WorkerDied(ChildProcessError):
+    """A worker's process is gone."""
+
+
+class WorkerTimeout(TimeoutError):
+    """A worker has not answered in time."""
+
+
+class FailedAlone(RuntimeError):
+    """A rank raised while the others wait for it: they are of no more use."""
+
+
+MEMORY_ADVICE = (
+    "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
+    " activations (--parallel.activation-checkpointing full), the model over more devices"
+    " (--parallel.dp-shard; with megatron --parallel.tp or --parallel.pp), or, with dtensor,"
+    " adapters (--lora.rank 16); nemorl plan shows what fits."
+)
+
+
+def memory_advice(error: BaseException) -> str | None:
+    """Return advice for a failed allocation."""
+    texts = ("out of memory", "can't allocate memory")
+    failed = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return MEMORY_ADVICE if failed else None
+
+
+def in_words(error: BaseException) -> dict[str, str]:
+    """Return an exception for another process."""
+    builtin = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return {
+        "kind": type(error).__name__,
+        "builtin": builtin,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def raised(error: Mapping[str, str], rank: int) -> Exception:
+    """Return a worker's exception, its traceback as a note."""
+    kind = getattr(builtins, error["builtin"], Exception)
+    found: Exception = WorkerError(f"{error['kind']}: {error['message']}")
+    if kind not in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
+        with contextlib.suppress(TypeError):  # some can't be made of a message
+            found = kind(error["message"])
+    found.add_note(f"in worker {rank}:\n{error['traceback']}")
+    return found
+
+
+def death(who: str, said: str, log: Path | None, doing: str = "") -> WorkerDied:
+    """Return the error for a worker that died."""
+    return WorkerDied(with_log(f"{who} died{doing}: {reason_of(said)}", log))
+
+
+def with_log(text: str, log: Path | None) -> str:
+    """Return a text with a log's end."""
+    lines = last_lines(log) if log else []
+    return "\n  | ".join([f"{text}; its log ends:", *lines] if lines else [text])
+
+
+def reason_of(told: str) -> str:
+    """Return Ray's account of a death, in a line.
+
+    >>> reason_of("The actor died. Worker unexpectedly exits with a connection error code 2.")
+    'it was killed (the kernel does so, too, when memory is short) or it crashed'
+    """
+    if "running low on memory" in told:
+        return "Ray killed it, because memory was short on its machine"
+    if "connection error code" in told:
+        return "it was killed (the kernel does so, too, when memory is short) or it crashed"
+    if "ray.kill" in told:
+        return "it was ended by us"
+    if "unavailable" in told:
+        return "it doesn't answer any more, or its node doesn't"
+    return (told.strip().splitlines() or ["for a reason unknown"])[-1].strip()
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the end of a log, if any."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 20_000))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    return []

@@ -7,8 +7,7 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.digest import Digest
-from nemorl.data.order import RowOrder
-from nemorl.data.stream import StreamedRows
+from nemorl.data.rows import RowOrder, StreamedRows
 from nemorl.rollout.generation import GenerationBackend
 
 POLICY = "policy"

@@ -2,12 +2,12 @@
 
 import math
 
+from nemorl.checks import warn
 from nemorl.runtime.config.grpo import GapConfig
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.state import Run
-from nemorl.warn import warn
+from nemorl.runtime.watch.callbacks import Callback
 
 REJECTED_STEPS = 16
 """Steps in a row, with the same weights, of which dynamic sampling may reject all groups."""

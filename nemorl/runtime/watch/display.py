@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store.state import Run
+from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
 
 SPEED = ("tokens_per_second", "trainer/mfu")

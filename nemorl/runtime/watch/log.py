@@ -8,17 +8,20 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.tree import flat, to_dict
-from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import RunRecord, Status
+from nemorl.runtime.store.directory import RunDirectory, RunRecord, Status
 from nemorl.runtime.store.state import Run
+from nemorl.runtime.watch.callbacks import Callback
 
 LOGGER = logging.getLogger("nemorl")
 LIBRARIES = ("transformers", "datasets")
@@ -177,3 +180,40 @@ def _handle(
 ) -> None:
     known = {"levelno": level, "levelname": logging.getLevelName(level), "name": name}
     handler.handle(logging.makeLogRecord({**known, "msg": message, "event": event, **fields}))
+
+
+@contextmanager
+def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """Announce something slow, and how long it took."""
+    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    event("waiting", what)
+    console.print(f"{what} …")
+    start = time.perf_counter()
+    with console.status("waiting …") if console.is_terminal and not quiet else nullcontext():
+        yield
+    seconds = time.perf_counter() - start
+    event("ready", f"{what}: ready after {seconds:.1f} s", seconds=seconds)
+    console.print(f"ready after {seconds:.0f} s")
+
+
+def waiting_for_engines(
+    config: GenerationConfig, *, quiet: bool = False
+) -> AbstractContextManager[None]:
+    """`waiting` for engines, if any."""
+    if not config.traits.engines:
+        return nullcontext()
+    logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
+    what = f"starting {config.num_replicas} x {config.backend} through Ray{logs}"
+    return waiting(what, quiet=quiet)
+
+
+def waiting_for_ranks(
+    plan: ParallelPlan, who: str, *, quiet: bool = False
+) -> AbstractContextManager[None]:
+    """`waiting` for a trainer on ranks."""
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep")
+    degrees = {name: getattr(plan, name) for name in axes}
+    spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
+    devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"
+    how = ", ".join(spread) or "one rank"
+    return waiting(f"training on {devices} ({how}; {plan.precision}), {who}", quiet=quiet)

@@ -4,8 +4,8 @@ import psutil
 import torch
 
 from nemorl.parallel.measure import GIGABYTE, gpu_peaks
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store.state import Run
+from nemorl.runtime.watch.callbacks import Callback
 
 
 class ResourceMeter(Callback):

@@ -10,7 +10,7 @@ from nemorl.parallel.backends import check_training
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.run.devices import Devices
 from tests.tiny_models import tiny_model
 
 

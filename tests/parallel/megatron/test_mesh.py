@@ -17,7 +17,7 @@ PLANS = (
 
 
 def places() -> list[tuple[int, float]]:
-    from nemorl.parallel.megatron.mesh import join
+    from nemorl.parallel.megatron.core import join
 
     found = []
     for plan in PLANS:

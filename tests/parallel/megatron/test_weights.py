@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nemorl.models.adapters import live_tensors
-from nemorl.models.stored import as_stored, stored_names
+from nemorl.models.tensor_files import as_stored, stored_names
 from nemorl.parallel.megatron.backend import _box
 from nemorl.parallel.megatron.weights import Conversion
 from nemorl.parallel.plan import ParallelPlan
@@ -56,7 +56,7 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def there_and_back(plan: ParallelPlan, kind: str, tied: bool) -> None:
-    from nemorl.parallel.megatron.mesh import join
+    from nemorl.parallel.megatron.core import join
 
     model, world = make(kind, tied), join(plan, "cpu")
     given = stored(model)
@@ -110,8 +110,8 @@ class Spans:
 
 
 def into_pieces(plan: ParallelPlan, kind: str, tied: bool, seed: int) -> None:
-    from nemorl.parallel.megatron.mesh import join
-    from nemorl.parallel.megatron.pieces import own_boxes, own_weights
+    from nemorl.parallel.megatron.core import join
+    from nemorl.parallel.megatron.weights import own_boxes, own_weights
 
     model, world = make(kind, tied), join(plan, "cpu")
     given = stored(model)

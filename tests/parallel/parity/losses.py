@@ -6,10 +6,9 @@ import torch
 
 from nemorl.data.batch import TokenBatch
 from nemorl.data.packing import num_segments
-from nemorl.losses.policy import clipped, gspo
+from nemorl.losses.policy import clipped, entropy_bonus, gspo, kl_loss
 from nemorl.losses.preference import dpo, sequence_logprobs
 from nemorl.losses.supervised import nll
-from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, Sum, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from tests.parallel.parity.golden import LENGTHS

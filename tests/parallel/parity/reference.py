@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.models.stored import as_stored, stored_names
+from nemorl.models.tensor_files import as_stored, stored_names
 from tests.parallel.parity import losses
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, Problem, golden_batch, make_model
 

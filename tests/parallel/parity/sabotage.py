@@ -84,9 +84,9 @@ def untied() -> Iterator[None]:
 @contextmanager
 def no_packed_mask() -> Iterator[None]:
     """A token sees all that stands before it in its row, whatever sequence that is."""
-    from nemorl.parallel import context_parallel, head
+    from nemorl.parallel import attention, tokens
 
-    with_mask = context_parallel.ContextState.with_bias
+    with_mask = attention.ContextState.with_bias
 
     def without_mask(segment_ids: torch.Tensor, position_ids: torch.Tensor, *more: Any) -> Any:
         return with_mask(
@@ -95,7 +95,7 @@ def no_packed_mask() -> Iterator[None]:
             *more,
         )
 
-    plan, split_plan = head.work_of, head.split_work
+    plan, split_plan = tokens.work_of, tokens.split_work
 
     def without_segments(*given: Any, **options: Any) -> Any:
         return replace(plan(*given, **options | {"share": False}), segments=None)
@@ -104,9 +104,9 @@ def no_packed_mask() -> Iterator[None]:
         return replace(split_plan(*given, **options), segments=None)
 
     with (
-        patch.object(head, "work_of", without_segments),
-        patch.object(head, "split_work", split_without),
-        patch.object(context_parallel.ContextState, "with_bias", without_mask),
+        patch.object(tokens, "work_of", without_segments),
+        patch.object(tokens, "split_work", split_without),
+        patch.object(attention.ContextState, "with_bias", without_mask),
     ):
         yield
 
@@ -143,9 +143,9 @@ def own_vocabulary_alone() -> Iterator[None]:
 
 def counted_by_every_rank() -> AbstractContextManager[Any]:
     """With cp every rank computes the loss of whole rows; here each counts."""
-    from nemorl.parallel import collectives, head
+    from nemorl.parallel import tokens, world
 
-    return patch.object(head, "all_gather_same", collectives.all_gather)
+    return patch.object(tokens, "all_gather_same", world.all_gather)
 
 
 SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor, live_tensors
-from nemorl.models.stored import as_stored, stored_names
+from nemorl.models.tensor_files import as_stored, stored_names
 from nemorl.parallel import attention
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import (

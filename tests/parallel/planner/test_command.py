@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 from nemorl.parallel.backends import LIMITS, OwnLimits
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.plan import ParallelPlan, TrainingTraits
 from nemorl.parallel.planner import command
-from nemorl.parallel.planner.command import RECOMPUTED, Candidate, candidates, find_plans, ranked
+from nemorl.parallel.planner.command import (
+    RECOMPUTED,
+    Candidate,
+    Sent,
+    candidates,
+    find_plans,
+    ranked,
+)
 from nemorl.parallel.planner.config import OpenPlan
 from nemorl.parallel.planner.memory import Memory
-from nemorl.parallel.planner.traffic import Sent
-from nemorl.parallel.traits import TrainingTraits
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.config.tree import dump_yaml
 from tests.parallel.planner.plans import best, config_of, find, models, read_once, shown

@@ -22,12 +22,11 @@ from nemorl.parallel.config import (
 from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.command import find_plans
+from nemorl.parallel.planner.command import find_plans, traffic
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape, read_shape
 from nemorl.parallel.planner.sharing import host_of, stages_of
-from nemorl.parallel.planner.traffic import traffic
 from nemorl.runtime.cli.api import from_keywords
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.measured_steps import measure_steps

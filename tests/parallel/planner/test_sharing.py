@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.parallel.backends import LIMITS, OwnLimits
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.plan import ParallelPlan, TrainingTraits
 from nemorl.parallel.planner.memory import Step, engine_memory
 from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing, states_of
-from nemorl.parallel.traits import TrainingTraits
 from tests.parallel.planner.plans import config_of, models, read_once, shown
 
 __all__ = ["models"]

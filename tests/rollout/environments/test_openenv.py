@@ -13,11 +13,10 @@ import pytest
 
 from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.conversation import Limits
+from nemorl.rollout.conversation import Limits, Prompts
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.openenv import openenv
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -11,12 +11,11 @@ from skyrl_gym.envs.gsm8k.env import GSM8kEnv
 from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import ConversationFailed
+from nemorl.rollout.conversation import ConversationFailed, Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.environments.tools import as_json
-from nemorl.rollout.prompts import Prompts
 from nemorl.rollout.wrapped import as_generation_backend
 from tests.rollout.chats import SAMPLING, TOKENIZER, Scripted, call, played
 

@@ -14,7 +14,7 @@ from nemorl.rollout.answers import REWARDS
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
-from nemorl.runtime.start.settings import environment_of
+from nemorl.runtime.run.launch import environment_of
 from tests.examples import forgetting_own
 from tests.runtime.runs import numbers, start
 from tests.tiny_models import tiny_model

@@ -18,7 +18,7 @@ from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.layout import cut
-from nemorl.runtime.algorithms.preference_loss import make_loss, rewards
+from nemorl.runtime.algorithms.comparisons import make_loss, rewards
 from nemorl.runtime.config.dpo import (
     DPOConfig,
     DPOLoss,

@@ -30,7 +30,7 @@ from nemorl.runtime.algorithms.policy_loss import policy_loss
 from nemorl.runtime.algorithms.receipts import TokenReceipt, sampled_hashes, with_receipts
 from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.receipts import ReceiptError, Receipts
-from nemorl.runtime.start.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
+from nemorl.runtime.run.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
 from tests.ranks import run_ranks
 from tests.runtime.runs import grpo_config, of_phase, start
 from tests.tiny_models import tiny_model

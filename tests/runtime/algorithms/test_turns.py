@@ -275,7 +275,7 @@ def test_tools_count_before_a_model_is_loaded(template, rows, message: str, tmp_
     def loaded(*_):
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("nemorl.runtime.start.live.Live.parts", loaded)
+    monkeypatch.setattr("nemorl.runtime.run.live.Live.parts", loaded)
     data = nemorl.DataConfig(max_total_sequence_length=18)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template

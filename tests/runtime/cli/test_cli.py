@@ -23,7 +23,7 @@ from nemorl import (
     ReinforcePlusPlusAdvantage,
 )
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.inspect import inspect_data
+from nemorl.runtime.cli.commands import inspect_data
 from nemorl.runtime.cli.settings import (
     CheckConfig,
     CompareConfig,
@@ -46,7 +46,7 @@ from nemorl.runtime.config.tree import (
     unused,
     variants,
 )
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.run.registry import ALGORITHMS
 from tests.examples import visiting
 from tests.tiny_models import tiny_tokenizer
 
@@ -479,7 +479,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNam
         return seen.result
 
     for room, name, functions in (
-        ("nemorl.runtime.start", "open_run", ["run"]),
+        ("nemorl.runtime.run", "open_run", ["run"]),
         ("nemorl.runtime.cli", "inference", ["evaluate_config", "generate_config"]),
     ):
         module: Any = types.ModuleType(f"{room}.{name}")
@@ -559,7 +559,7 @@ def test_warnings_and_pipes(
         text = warnings.formatwarning("mind the gap", UserWarning, "ours.py", 1)
         print(text, end="", file=sys.stderr)
 
-    monkeypatch.setattr(sys.modules["nemorl.runtime.start.open_run"], "run", warn)
+    monkeypatch.setattr(sys.modules["nemorl.runtime.run.open_run"], "run", warn)
     assert cli.main(["grpo", *NEEDED["grpo"]]) == 0
     assert capfd.readouterr().err == "warning: mind the gap\n"
     assert warnings.formatwarning("mind", UserWarning, "theirs.py", 1).startswith("theirs.py")

@@ -11,7 +11,7 @@ import pytest
 
 import nemorl
 from nemorl.data import messages
-from nemorl.data.order import RowOrder, split_rows
+from nemorl.data.rows import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, load_config
 from nemorl.runtime.run.data import read_data

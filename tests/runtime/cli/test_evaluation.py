@@ -10,8 +10,13 @@ import pytest
 
 import nemorl
 from nemorl import TurnResult
-from nemorl.rollout.evaluation import comparison, summaries
-from nemorl.rollout.statistics import mean_by_prompt, pass_at_k, share_interval
+from nemorl.rollout.evaluation import (
+    comparison,
+    mean_by_prompt,
+    pass_at_k,
+    share_interval,
+    summaries,
+)
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.store.directory import read_lines
 from tests.data.known_samples import hub

@@ -12,7 +12,7 @@ from rich.console import Console
 import nemorl
 from nemorl.data.batch import Example
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.inspect import inspect_data, kind_of, print_inspection, shown
+from nemorl.runtime.cli.commands import inspect_data, kind_of, print_inspection, shown
 from nemorl.runtime.cli.settings import InspectConfig
 from tests.data.tokenizers_small import character_tokenizer
 from tests.tiny_models import tiny_tokenizer

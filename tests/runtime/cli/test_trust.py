@@ -11,11 +11,18 @@ import nemorl
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import from_dict, leaves, own_sections, to_dict
-from nemorl.runtime.config.trust import FUNCTIONS, SECRET, Trust, code_of, without_secrets
-from nemorl.runtime.config.yaml_io import ConfigError, dump, read
-from nemorl.runtime.start.launch import open_directory
-from nemorl.runtime.start.registry import ALGORITHMS
-from nemorl.runtime.start.settings import changes
+from nemorl.runtime.config.yaml_io import (
+    FUNCTIONS,
+    SECRET,
+    ConfigError,
+    Trust,
+    code_of,
+    dump,
+    read,
+    without_secrets,
+)
+from nemorl.runtime.run.launch import changes, open_directory
+from nemorl.runtime.run.registry import ALGORITHMS
 from tests.examples import forgetting_own
 
 MODULE = """

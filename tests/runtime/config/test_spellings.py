@@ -12,7 +12,7 @@ from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.flags import flag_of
 from nemorl.runtime.config.spellings import libraries, page_of, settings_in, table
 from nemorl.runtime.config.tree import from_dict, leaves
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.run.registry import ALGORITHMS
 
 ENTRIES = {name: ours for names in libraries().values() for name, ours in names.items()}
 KNOWN = {key for each in (*ALGORITHMS.values(), *COMMANDS.values()) for key in leaves(each.config)}

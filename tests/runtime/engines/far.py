@@ -11,8 +11,8 @@ from nemorl.models.adapters import merged_tensors
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.rollout.updates import update
-from tests.runtime.cluster.nodes import cluster_of
 from tests.runtime.engines.in_flight import NEW, OLD, PROMPTS, Source, assert_of
+from tests.runtime.workers.nodes import cluster_of
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 

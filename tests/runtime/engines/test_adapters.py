@@ -10,12 +10,12 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors, adapters_off
 from nemorl.rollout.collect import collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
-from nemorl.rollout.prompts import Prompts
 from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.engines.weight_sync import sync_weights
 from nemorl.runtime.engines.weights import WeightSender
-from nemorl.runtime.run.weight_sync import sync_weights
 from tests.parallel.batches import nll_loss, random_batch
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model, vllm_backend

@@ -13,8 +13,8 @@ from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.routing import Asleep
-from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.start.settings import generation_config
+from nemorl.runtime.run.devices import Devices
+from nemorl.runtime.run.launch import generation_config
 from nemorl.runtime.store.directory import RunDirectory
 from tests.ray_session import ray_cpus
 from tests.rollout.backends import logprob_bound
@@ -111,7 +111,7 @@ def test_stops_with_many_special_tokens_inside_as_with_the_embedded_engine():
 
 
 def test_replicas_need_ray(monkeypatch):
-    for name in ("nemorl.runtime.engines.replicas", "nemorl.runtime.cluster.placement"):
+    for name in ("nemorl.runtime.engines.replicas", "nemorl.runtime.workers.cluster"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(

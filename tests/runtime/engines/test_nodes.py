@@ -12,9 +12,9 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
-from tests.runtime.cluster.nodes import printed
 from tests.runtime.engines.shared import vllm_backend
 from tests.runtime.engines.toys import eventually
+from tests.runtime.workers.nodes import printed
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")

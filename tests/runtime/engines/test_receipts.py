@@ -9,8 +9,8 @@ from torch import nn
 from nemorl.models.digest import WeightsDiffer, checksum, differences, sampled
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.engines.weight_sync import AGREEMENT
 from nemorl.runtime.engines.weights import WeightSender
-from nemorl.runtime.run.weight_sync import AGREEMENT
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import SharedEngine, gap, model_of, weights_of

@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from nemorl.models.adapters import merged_tensors
-from nemorl.models.experts import blocks_of, recorded
+from nemorl.models.causal_lm import blocks_of, recorded
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams

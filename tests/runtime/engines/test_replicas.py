@@ -16,7 +16,7 @@ from nemorl.runtime.engines import processes
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.processes import check_places
 from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.watch.callbacks import Callback
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas, vllm_backend
 from tests.runtime.engines.toys import kill

@@ -18,7 +18,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from nemorl.models.adapters import merged_tensors
-from nemorl.models.stored import as_stored
+from nemorl.models.tensor_files import as_stored
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import BackendConfig, TrainerConfig
@@ -29,12 +29,12 @@ from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.engines.transport import Transport, choose_transport, own_place
+from nemorl.runtime.engines.weight_sync import check_agreement
 from nemorl.runtime.engines.weights import (
     WeightSender,
     checked_weights,
     expected_weights,
 )
-from nemorl.runtime.run.weight_sync import check_agreement
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import SharedEngine, gap, model_of, weights_of

@@ -27,8 +27,7 @@ def trainers(
 ) -> Iterator[Callable[..., Any]]:
     """`trainers(timeout_s=5)`: a trainer on two ranks, set up unless `seed` keeps it from that."""
     from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
-    from nemorl.runtime.config.base import BaseConfig
-    from nemorl.runtime.config.runtime import RuntimeConfig
+    from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
     from nemorl.runtime.ranks.trainer import make_trainer
     from tests.ray_session import ray_cpus
 

@@ -9,8 +9,7 @@ import psutil
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.ranks.trainer import make_trainer
 from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.store.errors import WorkerDied
+from nemorl.runtime.store.files import WorkerDied
 
 Death = Callable[[], Exception]
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.cluster.placement import Bundle, Placement, RayVirtualCluster
-from nemorl.runtime.cluster.worker_group import RayWorkerGroup
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.ranks.actors import rank_bundles
-from tests.runtime.cluster.conftest import TARGET
-from tests.runtime.cluster.nodes import cluster_of
+from nemorl.runtime.workers.cluster import Bundle, Placement, RayVirtualCluster
+from nemorl.runtime.workers.group import RayWorkerGroup
+from tests.runtime.workers.conftest import TARGET
+from tests.runtime.workers.nodes import cluster_of
 
 
 def settings(tp: int, *, engines_of: int = 0, **runtime: Any) -> BaseConfig:

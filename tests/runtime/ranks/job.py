@@ -11,8 +11,7 @@ import torch
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.ranks.torchrun import follow
 from nemorl.runtime.ranks.trainer import make_trainer

@@ -14,12 +14,10 @@ from typing import Any
 from torch import nn
 
 from nemorl.parallel.config import BackendConfig, TrainerConfig
-from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.rank import Rank
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
+from nemorl.runtime.ranks.rank import Rank, dumps, loads
 from nemorl.runtime.ranks.trainer import RankedTrainer
-from nemorl.runtime.ranks.wire import dumps, loads
-from nemorl.runtime.start.registry import training_backend_class
+from nemorl.runtime.run.registry import training_backend_class
 from tests.ray_session import ENDS, ray_cpus
 
 SIZE = 2

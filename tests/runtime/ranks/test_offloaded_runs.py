@@ -8,7 +8,7 @@ import pytest
 
 import nemorl
 from nemorl.parallel.megatron.backend import MegatronBackend
-from nemorl.runtime.start import devices
+from nemorl.runtime.run import devices
 from tests.parallel.offloaded import held_by_megatron as held
 from tests.ranks import run_ranks
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.cluster.processes import driver, facts_of
+from tests.runtime.workers.processes import driver, facts_of
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 

@@ -15,15 +15,15 @@ import torch
 from nemorl.losses.types import finalize
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks import actors
-from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout
+from nemorl.runtime.run.devices import Devices
+from nemorl.runtime.store.files import WorkerDied, WorkerError, WorkerTimeout
+from nemorl.runtime.workers.cluster import ResourcesError
 from tests.parallel.batches import random_batch
 from tests.ray_session import NUM_CPUS, ray_cpus
-from tests.runtime.cluster.processes import alive, soon_gone
 from tests.runtime.ranks import backends
+from tests.runtime.workers.processes import alive, soon_gone
 
 pytestmark = pytest.mark.xdist_group("ray")
 BATCH = random_batch([3, 4])

@@ -13,8 +13,8 @@ import pytest
 from nemorl.runtime.ranks.torchrun import signals_held
 from tests.examples import write_example_files
 from tests.ranks import held_port
-from tests.runtime.cluster.processes import soon_gone
 from tests.runtime.runs import addition_rows, preference_rows
+from tests.runtime.workers.processes import soon_gone
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -10,8 +10,8 @@ from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.runtime.ranks import trainer as module
 from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.trainer import RankedTrainer
-from nemorl.runtime.start.open_run import failed_ranks
-from nemorl.runtime.store.errors import WorkerDied
+from nemorl.runtime.run.open_run import failed_ranks
+from nemorl.runtime.store.files import WorkerDied
 from tests.parallel.batches import random_batch
 
 BATCH = random_batch([3])

@@ -9,7 +9,7 @@ import torch
 
 from nemorl.losses.logprobs import LogprobKind, Logprobs
 from nemorl.losses.types import Mean, finalize
-from nemorl.runtime.ranks.wire import dumps, loads
+from nemorl.runtime.ranks.rank import dumps, loads
 from tests.parallel.batches import random_batch
 
 
@@ -50,7 +50,7 @@ def test_batches_logprobs_and_metrics_arrive():
 @pytest.mark.slow
 def test_functions_of_a_script_arrive_where_it_is_not_known():
     script = (
-        "import sys; from nemorl.runtime.ranks.wire import dumps; f = lambda x: 2 * x;"
+        "import sys; from nemorl.runtime.ranks.rank import dumps; f = lambda x: 2 * x;"
         " sys.stdout.buffer.write(dumps(lambda x: f(x) + 1)[0])"
     )
     data = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout

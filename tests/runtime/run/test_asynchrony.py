@@ -12,10 +12,10 @@ import torch
 
 import nemorl
 from nemorl.rollout.collect import to_token_batch
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
 from nemorl.runtime.store.verify import verify_run
+from nemorl.runtime.watch.callbacks import Callback
 from tests.examples import EXAMPLES, load_example, visiting
 from tests.runtime.runs import (
     addition_rows,

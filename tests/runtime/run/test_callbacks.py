@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemorl.runtime.run.callbacks import (
+from nemorl.runtime.watch.callbacks import (
     Callback,
     StopTraining,
     check_callbacks,

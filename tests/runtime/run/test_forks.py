@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 RUN = """
 import os, signal, sys
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.watch.callbacks import Callback
 from tests.runtime import runs
 
 def returns_twice():

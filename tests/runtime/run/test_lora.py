@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nemorl
 from nemorl.models.causal_lm import load_causal_lm
-from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.store import checkpoint
+from nemorl.runtime.watch.callbacks import Callback
 from tests.parallel.batches import random_batch
 from tests.runtime.runs import (
     addition_rows,

@@ -22,7 +22,7 @@ from nemorl.runtime.run.samples import (
     measured,
     samples_of,
 )
-from nemorl.runtime.watch.report.gather import Gathered
+from nemorl.runtime.watch.report import Gathered
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Count
 from tests.runtime.runs import addition_rows, digits, grpo_config, start
 from tests.tiny_models import tiny_model

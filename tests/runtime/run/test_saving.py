@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.runtime.config.run import Condition, MetricWatch, Ranking, RunConfig
-from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.config.base import Condition, MetricWatch, Ranking, RunConfig
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.state import Run
+from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
 from tests.runtime.tiny import in_a_process, recorder, tiny_run
 
 

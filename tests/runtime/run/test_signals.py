@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from nemorl.runtime.cluster import connection
-from nemorl.runtime.run.signals import Terminated, signals_raise, update_in_progress
-from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
+from nemorl.runtime.watch.callbacks import Terminated, signals_raise, update_in_progress
+from nemorl.runtime.workers import cluster
 
 BOTH = pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)]
@@ -47,9 +47,9 @@ def test_sigterm_while_ray_starts_is_ours(monkeypatch: pytest.MonkeyPatch):
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
         send(signal.SIGTERM)
 
-    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "init", init)
     with pytest.raises(Terminated), signals_raise():
-        connection._initialize("local", {})
+        cluster._initialize("local", {})
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -13,8 +13,8 @@ from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement, sync_weights
-from nemorl.runtime.start import registry
+from nemorl.runtime.engines.weight_sync import TrainerWeights, check_agreement, sync_weights
+from nemorl.runtime.run import registry
 from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.models.checked_files import checksum, read_manifest, write_manifest
+from nemorl.models.tensor_files import checksum, read_manifest, write_manifest
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
 from tests.runtime.tiny import TinyTrainer, flip_a_bit, save, seed_everything, tiny_run

@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.runtime.store.errors import WorkerError, in_words, raised
+from nemorl.runtime.store.files import WorkerError, in_words, raised
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import (
+from nemorl.runtime.store.directory import (
+    RunDirectory,
     RunRecord,
     check_algorithm,
     script_with,
@@ -64,10 +64,10 @@ def test_a_damaged_record_is_none(directory, text):
 
 
 def test_another_script_is_warned_of(directory, monkeypatch):
-    monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "a.py")
+    monkeypatch.setattr("nemorl.runtime.store.directory.script_name", lambda: "a.py")
     RunRecord.begin(directory, algorithm=script_with(int))
     check_algorithm(directory, script_with(int))
-    monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "b.py")
+    monkeypatch.setattr("nemorl.runtime.store.directory.script_name", lambda: "b.py")
     with pytest.warns(UserWarning, match=r"b\.py resumes a run of a\.py"):
         check_algorithm(directory, script_with(int))
     RunRecord.begin(directory, algorithm="sft")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.data.order import RowOrder
+from nemorl.data.rows import RowOrder
 from nemorl.runtime.store.state import LoopState
 
 ORDERS = {"train": RowOrder(sizes=(7,)), "replay": RowOrder(sizes=(3,), seed=2)}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.runtime.store.temporary import MARK, claim, sweep_temporary, temporary_folder
+from nemorl.runtime.store.files import MARK, claim, sweep_temporary, temporary_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from nemorl.runtime.store.temporary import claim, temporary_folder
+from nemorl.runtime.store.files import claim, temporary_folder
 if len(sys.argv) > 1:
     claim(Path(sys.argv[1]))
     print(sys.argv[1], flush=True)

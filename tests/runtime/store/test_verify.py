@@ -11,8 +11,7 @@ import pytest
 import nemorl
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.store.verify import Receipt, verify_run
-from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import render
+from nemorl.runtime.watch.report import Gathered, render
 from tests.runtime.runs import grpo_config, start
 
 

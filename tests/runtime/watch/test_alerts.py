@@ -5,9 +5,9 @@ import pytest
 
 import nemorl
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch import plots
+from nemorl.runtime.watch import curves
 from nemorl.runtime.watch.alerts import REJECTED_STEPS, SignalWatch
-from nemorl.runtime.watch.plots import PlotCallback
+from nemorl.runtime.watch.curves import PlotCallback
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import tiny_run
 
@@ -21,7 +21,7 @@ def test_plots_are_drawn_at_the_end_and_never_fail_a_run(tmp_path, monkeypatch):
     def broken(directory):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(plots, "draw", broken)
+    monkeypatch.setattr(curves, "draw", broken)
     with pytest.warns(UserWarning, match=r"could not be drawn.*no fonts"):
         PlotCallback(directory).on_train_end(tiny_run(), {})
 

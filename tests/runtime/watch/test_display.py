@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.watch import display
+from nemorl.runtime.watch.callbacks import Callback, closing
 from nemorl.runtime.watch.display import (
     LiveDisplay,
     PlainDisplay,

@@ -14,11 +14,10 @@ import pytest
 
 import nemorl
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.start.registry import GENERATION_BACKENDS
+from nemorl.runtime.run.registry import GENERATION_BACKENDS
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.alerts import GapWatch
-from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.samples import sample_data
+from nemorl.runtime.watch.report import Gathered, sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
 from tests.runtime.runs import grpo_config, samples_at, start
 from tests.runtime.tiny import tiny_run

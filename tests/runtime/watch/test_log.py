@@ -5,8 +5,8 @@ from datetime import datetime
 
 import pytest
 
-from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.store.directory import RunDirectory, read_lines
+from nemorl.runtime.watch.callbacks import notify
 from nemorl.runtime.watch.log import event, recorded
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.tiny import tiny_run

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch import plots
+from nemorl.runtime.watch import curves
+from nemorl.runtime.watch.curves import draw
 from nemorl.runtime.watch.metrics import LABELS, smooth
-from nemorl.runtime.watch.plots import draw
 
 
 def learning_run(directory: RunDirectory, *, steps: int) -> None:
@@ -60,13 +60,13 @@ def test_agreement_of_sampler_and_trainer_is_a_flat_line(tmp_path, monkeypatch):
     """A picture of rounding errors around 1 must not look like one of a wide gap; one of a wide gap
     shows it.
     """
-    limits, panel = [], plots.panel
+    limits, panel = [], curves.panel
 
     def watched(axes, *arguments):
         panel(axes, *arguments)
         limits.append(axes.get_ylim())
 
-    monkeypatch.setattr(plots, "panel", watched)
+    monkeypatch.setattr(curves, "panel", watched)
     for excess in (1e-6, 0.2):
         directory = RunDirectory.create(tmp_path / str(excess), "")
         for step in range(1, 4):

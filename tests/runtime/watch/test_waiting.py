@@ -8,8 +8,8 @@ from rich.console import Console
 
 from nemorl import GenerationConfig
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.watch import waiting as module
-from nemorl.runtime.watch.waiting import waiting, waiting_for_engines, waiting_for_ranks
+from nemorl.runtime.watch import log as module
+from nemorl.runtime.watch.log import waiting, waiting_for_engines, waiting_for_ranks
 
 
 def test_a_line_before_and_one_after(capsys: pytest.CaptureFixture[str]):

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 import nemorl
-from nemorl.runtime.run.callbacks import closing, notify
-from nemorl.runtime.run.signals import signals_raise
-from nemorl.runtime.start import registry
-from nemorl.runtime.start.registry import chosen_loggers
+from nemorl.runtime.run import registry
+from nemorl.runtime.run.registry import chosen_loggers
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.loggers.base import JsonlLogger
+from nemorl.runtime.watch.callbacks import closing, notify, signals_raise
+from nemorl.runtime.watch.loggers import JsonlLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, tiny_run, walk
 

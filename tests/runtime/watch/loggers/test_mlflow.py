@@ -5,10 +5,9 @@ import json
 import pytest
 from mlflow import MlflowClient
 
-from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.loggers.base import LoggedRun
-from nemorl.runtime.watch.loggers.services import MlflowLogger
+from nemorl.runtime.watch.callbacks import closing
+from nemorl.runtime.watch.loggers import LoggedRun, MlflowLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, walk
 

@@ -1,9 +1,9 @@
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.loggers.services import TensorBoardLogger
+from nemorl.runtime.watch.callbacks import closing
+from nemorl.runtime.watch.loggers import TensorBoardLogger
 from tests.runtime.tiny import recorder, walk
 
 

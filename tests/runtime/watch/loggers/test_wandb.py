@@ -10,10 +10,9 @@ import pytest
 import wandb
 from wandb.proto import wandb_internal_pb2
 
-from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.loggers.base import LoggedRun
-from nemorl.runtime.watch.loggers.services import WandbLogger
+from nemorl.runtime.watch.callbacks import closing
+from nemorl.runtime.watch.loggers import LoggedRun, WandbLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, walk
 

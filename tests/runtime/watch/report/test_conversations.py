@@ -6,8 +6,7 @@ import pytest
 
 import nemorl
 from nemorl.rollout.environments.classes import TurnResult
-from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import failures, render
+from nemorl.runtime.watch.report import Gathered, failures, render
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.pages import Page
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import RunRecord
-from nemorl.runtime.watch.report.gather import Gathered, pieces, working_seconds
+from nemorl.runtime.store.directory import RunDirectory, RunRecord
+from nemorl.runtime.watch.report import Gathered, pieces, working_seconds
 from tests.runtime.runs import grpo_config, start
 from tests.tiny_models import tiny_tokenizer
 

@@ -9,12 +9,16 @@ import pytest
 
 import nemorl
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import RunRecord
-from nemorl.runtime.watch.report import page as module
-from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import curves_of, grouped, render, write_report
-from nemorl.runtime.watch.report.samples import sample_data
+from nemorl.runtime.store.directory import RunDirectory, RunRecord
+from nemorl.runtime.watch import report as module
+from nemorl.runtime.watch.report import (
+    Gathered,
+    curves_of,
+    grouped,
+    render,
+    sample_data,
+    write_report,
+)
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.pages import EVIL, Page
 

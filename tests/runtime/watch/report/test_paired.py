@@ -3,11 +3,10 @@
 import pytest
 
 import nemorl
-from nemorl.rollout.statistics import paired
+from nemorl.rollout.evaluation import paired
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch.report.gather import Gathered
-from nemorl.runtime.watch.report.page import paired_tests
+from nemorl.runtime.watch.report import Gathered, paired_tests
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.pages import Page
 

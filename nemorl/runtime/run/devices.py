@@ -1,0 +1,503 @@
+"""On which devices a run trains, checked against model and machine before anything starts."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemorl.checks import refuse_unused, require, warn
+from nemorl.models.capabilities import ASSUMED, known
+from nemorl.models.hub import max_positions
+from nemorl.parallel.backends import OwnLimits, check_training, limits_of
+from nemorl.parallel.config import MICRO_BATCH_TOKENS
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.model_shape import model_shape
+from nemorl.parallel.planner.sharing import GB, Sharing, check_states, sharing, smaller, training_of
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.generation import Machine
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
+from nemorl.runtime.engines.limits import check_shares
+from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.runtime.run.registry import check_generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of a run.
+
+    >>> Devices.of(BaseConfig(parallel=ParallelPlan(tp=2)), {}).plan.dp_shard
+    1
+    """
+
+    plan: ParallelPlan
+    """Without an open degree, and with the precision that the devices take."""
+    config: BaseConfig = field(default_factory=BaseConfig)
+    ranked: bool
+    """Whether the model is on ranks in other processes; a single rank counts."""
+    torchrun: bool = False
+    """Whether torchrun has started the ranks, of which this process is one."""
+    restarted: bool = False
+    """Whether it has started them again after a failure."""
+    on_gpus: bool = False
+    accelerated: bool = False
+    """Whether GPUs train, be they this machine's or a Ray cluster's."""
+    machine: Machine = field(default_factory=lambda: Machine(gpus=0))
+
+    @classmethod
+    def of(
+        cls,
+        config: BaseConfig,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        num_gpus: int | None = None,
+    ) -> "Devices":
+        """Return the devices that `config` asks for: torchrun's, or as many as the degrees say."""
+        started = torchrun_size(environ)
+        torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
+        plan, limits = config.parallel.on(num_ranks), limits_of(config.trainer.backend)
+        ranked = torchrun or plan.needs_ranks or limits.traits.needs_ranks
+        on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
+        check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
+        if torchrun and not config.runtime.tp_across_nodes:
+            check_groups(plan.tp, environ)
+        gpus = _num_gpus(config.trainer.device) if num_gpus is None else num_gpus
+        check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
+        address, device = environ["RAY_ADDRESS"] if on_cluster else None, config.trainer.device
+        accelerated = computes_on_accelerator(device, gpus=gpus, address=address)
+        plan = plan.with_precision(accelerator=accelerated)
+        parallel = replace(config.parallel, param_dtype=plan.param_dtype)
+        config = replace(config, parallel=parallel)
+        check_training(config, None, plan, limits)
+        require(
+            limits.traits.generates or not config.generation.traits.on_trainer,
+            "generation.backend",
+            "must be torch or vllm unless the trainer's ranks can generate, as megatron's do",
+            config.generation.backend,
+            "add --trainer.backend megatron, or remove it",
+        )
+        on_gpus = device != "cpu" and gpus > 0
+        offloads = config.trainer.offload_during_generation
+        require(
+            not offloads or on_gpus or (on_cluster and device != "cpu"),
+            "trainer.offload_during_generation",
+            "needs a GPU that trains: on a CPU everything is in main memory",
+            offloads,
+            "remove it",
+        )
+        require(
+            config.run.dir is not None or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            "run.dir",
+            "must be given where torchrun may start the run again",
+            None,
+            "add --run.dir",
+        )
+        check_time(config, ranked=ranked)
+        if ranked and not on_cluster and (on_gpus or not torchrun):
+            here = int(environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else num_ranks
+            check_size(here, config.runtime, gpus=gpus if on_gpus else 0)
+        for doubt in () if is_follower(environ) else config.doubts():
+            warn(doubt)
+        placed = num_ranks if on_gpus and ranked and not torchrun else 0
+        given = config.generation.trainer_gpus
+        found = cls(
+            plan=plan,
+            config=config,
+            ranked=ranked,
+            torchrun=torchrun,
+            restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
+            on_gpus=on_gpus,
+            accelerated=accelerated,
+        )
+        if found.placed and found.shares_gpus(config.generation):
+            room = num_ranks // config.generation.devices_per_replica
+            check_shares(config.generation, room, f"{num_ranks} ranks")
+        taken = placed + (found.local_gpus if given is None else given)
+        machine = Machine(gpus=gpus, taken=taken, cluster=bool(environ.get("RAY_ADDRESS")))
+        check_generation(config.generation, None, machine)
+        return replace(found, machine=machine)
+
+    @property
+    def placed(self) -> bool:
+        """Whether Ray places the ranks."""
+        return self.ranked and not self.torchrun
+
+    def shares_gpus(self, engines: GenerationConfig) -> bool:
+        """Return whether engines are on GPUs on which the model trains."""
+        trains = self.accelerated if self.placed else self.on_gpus
+        return engines.traits.engines and engines.colocated and trains
+
+    @property
+    def local_gpus(self) -> int:
+        """The number of this machine's GPUs that train without Ray knowing it."""
+        if not self.on_gpus or self.placed:
+            return 0
+        if self.torchrun:
+            return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return self.plan.num_ranks
+
+    @property
+    def free_gpu(self) -> int | None:
+        """A GPU of this machine on which nothing trains, as torchrun and Ray take the first."""
+        return self.machine.gpus - 1 if self.machine.gpus > self.machine.taken else None
+
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that can't be trained on these devices or sampled from."""
+        if model is not None:
+            check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
+            check_generation(self.config.generation, model, self.machine)
+            if self.accelerated:
+                warn_of_quadratic_memory(self.config, model, self.plan)
+
+    def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
+        """Refuse a Ray cluster without room for ranks and engines together."""
+        if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
+            return
+        from nemorl.runtime.engines.processes import engine_bundles
+        from nemorl.runtime.ranks.actors import rank_bundles
+        from nemorl.runtime.workers.cluster import (
+            RayVirtualCluster,
+            ResourcesError,
+            connect,
+            has_gpus,
+            release,
+        )
+
+        connect()
+        try:
+            ranks = rank_bundles(config, self.plan.num_ranks, engines) if self.placed else []
+            if self.placed and self.shares_gpus(engines):
+                with RayVirtualCluster({"rank": ranks}) as cluster:
+                    placement, nodes = cluster.placement("rank"), list[str]()
+                    for node, bundle in zip(placement.nodes, placement.bundles, strict=True):
+                        nodes += [node] * bundle.workers
+                    beside = engine_bundles(engines, cuda=True, nodes=nodes)
+                    RayVirtualCluster(beside).shutdown()
+                return
+            bundles = {"rank": ranks} if ranks else {}
+            bundles |= engine_bundles(engines, cuda=has_gpus())
+            RayVirtualCluster(bundles).shutdown()
+        except ResourcesError as error:
+            fields = "parallel and generation.num_replicas" if ranks else "generation.num_replicas"
+            raise ResourcesError(f"{fields} must leave room for all: {error}") from None
+        finally:
+            release()
+
+    def check_more_ranks(self) -> None:
+        """Refuse other models' own ranks where Ray places none."""
+        remedy = "remove it: the model then shares the policy's devices"
+        require(self.placed, "own_ranks", "needs ranks that Ray places", True, remedy)
+
+    def check_given(self, model: Any) -> None:
+        """Refuse a model in memory where ranks have to load their parts."""
+        require(
+            model is None or not self.ranked,
+            "model",
+            f"must be a folder or a hub name, from which each of {self.plan.num_ranks} ranks loads"
+            " its part",
+            type(model).__name__,
+            "save_pretrained() it, with its tokenizer, and name that folder",
+        )
+
+
+def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ranked: bool) -> None:
+    """Refuse settings of the plan and of the ranks that nothing would use."""
+    for name, used, purpose in (
+        ("cp_method", plan.cp > 1, "parallel.cp above 1"),
+        ("sequence_parallel", plan.tp > 1, "parallel.tp above 1"),
+        ("reduce_dtype", ranked, "gradients that several devices sum"),
+    ):
+        if not used:
+            refuse_unused("parallel", plan, f"is for {purpose}", "remove it", names=[name])
+    if plan.tp == 1:
+        names = ["tp_across_nodes"]
+        refuse_unused("runtime", runtime, "is for parallel.tp above 1", "remove it", names=names)
+    if torchrun:
+        refuse_unused(
+            "runtime",
+            runtime,
+            "is not for runs under torchrun, which starts the processes",
+            "remove it; torchrun has --nproc-per-node and --max-restarts",
+            names=["max_restarts", "cpus_per_rank", "oversubscribe"],
+        )
+    if not ranked:
+        requirement, remedy = "is for several ranks", "add a degree of parallel, or remove it"
+        refuse_unused("runtime", runtime, requirement, remedy)
+
+
+def check_time(config: BaseConfig, *, ranked: bool) -> None:
+    """Refuse engine timeouts by which ranks would count as hung before."""
+    engines, limit = config.generation, config.runtime.timeout_s
+    require(
+        not (ranked and engines.traits.engines) or engines.timeout_s < limit,
+        "generation.timeout_s",
+        f"must be below runtime.timeout_s ({limit:g}) where ranks send the weights",
+        engines.timeout_s,
+        "lower it, or raise that one",
+    )
+
+
+def check_groups(tp: int, environ: Mapping[str, str]) -> None:
+    """Refuse groups of tp consecutive ranks on several of torchrun's machines, if known."""
+    size, local_rank = environ.get("LOCAL_WORLD_SIZE"), environ.get("LOCAL_RANK")
+    if size is None or local_rank is None:
+        return
+    first = int(environ["RANK"]) - int(local_rank)  # machines may have different numbers
+    require(
+        int(size) % tp == 0 and first % tp == 0,
+        "parallel.tp",
+        f"must divide the {size} processes of each machine, so that a group is on one",
+        tp,
+        "change it or --nproc-per-node, or let groups be on several machines"
+        " (--runtime.tp-across-nodes)",
+    )
+
+
+def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
+    """Refuse a trainer.device that torch can't use."""
+    if ranked:
+        require(
+            device in (None, "cpu", *["cuda"] * has_gpus),
+            "trainer.device",
+            f"must be cpu{' or cuda' * has_gpus} where the ranks have one each",
+            device,
+            "remove it; CUDA_VISIBLE_DEVICES says which GPUs are used",
+        )
+        return
+    from nemorl.models.causal_lm import usable_device
+
+    try:
+        usable_device(device)
+    except ValueError as error:
+        raise ValueError(f"trainer.{error}") from error
+
+
+def computes_on_accelerator(device: str | None, *, gpus: int, address: str | None) -> bool:
+    """Return whether a trainer.device, or the best there is, is an accelerator."""
+    import torch
+
+    from nemorl.accelerator import is_accelerator
+
+    if device is not None:
+        return is_accelerator(torch.device(device))
+    return gpus > 0 or (address is not None and _cluster_has_gpus(address))
+
+
+def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan) -> None:
+    """Warn where no attention kernel takes memory linear in the length."""
+    heads = getattr(model, "num_attention_heads", None)
+    kv_heads = getattr(model, "num_key_value_heads", None) or heads
+    if heads is None or heads == kv_heads or plan.precision == "bfloat16":
+        return
+    longest = config.data.max_total_sequence_length
+    longest = min(longest, max_positions(model) or longest)
+    gigabytes = 4 * longest**2 * heads / plan.tp / 1e9
+    warn(
+        f"parallel.param_dtype float32 on a GPU takes attention memory that grows with the square"
+        f" of the length, as the model's {heads} heads share {kv_heads} of keys and values:"
+        f" {gigabytes:.3g} GB a layer for {longest} tokens. Add --parallel.param-dtype bfloat16"
+    )
+
+
+def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
+    """Refuse more ranks than this machine has GPUs or (0 GPUs) cores for."""
+    cores = os.cpu_count() or 1
+    require(
+        runtime.cpus_per_rank <= cores,
+        "runtime.cpus_per_rank",
+        f"must be at most the {cores} CPU cores that this machine has",
+        runtime.cpus_per_rank,
+        "lower it",
+    )
+    if gpus:
+        require(
+            num_ranks <= gpus,
+            "parallel",
+            f"must ask for at most the {gpus} GPUs that this machine has",
+            num_ranks,
+            "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or --trainer.device cpu",
+        )
+        return
+    require(
+        num_ranks * runtime.cpus_per_rank <= cores or runtime.oversubscribe,
+        "parallel",
+        f"must ask for at most as many ranks as the {cores} CPU cores that this machine has can"
+        f" run, with {runtime.cpus_per_rank} for each",
+        num_ranks,
+        "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or let them take turns"
+        " (--runtime.oversubscribe)",
+    )
+
+
+def this_machine() -> Machine:
+    """Return what there is for generation where nothing trains."""
+    return Machine(gpus=_num_gpus(), cluster=bool(os.environ.get("RAY_ADDRESS")))
+
+
+def _cluster_has_gpus(address: str) -> bool:
+    from nemorl.runtime.workers.cluster import connect, has_gpus, release
+
+    connect(address)
+    try:
+        return has_gpus()
+    finally:
+        release()
+
+
+def _num_gpus(device: str | None = None) -> int:
+    import torch
+
+    kind = (device or "cuda").partition(":")[0]
+    try:
+        module = torch.get_device_module("cuda" if kind == "cpu" else kind)
+    except RuntimeError:
+        return 0
+    return module.device_count() if module.is_available() else 0
+
+
+LARGE_CHUNK = 4096
+"""`trainer.logprob_chunk` where there is room: fewer times is the head's gradient added to."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run's step on GPUs of `card` bytes, with what was chosen so that training fits."""
+
+    step: Step
+    card: float
+    micro_batch_tokens: int | None = None
+    """trainer.micro_batch_tokens, if it is not left open."""
+
+    def __str__(self) -> str:
+        tokens = self.step.work.trainer.micro_batch_tokens
+        sized = f" and microbatches of at most {tokens} tokens" * (tokens is not None)
+        chunk = self.step.work.trainer.chunk
+        chunked = f" and logits of {chunk} tokens at a time" * (chunk == LARGE_CHUNK)
+        return (
+            f"training is estimated to take {training_of(self.step) / GB:.1f} of each GPU's"
+            f" {self.card / GB:.1f} GB, with parallel.activation_checkpointing"
+            f" {self.step.plan.recomputes}{sized}{chunked}"
+        )
+
+
+def fitted(
+    config: BaseConfig,
+    devices: Devices,
+    engines: GenerationConfig | None,
+    model: Any,
+    *,
+    card: float | None,
+) -> Fit | None:
+    """Return a run's step with the largest default microbatch, and the least recomputation, with
+    which training fits; None where sizes are unknown. What the user set stays.
+
+    engines: those on the ranks' GPUs. card: bytes of the smallest GPU.
+    Raises: ValueError where training needs more than a GPU has, and the user set nothing of it.
+    """
+    registered, shape = isinstance(limits_of(config.trainer.backend), OwnLimits), None
+    with suppress(Exception):  # transformers raises what a wrong value leads to
+        shape = None if model is None else model_shape(model)
+    if shape is None or card is None or (registered and engines is None):
+        return None
+    step = Step(shape, devices.plan, workload(config, devices, engines))
+    check_states(step, card)
+    room, trainer = card * (1 - step.work.reserve), step.work.trainer
+    longest = max(config.longest_row, trainer.packed_row_tokens or 0)
+    large = not (trainer.logprob_chunk or engines or devices.torchrun)
+    tries = [*_tries(step, model, longest, chunks=[LARGE_CHUNK, None] if large else [None])]
+    if devices.torchrun:  # where machines may have other GPUs, and all must cut alike
+        tries = tries[:1]
+    found = next((each for each in tries if training_of(each) <= room), tries[-1])
+    given, chosen = trainer.micro_batch_tokens, found.work.trainer.micro_batch_tokens
+    usual = max(MICRO_BATCH_TOKENS, longest)
+    fit = Fit(found, card, chosen if given or chosen != usual else None)
+    if (taken := training_of(found)) <= room:
+        return fit
+    own = given or trainer.train_micro_batch_size or step.plan.activation_checkpointing
+    if taken <= card or own or devices.torchrun:
+        warn(
+            f"{fit}: if memory runs out, lower --trainer.micro-batch-tokens or add"
+            " --parallel.activation-checkpointing full"
+        )
+        return fit
+    raise ValueError(
+        f"parallel must spread the model over GPUs that can train it, but {fit}, the least that can"
+        f" be chosen: {smaller(step)}; or lower --data.max-total-sequence-length, or try it"
+        f" nevertheless with --trainer.micro-batch-tokens {longest}"
+    )
+
+
+def _tries(step: Step, model: Any, longest: int, *, chunks: Sequence[int | None]) -> Iterator[Step]:
+    """Yield a step with what may be chosen, the fastest first."""
+    trainer, plans, tokens = step.work.trainer, [step.plan], MICRO_BATCH_TOKENS
+    proofs = known(model) if limits_of(trainer.backend).traits.proves else ASSUMED
+    if not step.plan.activation_checkpointing and proofs and proofs["recompute"].holds:
+        plans.append(replace(step.plan, activation_checkpointing="full"))
+    sizes = [max(tokens, longest)]
+    while sizes[-1] > longest:
+        sizes.append(max(longest, sizes[-1] // 2))
+    given = trainer.micro_batch_tokens or trainer.train_micro_batch_size
+    for plan in plans:
+        for size in [trainer.micro_batch_tokens] if given else sizes:
+            for chunk in chunks:
+                logits = chunk or trainer.logprob_chunk
+                chosen = replace(trainer, micro_batch_tokens=size, logprob_chunk=logits)
+                yield replace(step, plan=plan, work=replace(step.work, trainer=chosen))
+
+
+def sharing_of(
+    fit: Fit | None,
+    engines: GenerationConfig,
+    model: Any,
+    *,
+    can_offload: bool,
+    can_empty: bool,
+) -> Sharing | None:
+    """Return how engines share the GPUs of the ranks; None where sizes are unknown.
+
+    can_offload, can_empty: methods of the training backend.
+    Raises: ValueError where engines have too little memory.
+    """
+    given = engines.engine.get("gpu_memory_utilization")
+    if fit is not None:
+        return sharing(
+            fit.step,
+            card=fit.card,
+            can_offload=can_offload and fit.step.can_offload,
+            can_empty=can_empty,
+            given=given,
+            sleeps=engines.sleep_level != 0,
+        )
+    if model is not None and given is None:
+        kind = getattr(model, "model_type", "the model")
+        warn(
+            f"the sizes of {kind} or of the GPUs are not known, so engines on the trainer's GPUs"
+            " take vLLM's own share of them: if memory runs out, set"
+            """ --generation.engine '{"gpu_memory_utilization": 0.4}'"""
+        )
+    return None
+
+
+def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig | None) -> PlanConfig:
+    """Return a run's settings as `nemorl plan` has them."""
+    sections = {name: getattr(config, name) for name in ("trainer", "optimizer", "lora")}
+    engines = sections["generation"] = engines or GenerationConfig()
+    return PlanConfig(
+        gpus=devices.plan.num_ranks * engines.devices_per_replica,
+        seq_len=engines.max_model_len or config.longest_row,
+        keep_reference=keeps_reference(config),
+        **{name: _without(given, PlanConfig.unused[name]) for name, given in sections.items()},
+    )
+
+
+def keeps_reference(config: BaseConfig) -> bool:
+    """Return whether the trainer keeps the initial model."""
+    needed = getattr(config, "needs_reference", False)
+    return needed and getattr(config, "reference", "live") == "live"
+
+
+def _without(section: Any, names: tuple[str, ...]) -> Any:
+    usual = type(section)()
+    return replace(section, **{name: getattr(usual, name) for name in names})

@@ -1,0 +1,401 @@
+"""A run before its model is loaded: checked and read in order of cost."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from nemorl.checks import require, warn
+from nemorl.data.datasets import warn_of_strings
+from nemorl.data.digest import Digest, difference, digests_of
+from nemorl.data.rows import Row, first_of
+from nemorl.data.sources import name_of, sources_of
+from nemorl.data.templates import with_chat_template
+from nemorl.models.hub import (
+    CONFIG,
+    base_of,
+    load_tokenizer,
+    max_positions,
+    model_folder,
+    read_config,
+)
+from nemorl.openmp import SPINS
+from nemorl.rollout.answers import GIVEN
+from nemorl.rollout.config import GenerationConfig, RolloutConfig
+from nemorl.rollout.environments import Environment, check_limits, make_environment
+from nemorl.rollout.environments.classes import Workers
+from nemorl.runtime.config.base import BaseConfig, RunConfig, require_rows
+from nemorl.runtime.config.tree import construct, dump_yaml, flat, to_dict, yaml_layer
+from nemorl.runtime.config.yaml_io import Trust, without_secrets
+from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.run.data import Reward, Rows, first_of_each, print_known, read_data, reward_for
+from nemorl.runtime.run.devices import Devices
+from nemorl.runtime.run.registry import (
+    algorithm_of,
+    chosen_loggers,
+    get_generation_backend,
+    training_backend_class,
+)
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory, RunRecord, check_algorithm, locked
+from nemorl.runtime.watch.callbacks import Callback, check_callbacks, signals_raise
+from nemorl.runtime.watch.log import RunLog, recorded
+from nemorl.runtime.watch.loggers import LoggerFactory
+
+Config = TypeVar("Config", bound=BaseConfig)
+
+
+def as_given(
+    config: Config,
+    *,
+    train: Rows,
+    validation: Rows,
+    reward: Reward | None,
+    environment: Any = None,
+) -> Config:
+    """Return the config with the names, or notes, of what was given in Python."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, list | tuple) and value:
+            return tuple(map(str, value)) if all(map(named, value)) else None
+        return str(value) if isinstance(value, str | Path) else None
+
+    given = {"train": named(train), "validation": named(validation)}
+    data = {key: name for key, name in given.items() if name}
+    config = replace(config, data=replace(config.data, **data))
+    if environment is not None and hasattr(config, "rollout"):
+        kept = environment if isinstance(environment, str) else _given([environment])
+        changed = {"rollout": replace(config.rollout, environment=kept)}
+        config = replace(config, **changed)
+    sources = [
+        getattr(config.data, key) if value is None else value
+        for key, value in {"train": train, "validation": validation}.items()
+    ]
+    if config.run.display != "none" and not is_follower():
+        print_known(*sources)
+    if not hasattr(config, "reward"):
+        return config
+    if reward is None:
+        if not config.generates(answers=False):
+            sources = sources[:1] if config.data.held_out else sources[1:]
+        own: Any = config
+        return replace(own, reward=reward_for(own.reward, *sources))
+    parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [reward]
+    changed = {"reward": named(reward) or _given(parts)}
+    return replace(config, **changed)
+
+
+def _given(parts: Sequence[Any]) -> str:
+    names = [
+        part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
+        for part in parts
+    ]
+    return f"{GIVEN} ({', '.join(names)})"
+
+
+def kept(config: Config) -> Config:
+    """Return the config without what is about one start of the run."""
+    return replace(config, run=replace(config.run, resume=False, accept_changed_data=False))
+
+
+def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) -> Any:
+    """Return a model's Hugging Face configuration, None where it can't be read."""
+    if not isinstance(model, str):
+        return model.config
+    try:
+        name = (base_of(Path(model)) or "") if (Path(model) / CONFIG).is_file() else model
+        return read_config(name, trust_remote_code=trust_remote_code)
+    except Exception:  # transformers raises what a wrong value leads to
+        return None
+
+
+def warn_of_spinning() -> None:
+    """Warn where torch was imported before nemorl, and computes in several threads."""
+    if SPINS and torch.get_num_threads() > 1:
+        warn(
+            "torch was imported before nemorl, so its threads spin while they wait, and another run"
+            " on this machine can slow both 50 times: import nemorl first, or set GOMP_SPINCOUNT"
+            " (KMP_BLOCKTIME on macOS) before Python starts"
+        )
+
+
+def within_positions(config: Config, of_model: Any) -> Config:
+    """Return the config with lengths lowered to the model's positions."""
+    positions = None if of_model is None else max_positions(of_model)
+    wanted = config.data.max_total_sequence_length
+    if positions is None or wanted <= positions:
+        return config
+    which = "that the model has"
+    if positions < of_model.max_position_embeddings:
+        which = "beyond which longrope would change the numbers of a batch's other sequences"
+    warn(
+        f"data.max_total_sequence_length is lowered from {wanted} to {positions}, the positions"
+        f" {which}"
+    )
+    return replace(config, data=replace(config.data, max_total_sequence_length=positions))
+
+
+def with_response_length(config: Config) -> Config:
+    """Return the config with a default of generation.max_new_tokens."""
+    if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
+        return config
+    usual, longest = config.generation.longest_response, config.data.max_total_sequence_length
+    fits = min(usual, max(1, longest // 2))
+    return replace(config, generation=replace(config.generation, max_new_tokens=fits))
+
+
+def environment_of(
+    config: BaseConfig, reward: Reward | None, environment: Any = None
+) -> Environment | None:
+    """Return the given or configured environment and reward; None without rewards."""
+    rollout = getattr(config, "rollout", None)
+    require(
+        environment is None or rollout is not None,
+        "environment_factory",
+        f"can't be given here, because {type(config).__name__} samples no conversations",
+        environment,
+        "remove it",
+    )
+    if environment is None and rollout is not None:
+        environment = rollout.environment
+    if not hasattr(config, "reward"):
+        require(
+            reward is None,
+            "reward",
+            f"can't be given here, because {type(config).__name__} has none",
+            reward,
+            "remove it",
+        )
+        return None
+    found = make_environment(
+        config.reward if reward is None else reward,
+        getattr(config, "reward_weights", ()),
+        getattr(config, "reward_kwargs", {}),
+        environment=environment,
+        chosen=reward is not None or config.reward != _default_reward(config),
+        workers=workers_of(rollout) if rollout is not None else None,
+    )
+    if rollout is not None:
+        by_turn = getattr(getattr(config, "advantage", None), "level", None) == "turn"
+        check_limits(found, rollout, by_turn=by_turn)
+    return found
+
+
+def workers_of(rollout: RolloutConfig) -> Callable[[], Workers] | None:
+    """Return what makes the processes of an environment, if it needs any."""
+    if not rollout.workers:
+        return None
+    try:
+        from nemorl.runtime.workers.environments import RayWorkers
+    except ImportError as error:
+        raise ImportError(
+            f"rollout.workers needs Ray ({error}): pip install 'nemorl[ray]'"
+        ) from error
+    return partial(RayWorkers, rollout.workers, rollout.worker)
+
+
+def _default_reward(config: BaseConfig) -> Any:
+    return next(each.default for each in fields(config) if each.name == "reward")
+
+
+def generation_config(
+    config: BaseConfig, directory: RunDirectory, devices: Devices
+) -> GenerationConfig:
+    """Return what an engine is set up with: the run's lengths, logs and GPUs, unless given."""
+    given, longest = config.generation, config.data.max_total_sequence_length
+    if given.traits.embedded:
+        return given
+    require(
+        given.max_model_len is None or given.max_model_len >= longest,
+        "generation.max_model_len",
+        f"must be at least data.max_total_sequence_length ({longest})",
+        given.max_model_len,
+        "lower that one, or remove this one",
+    )
+    return replace(
+        given,
+        max_model_len=given.max_model_len or longest,
+        log_dir=given.log_dir or str(directory.path / "logs"),
+        trainer_gpus=devices.local_gpus if given.trainer_gpus is None else given.trainer_gpus,
+    )
+
+
+def changes(path: str | Path, config: BaseConfig) -> list[str]:
+    """Return the settings that numbers depend on and that differ from those in a file."""
+    try:
+        tree = yaml_layer(type(config), {}, path, Trust(runs="none"))
+        before, now = (
+            flat(without_secrets(to_dict(each))) for each in (construct(type(config), tree), config)
+        )
+    except ValueError as error:
+        warn(f"the run's earlier settings can't be compared with the present ones: {error}")
+        return []
+    free = (
+        *("run.", "runtime.", "profile.", "max_num_steps", "num_epochs"),
+        "trainer.offload_during_generation",
+    )
+    return [
+        f"{key} is {now.get(key)!r}, was {before.get(key)!r}"
+        for key in now | before
+        if (key == "run.seed" or not key.startswith(free)) and now.get(key) != before.get(key)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is read and checked once, also where a run begins again with new ranks."""
+
+    config: BaseConfig
+    devices: Devices
+    directory: RunDirectory
+    folder: str
+    """Folder or hub name of the model."""
+    model: nn.Module | None
+    of_model: Any
+    """The model's Hugging Face configuration; None where it can't be read."""
+    tokenizer: Any
+    environment: Environment | None
+    rows: Sequence[Row]
+    data: Sequence[Digest]
+    validation_rows: Sequence[Row]
+    log: RunLog
+    loggers: Mapping[str, LoggerFactory]
+    callbacks: Sequence[Callback]
+
+    @property
+    def quiet(self) -> bool:
+        return self.config.run.display == "none"
+
+
+@contextmanager
+def launched(
+    config: BaseConfig,
+    algorithm: str,
+    *,
+    model: nn.Module | None = None,
+    tokenizer: Any = None,
+    train: Rows = None,
+    validation: Rows = None,
+    reward: Reward | None = None,
+    environment: Any = None,
+    callbacks: Sequence[Any] = (),
+) -> Iterator[Launch]:
+    """Check and read all but the model, and hold the run's directory in the block."""
+    require(
+        model is None or not config.model.from_scratch,
+        "model.from_scratch",
+        "can't be given together with a loaded model",
+        True,
+        "omit it, or name the model's folder (--model.path)",
+    )
+    check_callbacks(callbacks)
+    training_backend_class(config.trainer.backend)  # or an error that lists the known names
+    get_generation_backend(config.generation.backend)
+    RunDirectory.check_missing(config.run)
+    devices, name = Devices.of(config), algorithm_of(config)
+    devices.check_given(model)
+    rows_given: dict[str, Any] = {"train": train, "validation": validation}
+    config = as_given(devices.config, **rows_given, reward=reward, environment=environment)
+    led, loggers = environment_of(config, reward, environment), chosen_loggers(config.run.loggers)
+    rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
+    require_rows(rows)
+    known = first_of(rows)
+    data = digests_of(known, held_out)
+    if not held_out:
+        config.run.require_training_metrics()
+    folder = config.run.dir or str(RunDirectory.create_free(name).path)
+    config = replace(config, run=replace(config.run, dir=folder))
+    with locked(Path(folder)), signals_raise():
+        directory = open_directory(config, algorithm, restarted=devices.restarted)
+        config = replace(config, run=replace(config.run, resume=directory.has_checkpoint()))
+        saved = checkpoint.data_of(folder) if config.run.resume else []
+        if saved and saved != data:
+            _require_same_rows(config, directory, train, saved, known, held_out)
+        with recorded(directory, algorithm=algorithm) as log:
+            warn_of_spinning()
+            checkpoint.sweep(directory.path)
+            path = model_folder(config.model.path)
+            trust = {"trust_remote_code": config.model.trust_remote_code}
+            of_model = model_config_of(path if model is None else model, **trust)
+            devices.check_model(of_model)
+            config = with_response_length(within_positions(config, of_model))
+            tokenizer = with_chat_template(
+                tokenizer or load_tokenizer(config.model.tokenizer or path, **trust),
+                config.model.chat_template,
+                config.model.chat_template_kwargs,
+            )
+            warn_of_strings(chain(known, held_out), tokenizer)
+            yield Launch(
+                config=config,
+                devices=devices,
+                directory=directory,
+                folder=path,
+                model=model,
+                of_model=of_model,
+                tokenizer=tokenizer,
+                environment=led,
+                rows=rows,
+                data=data,
+                validation_rows=first_of_each(held_out, config.run.max_val_samples),
+                log=log,
+                loggers=loggers,
+                callbacks=callbacks,
+            )
+
+
+def _require_same_rows(
+    config: BaseConfig,
+    directory: RunDirectory,
+    train: Rows,
+    saved: list[Digest],
+    *rows: Sequence[Row],
+) -> None:
+    sources = sources_of(config.data.train if train is None else train)
+    found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
+    if not found:
+        return
+    of_rows = [
+        each
+        for each in changes(directory.config, config)
+        if each.startswith(("data.", "run.seed")) and not each.startswith("data.max_")
+    ]
+    if of_rows:
+        found += f" ({'; '.join(of_rows)})"
+    if not config.run.accept_changed_data:
+        raise ValueError(
+            f"data.train and data.validation must be the rows that the run began with, but {found}:"
+            " restore them, or add --run.accept-changed-data"
+        )
+    warn(f"the run continues with changed rows: {found}")
+
+
+def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
+    """Make or, to resume, find the folder of a run. Raises ValueError where it is of another."""
+    restarted = restarted or _begins_anew(RunDirectory(Path(str(config.run.dir))), config.run)
+    directory = RunDirectory.create(
+        str(config.run.dir),
+        dump_yaml(kept(config)),
+        resume=config.run.resume,
+        restarted=restarted,
+    )
+    if directory.holds_results():
+        check_algorithm(directory, algorithm)
+    return directory
+
+
+def _begins_anew(directory: RunDirectory, run: RunConfig) -> bool:
+    """Return whether to begin a run again that ended before its first checkpoint was due."""
+    if run.resume != "auto" or directory.has_checkpoint() or not directory.holds_results():
+        return False
+    record, metrics = RunRecord.read(directory), directory.read_metrics()
+    last = metrics[-1]["step"] if metrics else 0
+    if record is None or record.status == "finished" or last > run.save_period:
+        return False
+    warn(f"the run in {directory.path} ended before its first checkpoint: it begins again, anew")
+    return True

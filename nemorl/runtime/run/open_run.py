@@ -1,0 +1,166 @@
+"""`open_run`, for a loop of one's own, and `run`, for one that has a name."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from nemorl.checks import warn
+from nemorl.parallel.determinism import deterministic_kernels
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.run.launch import Launch, launched
+from nemorl.runtime.run.live import Live
+from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.registry import algorithm_of, loop_of, training_backend_class
+from nemorl.runtime.run.result import TrainResult, final_metrics
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.checkpoint import RandomState
+from nemorl.runtime.store.directory import script_with
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
+from nemorl.runtime.watch.callbacks import closing
+from nemorl.runtime.watch.log import event
+from nemorl.user_code import exit_is_error
+
+OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
+
+
+@contextmanager
+def open_run(
+    config: BaseConfig,
+    *,
+    generates: bool | None = None,
+    num_updates: int | None = None,
+    **given: Any,
+) -> Iterator[OpenRun]:
+    """Open the run in the folder `config.run.dir`, for a training loop in the block.
+
+    Everything is as the run's last checkpoint left it, if `config.run.resume`: a loop that was
+    killed goes on with the numbers that it would have had. A loaded `model` and `tokenizer`, rows
+    (`train`, `validation`), a `reward` and `callbacks` may be given here instead of by name. The
+    model is loaded with the first step, or when `run.trainer` is used.
+
+    generates: whether the run samples. None: as the config says; SFT does where it validates on
+        questions, DPO does not.
+    num_updates: optimizer steps of the whole run, for the schedule of the learning rate. None: as
+        the config says.
+
+    Under torchrun the block runs in rank 0; the others serve it here and exit with it.
+
+    Raises ValueError that names the field, where possible before the model is loaded::
+
+        with open_run(SFTConfig(...)) as run:
+            for step in run.steps(100):
+                step.log(run.trainer.train_step(next_batch(), loss_fn))
+    """
+    if is_follower():
+        _follow(config)
+        raise SystemExit(0)
+    with (
+        launched(config, script_with(type(config)), **given) as launch,
+        closing(launch.callbacks),
+        _kernels(launch),
+        opened(launch, generates=generates, num_updates=num_updates) as run,
+    ):
+        yield run
+
+
+def run(config: BaseConfig, **given: Any) -> TrainResult:
+    """Run the algorithm that `config` is of, in the folder `config.run.dir`, and return its result.
+
+    Takes the arguments of `open_run`. With `config.run.resume` the run goes on from its last
+    checkpoint; a validation that failed is not made up for. After ranks have died or hung, it
+    begins up to `runtime.max_restarts` times again, with new ranks and from the last checkpoint;
+    the callbacks see all attempts.
+
+    The loop, the callbacks and the reward are in this process. Under torchrun it is rank 0's;
+    the others serve it until the run is over, and return the same result without the model.
+
+    Raises ValueError that names the field, where possible before the model is loaded.
+    """
+    loop = loop_of(config)
+    if is_follower():
+        return _follow(config)
+    generators, restart = RandomState.now(), 0
+    with (
+        launched(config, algorithm_of(config), **given) as launch,
+        closing(launch.callbacks),
+        _kernels(launch),
+    ):
+        config = launch.config
+        while True:
+            try:
+                with opened(launch) as live, exit_is_error(OWN_CODE):
+                    loop(live)
+                assert live.result is not None
+                return live.result
+            except Exception as error:
+                failure, restart = failed_ranks(error), restart + 1
+                if failure is None or restart > config.runtime.max_restarts:
+                    raise
+                reason = str(failure)
+            point = checkpoint.latest(launch.directory.path)
+            where = f"restarts from {point}" if point else "starts again, without a checkpoint yet,"
+            times = f"restart {restart} of {config.runtime.max_restarts}"
+            event("restart", times, restart=restart)
+            warn(f"the run {where} with new ranks ({times}): {reason}")
+            generators.restore()
+            resume = point is not None or config.run.resume
+            launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))
+
+
+@contextmanager
+def opened(
+    launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
+) -> Iterator[OpenRun]:
+    """Open a launched run for the block."""
+    with ExitStack() as stack:
+        run = OpenRun(
+            config=launch.config,
+            tokenizer=launch.tokenizer,
+            environment=launch.environment,
+            rows=launch.rows,
+            validation_rows=launch.validation_rows,
+            directory=launch.directory.path,
+            maker=Live(launch, stack),
+            generates=generates,
+            num_updates=num_updates,
+        )
+        try:
+            yield run
+            run.finish()
+        except BaseException as error:
+            cause = run.fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+        finally:
+            run.close()
+        history = launch.directory.read_metrics()
+        model = None
+        if run.live is not None and not launch.devices.ranked:
+            model = getattr(run.live.trainer, "model", None)
+        metrics = final_metrics(history)
+        run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
+        if launch.devices.torchrun and run.live is not None:
+            trainer: Any = run.live.trainer
+            trainer.result = run.result
+
+
+def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | None:
+    """Return the failure of ranks that an error comes from, if any."""
+    while error is not None and not isinstance(error, WorkerDied | WorkerTimeout):
+        error = error.__cause__
+    return error
+
+
+def _follow(config: BaseConfig) -> TrainResult:
+    from nemorl.runtime.ranks.torchrun import follow
+
+    return follow(training_backend_class(config.trainer.backend), config)
+
+
+def _kernels(launch: Launch) -> Any:
+    """Deterministic kernels where an engine may compute here while ranks train."""
+    ranked = launch.devices.ranked and launch.config.trainer.deterministic
+    return deterministic_kernels if ranked else nullcontext()

@@ -1,0 +1,330 @@
+"""What is chosen by name: algorithms, backends, loggers. Yours join by a decorator."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import getattr_static, signature
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nemorl.checks import checked_by, closest, require
+from nemorl.parallel.backends import LIMITS, OwnLimits
+from nemorl.parallel.plan import TrainingTraits
+from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environment, require_reward
+from nemorl.rollout.config import TRAITS, GenerationConfig
+from nemorl.rollout.generation import GenerationTraits, Machine
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.dpo import DPOConfig
+from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.tree import add_own
+from nemorl.runtime.engines import limits as engines
+from nemorl.user_code import check_function
+
+if TYPE_CHECKING:
+    from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
+    from nemorl.rollout.generation import GenerationBackend
+    from nemorl.runtime.run.loop import OpenRun
+    from nemorl.runtime.watch.loggers import LoggerFactory
+
+
+Registered = TypeVar("Registered")
+Loop = Callable[["OpenRun"], None]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    config: type[BaseConfig]
+    """The dataclass of its settings; its docstring is shown by --help."""
+    loop: str | Loop
+    """loop(run), or its place: "module:function"."""
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "sft": Algorithm(SFTConfig, "nemorl.runtime.algorithms.sft:sft"),
+    "grpo": Algorithm(GRPOConfig, "nemorl.runtime.algorithms.grpo:grpo"),
+    "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:dpo"),
+}
+TRAINING_BACKENDS: dict[str, str | type] = {
+    "dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend",
+    "megatron": "nemorl.parallel.megatron.backend:MegatronBackend",
+}
+GENERATION_BACKENDS: dict[str, str | type] = {
+    "torch": "nemorl.rollout.torch_backend:TorchGenerationBackend",
+    "megatron": "nemorl.runtime.ranks.generator:RankedGenerator",
+    "vllm": "nemorl.runtime.engines.backend:VLLMGenerationBackend",
+}
+GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
+GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
+"""check(config, model, machine); model: a configuration, None before it is known."""
+LOGGERS: dict[str, Any] = {
+    "tensorboard": "nemorl.runtime.watch.loggers:TensorBoardLogger",
+    "wandb": "nemorl.runtime.watch.loggers:WandbLogger",
+    "mlflow": "nemorl.runtime.watch.loggers:MlflowLogger",
+}
+
+
+def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop], Loop]:
+    """Register an algorithm for `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and the
+    command `nemorl NAME`.
+
+    The decorated function is a training loop of an open run: loop(run), as in the block of
+    `open_run`.
+    """
+    derived = isinstance(config, type) and issubclass(config, BaseConfig)
+    require(
+        derived and "__dataclass_params__" in vars(config),
+        "config",
+        "must be a dataclass derived from nemorl.BaseConfig",
+        config,
+        "decorate it with @dataclass(frozen=True)",
+    )
+    for other, algorithm in ALGORITHMS.items():
+        if algorithm.config is config and other != name:
+            raise ValueError(
+                f"config must belong to one algorithm, but {config.__name__} belongs to {other!r}:"
+                " derive one of its own"
+            )
+    register = _register(name, ALGORITHMS)
+
+    def decorate(loop: Loop) -> Loop:
+        register(Algorithm(config, loop))
+        return loop
+
+    return decorate
+
+
+def register_loss(name: str) -> Callable[[Registered], Registered]:
+    """Register a policy loss as a name of GRPO's `loss`; its keyword parameters are settings.
+
+    The decorated function is fn(token_logprobs, prev_logprobs, advantages, loss_weights, *,
+    your_setting=0.1), with tensors [batch, seq]. It returns Σ loss_weights · its terms over all
+    tokens, a scalar or a `LossOutput`, and is called for parts of a batch, whose losses are added
+    up. Parameters called importance_weights and segment_ids are given (see `nemorl.losses.policy`).
+    """
+    return _register_own("loss", name)
+
+
+def register_advantage(name: str) -> Callable[[Registered], Registered]:
+    """Register a function as a name of GRPO's `advantage`; its keyword parameters are settings.
+
+    The decorated function is fn(rewards, group_id, *, your_setting=0.1), with tensors [batch], and
+    returns advantages [batch] or [batch, seq]. Parameters called lengths and loss_mask are given.
+    """
+    return _register_own("advantage", name)
+
+
+def register_reward(name: str) -> Callable[[Registered], Registered]:
+    """Register a reward function, or an environment, as a name of `reward`."""
+    return _register(name, REWARDS)
+
+
+def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
+    """Register a class with the methods of `TrainingBackend` that its docstring names as
+    `trainer.backend=name`.
+
+    It says what it can do by the class attribute `traits`, a `TrainingTraits`, and what it refuses
+    by the static method `check(config, model, plan)` (see `TrainingLimits`); it may have neither.
+    """
+    from nemorl.parallel.backend import check_training_backend
+
+    def check(cls: Any) -> None:
+        _require_description(cls, TrainingTraits)
+        check_training_backend(cls)
+        LIMITS[name] = OwnLimits(cls)
+
+    return _register(name, TRAINING_BACKENDS, check)
+
+
+def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
+    """Register a class with the methods of `GenerationBackend` that its docstring names as
+    `generation.backend=name`.
+
+    It says what it can do by the class attribute `traits`, a `GenerationTraits`, and what it
+    refuses by the static method `check(config, model, machine)`; it may have neither.
+    """
+    from nemorl.rollout.wrapped import as_generation_backend
+
+    def check(cls: Any) -> None:
+        _require_description(cls, GenerationTraits)
+        as_generation_backend(cls)
+        TRAITS[name] = getattr(cls, "traits", GenerationTraits())
+        if getattr(cls, "check", None) is not None:
+            GENERATION_CHECKS[name] = cls.check
+        else:
+            GENERATION_CHECKS.pop(name, None)
+
+    return _register(name, GENERATION_BACKENDS, check)
+
+
+def register_logger(name: str) -> Callable[[Registered], Registered]:
+    """Register a class with the methods of `MetricLogger`, made with a `LoggedRun`, as a name of
+    `run.loggers`.
+    """
+    return _register(name, LOGGERS)
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """Return an algorithm."""
+    return _get(name, ALGORITHMS, "algorithm")
+
+
+def algorithm_of(config: Any) -> str:
+    """Return the name of a config's algorithm; of one that is not registered, its class's.
+
+    >>> algorithm_of(SFTConfig())
+    'sft'
+    """
+    cls = config if isinstance(config, type) else type(config)
+    require(
+        issubclass(cls, BaseConfig),
+        "config",
+        "must be an instance of a class derived from nemorl.BaseConfig",
+        config,
+        "such as nemorl.GRPOConfig()",
+    )
+    names = (name for name, algorithm in ALGORITHMS.items() if algorithm.config is cls)
+    return next(names, cls.__name__)
+
+
+def loop_of(config: Any) -> Loop:
+    """Return the training loop of a config."""
+    name = algorithm_of(config)
+    require(
+        name in ALGORITHMS,
+        "config",
+        f"must be of a registered algorithm ({', '.join(ALGORITHMS)})",
+        name,
+        "register its loop with @register_algorithm, or write the loop over open_run(config)",
+    )
+    return load(ALGORITHMS[name].loop)
+
+
+def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
+    """Return a new training backend, of a loaded model or of what `setup(BackendConfig(…))` names.
+
+    One with few methods counts its steps and returns `Logprobs`; a method that it lacks is an
+    AttributeError.
+
+    >>> backend = get_training_backend("dtensor")
+    >>> backend.step
+    0
+    """
+    from nemorl.parallel.backend import as_training_backend
+
+    make: Any = training_backend_class(name)
+    try:
+        return as_training_backend(make() if model is None else make(model))
+    except TypeError as error:
+        if model is None or signature(make).parameters:
+            raise
+        raise ValueError(
+            f"trainer.backend {name!r} can't be made with a loaded model: name the model's folder"
+            " (--model.path), or give __init__ a parameter model=None"
+        ) from error
+
+
+def training_backend_class(name: str) -> "type[TrainingBackend]":
+    """Return the registered class."""
+    return load(_get(name, TRAINING_BACKENDS, "training backend"))
+
+
+def get_generation_backend(name: str) -> "type[GenerationBackend]":
+    """Return the class of a generation backend, made with model=, tokenizer= and precision=."""
+    from nemorl.rollout.wrapped import as_generation_backend
+
+    return as_generation_backend(load(_get(name, GENERATION_BACKENDS, "generation backend")))
+
+
+def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> None:
+    """Refuse settings or a model (None: unknown) that a generation backend can't use."""
+    if check := GENERATION_CHECKS.get(config.backend):
+        with checked_by(f"generation backend {config.backend}"):
+            check(config, model, machine)
+
+
+def require_names(config: Any) -> None:
+    """Refuse a function, backend or logger that does not exist, without running code."""
+    rewards = getattr(config, "reward", ())
+    for reward in (rewards,) if isinstance(rewards, str) else rewards:
+        if not reward.startswith(GIVEN):
+            require_reward(reward)
+            if reward not in REWARDS:
+                check_function(reward, "reward")
+    environment = getattr(getattr(config, "rollout", None), "environment", None)
+    if environment is not None and not environment.startswith(GIVEN):
+        require_environment(environment)
+        if environment not in ENVIRONMENTS:
+            check_function(environment, "rollout.environment")
+    for setting, section in vars(config).items():
+        if getattr(section, "_unchecked", False):
+            check_function(section.name, setting)
+    if trainer := getattr(config, "trainer", None):
+        _get(trainer.backend, TRAINING_BACKENDS, "training backend")
+    if generation := getattr(config, "generation", None):
+        _get(generation.backend, GENERATION_BACKENDS, "generation backend")
+    for logger in (config.run.loggers or ()) if isinstance(config, BaseConfig) else ():
+        _get(logger, LOGGERS, "logger")
+
+
+def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
+    """Return the loggers that `run.loggers` names, after the one of the run's own files."""
+    from nemorl.runtime.watch.loggers import JsonlLogger
+
+    if names is None:
+        names = ("tensorboard",) if installed("tensorboard") else ()
+    for name in names:
+        if name in ("tensorboard", "wandb", "mlflow") and not installed(name):
+            raise ValueError(
+                f"run.loggers can't name {name}, because it is not installed: pip install"
+                " 'nemorl[loggers]', or omit it"
+            )
+    return {"jsonl": JsonlLogger} | {name: load(_get(name, LOGGERS, "logger")) for name in names}
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be imported; W&B's folder `wandb/` is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def load(target: Any) -> Any:
+    """Return the object at "module:name", or the target itself."""
+    return resolve_name(target) if isinstance(target, str) else target
+
+
+def _register_own(section: str, name: str) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        add_own(GRPOConfig, section, name, function)
+        return function
+
+    return decorate
+
+
+def _require_description(cls: type, kind: type) -> None:
+    traits, check = getattr(cls, "traits", kind()), getattr_static(cls, "check", None)
+    field, remedy = f"{cls.__name__}.traits", f"write traits = {kind.__name__}(…) in the class"
+    require(isinstance(traits, kind), field, f"must be a {kind.__name__}", traits, remedy)
+    static = check is None or isinstance(check, staticmethod | classmethod)
+    requirement, remedy = "must be a static method", "decorate it with @staticmethod"
+    require(static, f"{cls.__name__}.check", requirement, check, remedy)
+
+
+def _get(name: str, known: dict[str, Any], kind: str) -> Any:
+    if name not in known:
+        raise ValueError(
+            f"unknown {kind} {name!r}{closest(name, known) or '.'} Valid names: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def _register(
+    name: str, known: dict[str, Any], check: Callable[[Any], Any] | None = None
+) -> Callable[[Any], Any]:
+    def decorate(value: Any) -> Any:
+        if check is not None:
+            check(value)
+        known[name] = value
+        return value
+
+    return decorate

@@ -1,0 +1,264 @@
+"""The interface of a logger, and the callback that drives all of a run's loggers.
+
+One of your own is made with a `LoggedRun`, has the methods of `MetricLogger`, and becomes
+`run.loggers mine` with `register_logger("mine")`.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from nemorl.checks import warn
+from nemorl.runtime.config.tree import flat
+from nemorl.runtime.store.directory import Phase, RunDirectory
+from nemorl.runtime.store.files import NotWritten, writing
+from nemorl.runtime.store.state import Run
+from nemorl.runtime.watch.callbacks import Callback, update_in_progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """What a logger knows of the run when it is made, just before the first step."""
+
+    directory: RunDirectory
+    """The run's directory; its name is the run's name."""
+    run_id: str
+    """The same after a resume: a logger that finds a run with this id continues it."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved settings, nested as in config.yaml."""
+    project: str | None = None
+    """`run.project`: what W&B calls project and MLflow experiment."""
+    first_step: int = 0
+    """Steps that are done already: after a resume, later ones are written again."""
+    samples_per_step: int = 8
+
+
+@runtime_checkable
+class MetricLogger(Protocol):
+    """Records a run."""
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step ("train"), or a validation of the weights after it ("validation")."""
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record a few responses of a step, or do nothing; see `Callback.on_samples`."""
+
+    def close(self, *, finished: bool) -> None:
+        """End the record; `finished` is False where the run ended with an error."""
+
+
+LoggerFactory = Callable[[LoggedRun], MetricLogger]
+
+
+class JsonlLogger:
+    """Writes metrics.jsonl and samples/, the record that nemorl itself reads."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.directory = run.directory
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        self.directory.append_metrics(step, metrics, phase=phase)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.directory.append_samples(step, samples)
+
+    def close(self, *, finished: bool) -> None:
+        """Do nothing: every line has been written."""
+
+
+class Recorder(Callback):
+    """Hand metrics and samples to every logger.
+
+    One that fails to open ends the run before its first step; later it is warned of once.
+    """
+
+    def __init__(self, factories: Mapping[str, LoggerFactory], run: LoggedRun) -> None:
+        self.factories, self.run = factories, run
+        self.loggers: dict[str, MetricLogger] = {}
+        self.failed: set[str] = set()
+        self.finished = False
+
+    def on_train_begin(self, trainer: Run) -> None:
+        run = replace(self.run, first_step=trainer.state.step)
+        for name, make in self.factories.items():
+            self.loggers[name] = make(run)
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda logger: logger.log("train", step, metrics))
+
+    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda logger: logger.log("validation", step, metrics))
+
+    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+        failed = [sample for sample in samples if "failure" in sample]
+        samples = [sample for sample in samples if "failure" not in sample]
+        groups = [sample.get("group", place) for place, sample in enumerate(samples)]
+        ends = [i for i in range(1, len(groups)) if groups[i] != groups[i - 1]] + [len(groups)]
+        limit = self.run.samples_per_step
+        end = max((end for end in ends if end <= limit), default=ends[0])  # a group stays whole
+        if limit and (kept := samples[:end] + failed):
+            self._each(lambda logger: logger.log_samples(step, kept))
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        self.finished = True
+
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        self.finished = False  # a later callback may fail at the end
+
+    def close(self) -> None:
+        self._each(lambda logger: logger.close(finished=self.finished))
+        self.loggers = {}
+
+    def _each(self, call: Callable[[MetricLogger], None]) -> None:
+        with update_in_progress():  # a signal waits until a record is whole
+            for name, logger in self.loggers.items():
+                try:
+                    call(logger)
+                except Exception as error:
+                    if name not in self.failed:
+                        why = str(error) if isinstance(error, NotWritten) else repr(error)
+                        warn(
+                            f"the logger {name} failed, and the run continues without this record:"
+                            f" {why}",
+                        )
+                    self.failed.add(name)
+
+
+SECONDS_BETWEEN_TABLES = 60.0
+"""Every table of samples is a file."""
+RUN_ID_TAG = "nemorl.run_id"
+
+
+class TensorBoardLogger:
+    """A run in TensorBoard: scalars as train/… and validation/… that hide those before a resume."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = run.directory.tensorboard
+        with writing("TensorBoard's events", self.folder):
+            self.writer = SummaryWriter(str(self.folder), purge_step=run.first_step + 1)
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        with writing("TensorBoard's events", self.folder):
+            for name, value in metrics.items():
+                self.writer.add_scalar(f"{phase}/{name}", value, step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: `nemorl report` shows them."""
+
+    def close(self, *, finished: bool) -> None:
+        with writing("TensorBoard's events", self.folder):
+            self.writer.close()
+
+
+class WandbLogger:
+    """A run on Weights & Biases (`wandb login`, or WANDB_MODE=offline and later `wandb sync`):
+    metrics as train/… and validation/…, samples as tables, the settings as config.
+
+    The run's id is ours, so that a resumed run keeps its address. Our `step` is the axis, as W&B's
+    own never decreases.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import wandb
+
+        directory = run.directory
+        try:
+            self.run = wandb.init(
+                project=run.project or os.environ.get("WANDB_PROJECT") or "nemorl",
+                name=directory.name,
+                id=run.run_id,
+                resume="allow",
+                dir=directory.path,
+                config=dict(run.config),
+                settings=wandb.Settings(console="off", quiet=True),  # the display has the terminal
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"run.loggers names wandb, but Weights & Biases can't start a run ({error}): log in"
+                " with `wandb login`, set WANDB_MODE=offline, or remove wandb from run.loggers"
+            ) from error
+        for phase in ("train", "validation"):
+            self.run.define_metric(f"{phase}/*", step_metric="step")
+        self.last_table = -float("inf")
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(
+            {"step": step, **{f"{phase}/{name}": value for name, value in metrics.items()}}
+        )
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        now = time.monotonic()
+        if now - self.last_table >= SECONDS_BETWEEN_TABLES:
+            self.last_table = now
+            values = [item for sample in samples for item in sample.items()]
+            plain = {key: 0 for key, value in values if isinstance(value, str | int | float)}
+            rows = [[sample.get(key) for key in plain] for sample in samples]
+            self.run.log({"step": step, "samples": wandb.Table(columns=[*plain], data=rows)})
+
+    def close(self, *, finished: bool) -> None:
+        self.run.finish(exit_code=0 if finished else 1)
+
+
+class MlflowLogger:
+    """A run on an MLflow server, or in a local file, as MLFLOW_TRACKING_URI says: metrics as
+    train/… and validation/…, the settings as parameters, config.yaml as an artifact. A run of the
+    experiment that is tagged with our id is continued.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+
+        self.metric = Metric
+        try:
+            self.client = MlflowClient()
+            name = run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nemorl"
+            known = self.client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else self.client.create_experiment(name)
+            tagged = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
+            if found := self.client.search_runs([experiment], tagged, max_results=1):
+                self.id = found[0].info.run_id
+                self.client.set_terminated(self.id, "RUNNING")
+            else:
+                self.id = self.client.create_run(
+                    experiment, run_name=run.directory.name, tags={RUN_ID_TAG: run.run_id}
+                ).info.run_id
+                settings = flat(run.config).items()
+                parameters = [Param(key, str(value)[:500]) for key, value in settings]
+                self.client.log_batch(self.id, params=parameters)
+            if run.directory.config.exists():
+                self.client.log_artifact(self.id, str(run.directory.config))
+        except MlflowException as error:
+            raise ValueError(
+                f"run.loggers names mlflow, but MLflow can't start a run ({error}): check"
+                " MLFLOW_TRACKING_URI, or remove mlflow from run.loggers"
+            ) from error
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        named = {valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
+        found = [self.metric(name, value, now, step) for name, value in named.items()]
+        self.client.log_batch(self.id, found)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: MLflow has no place for them."""
+
+    def close(self, *, finished: bool) -> None:
+        self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
+
+
+def valid_name(name: str) -> str:
+    """Return a metric's name in the characters that MLflow accepts.
+
+    >>> valid_name("train/reward/<lambda>")
+    'train/reward/_lambda_'
+    """
+    return re.sub(r"[^\w\-. /]", "_", name)

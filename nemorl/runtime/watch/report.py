@@ -1,0 +1,599 @@
+"""What a report shows, read from a run's directory."""
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, Template
+from markupsafe import Markup
+
+from nemorl.checks import is_number, require
+from nemorl.rollout.evaluation import by_prompt, comparison
+from nemorl.runtime.config.tree import flat
+from nemorl.runtime.config.yaml_io import dump
+from nemorl.runtime.store.directory import RunDirectory, RunRecord, to_json
+from nemorl.runtime.store.files import write_atomically
+from nemorl.runtime.store.verify import read_run, receipts_of
+from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
+from nemorl.runtime.watch.metrics import (
+    SECTIONS,
+    duration,
+    headline,
+    is_usual,
+    number,
+    placed,
+    series_of,
+    thin,
+)
+
+SAMPLE_BYTES = 6_000_000
+"""Size of the samples that a page holds."""
+SHOWN_TOKENS = 4000
+"""Longer responses are cut on the page, which says so."""
+
+STATISTICS = {
+    "count": ("sequences", "{:,}"),
+    "total_tokens": ("tokens", "{:,}"),
+    "mean": ("mean length", "{:,.1f}"),
+    "median": ("median", "{:,.0f}"),
+    "p95": ("95 of 100 up to", "{:,.0f}"),
+    "max": ("longest", "{:,}"),
+    "limit": ("limit", "{:,}"),
+    "num_truncated": ("cut", "{:,}"),
+    "num_dropped": ("omitted", "{:,}"),
+    "padded_fill": ("tokens in a padded batch", "{:.0%}"),
+    "packed_fill": ("tokens in packed rows", "{:.0%}"),
+}
+"""Numbers of data.json, with their names on the page and their formats."""
+
+
+class Gathered:
+    """A run as its report shows it. Raises ValueError where there is none.
+
+    sample_step: whose samples are shown in any case.
+    """
+
+    def __init__(
+        self, path: Path | str, *, now: float | None = None, sample_step: int | None = None
+    ) -> None:
+        directory = RunDirectory.open(path)
+        self.path, self.name = directory.path, directory.name
+        self.now = time.time() if now is None else now
+        files = read_run(directory)
+        self.record, self.metrics, self.log = files.record, files.metrics, files.log
+        self.outcomes = files.outcomes
+        self.config, self.environment, self.data = files.config, files.environment, files.data
+        self.receipts = receipts_of(directory, files)
+        self.status = self.record.present_status if self.record else "unknown"
+        self.seconds = working_seconds(self.record, self.metrics, now=self.now)
+        opened = [step for step in files.samples if step == sample_step]
+        # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
+        self.samples = directory.read_samples({*spread(files.samples), *opened})
+        self.sample_steps = len(files.samples)
+        add_pieces(self.samples, directory.path / "tokenizer")
+        # Settings that are not at their default, with that default.
+        self.changed: dict[str, Any] = {}
+        for line in self.log:
+            if line.get("event") == "train_begin":
+                self.changed = line.get("defaults", {})
+
+    @property
+    def step(self) -> int:
+        return max((line["step"] for line in self.metrics), default=0)
+
+
+def spread(sizes: Mapping[int, int]) -> list[int]:
+    """Return evenly spaced steps whose samples fit, of the sizes by step."""
+    steps, size = [*sizes], sum(sizes.values())
+    count = min(len(steps), max(2, len(steps) * SAMPLE_BYTES // max(1, size)))
+    return [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
+
+
+def working_seconds(
+    record: RunRecord | None, metrics: Sequence[Mapping[str, Any]], *, now: float
+) -> float:
+    """Return how long processes worked on a run."""
+    times = [line["time"] for line in metrics]
+    if record is None or not record.sessions:
+        return max(times) - min(times) if times else 0.0
+    end = now if record.present_status == "running" else record.ended
+    times += [end] if end else []
+    total = 0.0
+    for start, following in zip(record.sessions, [*record.sessions[1:], float("inf")], strict=True):
+        total += max((each for each in times if start <= each < following), default=start) - start
+    return total
+
+
+def add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path) -> None:
+    """Add each token's text, if known."""
+    lines = [line for lines in samples.values() for line in lines if line.get("token_ids")]
+    if not lines or not tokenizer_folder.exists():
+        return
+    with suppress(Exception):  # a report without colors is better than none
+        decode = decoder_of(tokenizer_folder)
+        for line in lines:
+            with suppress(Exception):  # ids that the tokenizer does not know
+                line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
+
+
+def decoder_of(folder: Path) -> Callable[[list[int]], str]:
+    """Return what turns token ids into text, without torch if possible."""
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    from nemorl.models.hub import load_tokenizer
+
+    return load_tokenizer(str(folder)).decode
+
+
+def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; together they are the whole text.
+
+    A token is decoded after its neighbors, which a tokenizer may join or space. A character of
+    several tokens belongs to the last one.
+
+    >>> pieces(lambda ids: bytes(ids).decode(errors="replace"), list("año".encode()))
+    ['a', '', 'ñ', 'o']
+    """
+    found: list[str] = []
+    before = start = 0  # ids[before:start] are decoded again, before ids[start:]
+    known = ""
+    for end in range(1, len(ids) + 1):
+        text = decode(list(ids[before:end]))
+        # Half a character, which has no more than 8 tokens.
+        if text.endswith("\ufffd") and end < len(ids) and end - start < 8:
+            found.append("")
+            continue
+        found.append(text[len(known) :])
+        before, start = start, end
+        known = decode(list(ids[before:start]))
+    return found
+
+
+TEXTS = ("prompt", "response", "chosen", "rejected")
+OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
+OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group", "failure", "cut_by"}
+OWN |= {"turns", "sampled", "trained"}
+"""Columns that have their place; others are shown by their names."""
+
+
+def sample_data(run: Gathered) -> dict[str, Any]:
+    """Return samples by step, and the advantage of full color."""
+    steps = {step: [compact(sample) for sample in lines] for step, lines in run.samples.items()}
+    found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
+    sizes = sorted(abs(value) for values in found for value in values if value)
+    most = sizes[math.ceil(0.98 * len(sizes)) - 1] if sizes else 0
+    return {"name": run.name, "steps": steps, "most": most}
+
+
+def modes(*runs: Gathered) -> dict[str, str]:
+    """Return what tokens can be colored by."""
+    names = {
+        "advantages": "advantage",
+        "logprobs": "surprise",
+        "trainer_logprobs": "gap to the trainer",
+    }
+    lines = [line for run in runs for lines in run.samples.values() for line in lines]
+    colored = [line for line in lines if line.get("pieces")]
+    return {key: name for key, name in names.items() if any(line.get(key) for line in colored)}
+
+
+def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample as the page takes it."""
+    found: dict[str, Any] = {
+        name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
+    }
+    chips: dict[str, Any] = {}
+    ids = sample.get("token_ids") or ()
+    sampled = sample.get("sampled") or [True] * len(ids)
+    if "pieces" in sample:
+        found["tokens"] = sample["pieces"]
+    if len(ids) > SHOWN_TOKENS:
+        found["cut"] = len(ids) - SHOWN_TOKENS
+    for name, values in {**sample, "gaps": gaps(sample)}.items():
+        if name in ("logprobs", "gaps", "advantages") and values:
+            found[name] = [
+                float(f"{value:.4g}") if own and is_number(value) else None
+                for value, own in zip(values[:SHOWN_TOKENS], sampled, strict=False)
+            ]
+    found |= {name: sample[name] for name in ("reward", "group") if is_number(sample.get(name))}
+    found |= {name: sample[name] for name in ("turns", "trained", "failure") if name in sample}
+    chips |= sample.get("rewards", {})
+    advantages = zip(found.get("advantages", ()), sampled, strict=False)
+    same = {value for value, own in advantages if own}
+    if len(same) == 1:
+        chips["advantage"] = same.pop()
+    columns = sample.get("columns", {})
+    chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
+    chips |= {name: value for name, value in sample.items() if name not in OWN}
+    chips |= {"widest gap": widest_gap(sample), "tokens": sum(sampled) or None}
+    if "cut_by" in sample:
+        chips["end"] = f"cut by {sample['cut_by']}"
+    elif "failure" not in sample and sample.get("finish_reason") not in (None, "stop"):
+        cut = sample["finish_reason"] == "length"
+        chips["end"] = "cut at the limit" if cut else sample["finish_reason"]
+    found["chips"] = {
+        str(name): f"{value:.4g}" if isinstance(value, float) else text(value)[:500]
+        for name, value in chips.items()
+        if value not in (None, "")
+    }
+    return found
+
+
+def gaps(sample: Mapping[str, Any]) -> list[float | None]:
+    """Return trainer's minus sampler's logprobs."""
+    pairs = zip(sample.get("trainer_logprobs", ()), sample.get("logprobs", ()), strict=False)
+    return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
+
+
+def widest_gap(sample: Mapping[str, Any]) -> str:
+    """Describe the token on which sampler and trainer differ most; "" within a percent.
+
+    >>> token = {"position": 4, "token": "ab", "logprob": -1.0, "trainer_logprob": -2.0}
+    >>> widest_gap({"worst_tokens": [token]})
+    "×2.72 in 'ab' (token 5)"
+    """
+    for worst in sample.get("worst_tokens", ())[:1]:
+        values = worst["logprob"], worst["trainer_logprob"]
+        if all(map(is_number, values)) and abs(gap := values[0] - values[1]) >= 0.01:
+            factor = number(math.exp(min(abs(gap), 700)))
+            return f"×{factor} in {worst['token']!r} (token {worst['position'] + 1})"
+    return ""
+
+
+def text(value: Any) -> str:
+    """Return a prompt or response as text; a conversation turn by turn.
+
+    >>> text([{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}])
+    'user: 1+1=\\nassistant: 2'
+    """
+    turns = value if isinstance(value, list) else []
+    if turns and all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns)
+    return "" if value is None else str(value)
+
+
+HERE = Path(__file__).parent / "page"
+MOST_POINTS = 1000
+ENGINES = {
+    "tokens": "generated in a step",
+    "tokens_per_second": "while generating",
+    "busy": "share of the time of generating in which it computed",
+    "restarts": "in a step",
+}
+Runs = Path | str | Sequence[Path | str]
+WATCH_SECONDS = 5.0
+"""Time between two looks at a run that is watched."""
+
+
+def write_report(runs: Runs, output: Path | str | None = None) -> Path:
+    """Write the report of a run, or of several side by side, also in progress or crashed.
+
+    output: `report.html` in the run's directory unless given; of several, `comparison.html` in the
+    folder that holds them.
+    Returns: the file.
+    Raises: ValueError where there is no run, or the file can't be written.
+    """
+    return write_page(read_runs(runs), output)
+
+
+def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
+    """Write the report again when its runs have gone on, until all have ended or Ctrl-C."""
+    directories = [RunDirectory.open(path) for path in paths_of(runs)]
+    files = [file for run in directories for file in (run.metrics, run.log)]
+    seen: list[int] | None = None
+    with suppress(KeyboardInterrupt):
+        while any(map(is_running, directories)):
+            now, start = [file.stat().st_size for file in files if file.exists()], time.monotonic()
+            if now != seen:
+                write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
+            seen = now
+            # A run on the same cores should hardly notice.
+            time.sleep(max(WATCH_SECONDS, 9 * (time.monotonic() - start)))
+    write_page(read_runs(runs), output)
+
+
+def is_running(directory: RunDirectory) -> bool:
+    """Return whether a process runs it."""
+    record = RunRecord.read(directory)
+    return record is not None and record.present_status == "running"
+
+
+def read_runs(runs: Runs) -> list[Gathered]:
+    """Return what reports show of runs."""
+    paths = paths_of(runs)
+    steps = [{*RunDirectory(path).sample_sizes()} for path in paths]
+    common = max(set.intersection(*steps), default=None)
+    found = [Gathered(path, sample_step=common) for path in paths]
+    if len({run.name for run in found}) < len(found):
+        for run in found:
+            run.name = str(run.path)
+    return found
+
+
+def write_page(
+    runs: Sequence[Gathered], output: Path | str | None, *, refresh: float | None = None
+) -> Path:
+    """Write the report of runs that are read."""
+    target = runs[0].path / "report.html"
+    if len(runs) > 1:
+        target = Path(os.path.commonpath([run.path.absolute().parent for run in runs]))
+        target /= "comparison.html"
+    target = Path(output) if output is not None else target
+    page = render(*runs, refresh=refresh)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, page)
+    except OSError as error:
+        why = error.__cause__ or error
+        raise ValueError(
+            f"output must be a file that can be written, but {target} can't ({why}): name another"
+            " one (--output)"
+        ) from error
+    return target
+
+
+def paths_of(runs: Runs) -> list[Path]:
+    """Return the runs' directories, 1 to 6 different ones."""
+    paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
+    places = {path.resolve() for path in paths}
+    require(
+        len(places) == len(paths) and 1 <= len(paths) <= len(RUNS),
+        "runs",
+        f"must name 1 to {len(RUNS)} runs, each once",
+        [str(path) for path in paths],
+        "name each run's directory once: nemorl report runs/a runs/b",
+    )
+    return paths
+
+
+def render(*runs: Gathered, refresh: float | None = None) -> str:
+    """Return the page, with the runs' texts escaped."""
+    style, script = (
+        Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    curves = curves_of(*runs)
+    by_name = {curve["metric"]: curve for curve in curves}
+    shown = headline(*(line for run in runs for line in run.metrics))
+    steps = sorted({step for run in runs for step in run.samples})
+    data = {
+        "curves": [curve["data"] for curve in curves],
+        "runs": [sample_data(run) for run in runs],
+        "refresh": refresh,
+        "opens": max(steps, key=lambda step: (sum(step in run.samples for run in runs), step))
+        if steps
+        else None,
+    }
+    return _template().render(
+        run=runs[0],
+        runs=runs,
+        steps=steps,
+        style=style,
+        script=script,
+        digest=digest,
+        data=to_json(data),
+        refresh=refresh,
+        colors=VARIABLES,
+        headline=[by_name[name] for name in shown if name in by_name],
+        failures=failures(runs[0]),
+        receipts=[each for each in runs[0].receipts if each.holds is not None],
+        unproved=[each for each in runs[0].receipts if each.holds is None],
+        tests=paired_tests(runs),
+        groups=grouped(curves),
+        modes=modes(*runs),
+        statistics=statistics(runs[0]),
+        settings=settings(runs[0].config),
+        differences=differences(runs),
+        yaml=dump(runs[0].config),
+        log=merged_log(runs[0].log),
+    )
+
+
+@cache
+def _template() -> Template:
+    page = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    page.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    page.filters |= {"number": number, "duration": duration, "moment": _moment, "setting": _setting}
+    return page.get_template("page.html")
+
+
+def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
+    """Return every metric that was a number in a run, in the order of `SECTIONS`."""
+    lines = [line for run in runs for line in run.metrics]
+    names = {name for line in lines for name, value in line.items() if is_number(value)}
+    names -= {"step", "time"}
+
+    def section_of(name: str) -> str:
+        # Beside a reward the loss says how an update went, not what was learned.
+        return "Updates" if name == "loss" and "reward" in names else placed(name)[0]
+
+    curves: list[dict[str, Any]] = []
+    order = [*SECTIONS, "Other"]
+    for name in sorted(
+        names, key=lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)
+    ):
+        courses = [course_of(run, name) for run in runs]
+        metric, trained = placed(name)[2], [train[1] for train, _ in courses]
+        validated = any(steps for _, (steps, _) in courses)
+        curve: dict[str, Any] = {
+            "metric": name,
+            "section": section_of(name),
+            "title": metric.title,
+            "meaning": metric.meaning or ENGINES.get(name.rpartition("/")[2], ""),
+            "ends": [ends(course) for course in courses],
+            "total": sum(trained[0]),
+            "constant": not validated
+            and max(map(len, trained)) > 2
+            and len(set().union(*trained)) == 1,
+            "place": len(curves),
+            "data": {},
+        }
+        values = [value for course in courses for _, series in course for value in series]
+        curve["constant"] |= is_usual(name, values)
+        if not curve["constant"]:
+            shown = [(thin(train, MOST_POINTS), thin(val, MOST_POINTS)) for train, val in courses]
+            picture, edges = svg(name, *shown)
+            curve["svg"] = Markup(picture)
+            curve["data"] = {
+                "edges": edges,
+                "courses": [
+                    [*(() if len(runs) == 1 else (run.name,)), phase, *series]
+                    for run, course in zip(runs, shown, strict=True)
+                    for phase, series in zip(("training", "validation"), course, strict=True)
+                ],
+            }
+        curves.append(curve)
+    return curves
+
+
+def course_of(run: Gathered, metric: str) -> Course:
+    """Return a metric's course."""
+    train, validation = (series_of(run.metrics, metric, name) for name in ("train", "validation"))
+    return train, validation
+
+
+def ends(course: Course) -> dict[str, Any] | None:
+    """Return a course's first and last value."""
+    train, validation = course
+    values = validation[1] or train[1]
+    if not values:
+        return None
+    return {
+        "phase": "validation" if validation[0] else "training",
+        "first": values[0],
+        "last": values[-1],
+        "now": (train[1] or validation[1])[-1],
+        "changed": values[-1] != values[0],
+        "once": len(values) == 1,
+    }
+
+
+def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
+    """Return settings that differ between runs."""
+    flats = [flat(run.config) for run in runs]
+    names = dict.fromkeys(name for each in flats for name in each if name != "run.dir")
+    found = {name: [each.get(name) for each in flats] for name in names}
+    return {name: values for name, values in found.items() if values.count(values[0]) < len(values)}
+
+
+def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
+    """Return how each run's last validation differs from the first's, over common rows."""
+    found: list[dict[str, Any]] = []
+    for run in runs[1:]:
+        both = by_prompt(runs[0].outcomes), by_prompt(run.outcomes)
+        common = [key for key in both[0] if key in both[1]]
+        if common:
+            lines = comparison(*([r for key in common for r in part[key]] for part in both))
+            found += [{"run": run.name, **line} for line in lines]
+    return found
+
+
+def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return curves by section."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for curve in curves:
+        sections.setdefault(curve["section"], []).append(curve)
+    return [
+        {
+            "name": section,
+            "drawn": [curve for curve in members if not curve["constant"]],
+            "constant": [curve for curve in members if curve["constant"]],
+            "shares": time_shares(members),
+        }
+        for section, members in sections.items()
+    ]
+
+
+def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the phases' shares of the time."""
+    totals = {
+        curve["metric"]: curve["total"] for curve in curves if curve["metric"].startswith("seconds")
+    }
+    whole = totals.pop("seconds", 0.0)
+    if not totals or whole <= 0:
+        return {}
+    shares = {
+        name.removeprefix("seconds_").replace("_", " "): total / whole
+        for name, total in totals.items()
+    }
+    rest = 1 - sum(shares.values())
+    return shares | ({"other": rest} if rest > 0.005 else {})
+
+
+def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
+    """Return token counts, and bars of their histogram."""
+    found = {}
+    for name, numbers in run.data.items():
+        rows = {
+            label: form.format(numbers[key])
+            for key, (label, form) in STATISTICS.items()
+            if key in numbers
+        }
+        bars = numbers.get("histogram", ())
+        most = max((1, *(count for _, count in bars)))
+        found[name] = {"rows": rows, "bars": bars, "most": most}
+    return found
+
+
+def failures(run: Gathered) -> list[dict[str, Any]]:
+    """Return why conversations failed, most frequent first."""
+    samples = [line for lines in run.samples.values() for line in lines]
+    said = {
+        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for line in run.metrics:
+        for name, value in line.items():
+            kind, step = name.removeprefix("failed/"), line["step"]
+            if kind != name and is_number(value):
+                none = {"error": kind, "count": 0, "first": step, "said": said.get(kind, "")}
+                row = found.setdefault(kind, none)
+                row |= {"count": row["count"] + value, "last": step}
+    return sorted(found.values(), key=lambda row: -row["count"])
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings by section."""
+    found: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found[key] = flat(value, f"{key}.")
+        else:
+            found[""][key] = value
+    return {name: values for name, values in found.items() if values}
+
+
+def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each message once, counted."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in log:
+        key = str(line.get("level")), str(line.get("message"))
+        merged.setdefault(key, {**line, "times": 0})["times"] += 1
+    return list(merged.values())
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), text)
+    return "none" if value is None else json.dumps(to_json(value), ensure_ascii=False)

@@ -131,7 +131,7 @@ def measure(
     torch.set_num_threads(1)
     if plan.num_ranks > 1:
         become_rank(rank, plan.num_ranks, port)
-        from nemorl.parallel.dtensor import mesh  # noqa: F401  # imports are not counted
+        from nemorl.parallel.dtensor import titan  # noqa: F401  # imports are not counted
     backend = DTensorBackend()
     before = peak_memory(torch.device("cpu"))
     config = BackendConfig(

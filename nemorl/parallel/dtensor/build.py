@@ -83,8 +83,8 @@ def build(
 
 def shard(model: Any, world: World) -> None:
     """Spread a model over the mesh, in place; it needs no memory for that (meta device)."""
-    from nemorl.parallel.dtensor.mesh import checkpoint_activations
     from nemorl.parallel.dtensor.tensor_parallel import apply_tensor_parallel
+    from nemorl.parallel.dtensor.titan import checkpoint_activations
 
     plan, decoder = world.plan, decoder_of(model)
     if plan.cp > 1:

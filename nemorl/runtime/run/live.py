@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from nemorl.checks import own_methods, require, warn
-from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
+from nemorl.data.statistics import show_lengths
 from nemorl.models.capabilities import Proofs, known
 from nemorl.models.hub import check_supported, check_vocabulary, model_folder
 from nemorl.models.source import ModelSource
@@ -51,9 +51,6 @@ from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.log import event, waiting, waiting_for_engines, waiting_for_ranks
 from nemorl.runtime.watch.loggers import LoggedRun, Recorder
 from nemorl.runtime.watch.resources import ResourceMeter
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -300,39 +297,6 @@ def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
     profile = replace(profile, dir=profile.dir or str(launch.directory.path / "profile"))
     profile_folder(profile)
     return profile
-
-
-def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
-    """Print the lengths of a run's data sets, and return the contents of data.json."""
-    statistics = {name: length_statistics(given) for name, given in lengths.items()}
-    statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
-    if statistics and not quiet:
-        from rich.console import Console
-
-        print_lengths(Console(highlight=False), statistics)
-    return {name: s.to_dict() for name, s in statistics.items()}
-
-
-def print_lengths(console: "Console", statistics: Mapping[str, LengthStatistics]) -> None:
-    """Print a line for each data set."""
-    from rich.table import Table
-
-    table = Table("data", title="lengths in tokens", title_justify="left")
-    for name in ("sequences", "total", "mean", "median", "95 %", "max", "limit"):
-        table.add_column(name, justify="right")
-    for name, s in statistics.items():
-        values = (s.count, s.total_tokens, f"{s.mean:.1f}", f"{s.median:g}", f"{s.p95:g}", s.max)
-        table.add_row(name, *map(str, values), str(s.limit))
-    console.print(table)
-    for name, s in statistics.items():
-        parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
-        taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
-        if s.num_over_limit:
-            console.print(
-                f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
-                + (f" ({taken})" if taken else ""),
-                style="yellow",
-            )
 
 
 class Live:

@@ -20,7 +20,7 @@ from nemorl.data.packing import (
     unpack,
 )
 from nemorl.parallel.config import MICRO_BATCH_TOKENS, TrainerConfig
-from nemorl.parallel.experts import with_routes
+from nemorl.parallel.experts import require_routes
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.tokens import once
 
@@ -102,8 +102,12 @@ class Cutting:
         Raises: ValueError for routes that are missing, or another model's.
         """
         replay = replay and self.trainer.router_replay
+        if replay:
+            require_routes(batch, self.model, layers=self.layers)
+        elif batch.routed_experts is not None:
+            batch = replace(batch, routed_experts=None)
         return cut(
-            with_routes(batch, self.model, layers=self.layers, replay=replay),
+            batch,
             self.trainer,
             num_ranks=self.plan.data_ranks,
             multiple_of=self.plan.row_multiple,

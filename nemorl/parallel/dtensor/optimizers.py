@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nemorl.checks import require
 from nemorl.models.adapters import full_tensor
 from nemorl.models.causal_lm import blocks_of, head_of
+from nemorl.parallel.accumulation import make_adamw
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.optimizer import make_adamw
 
 BLOCK = 256
 """Numbers of a row that bitsandbytes scales together."""

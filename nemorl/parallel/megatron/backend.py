@@ -32,7 +32,7 @@ from nemorl.models.causal_lm import (
 from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading, weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, stored_names
-from nemorl.parallel.accumulation import Accumulating
+from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
@@ -59,7 +59,6 @@ from nemorl.parallel.megatron.weights import (
     own_moments,
     own_weights,
 )
-from nemorl.parallel.optimizer import Offloaded, storage_of
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.generation import Completion
 

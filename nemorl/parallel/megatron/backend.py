@@ -50,7 +50,7 @@ from nemorl.parallel.fingerprint import Box, check_base, hash_of, samples_of
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
 from nemorl.parallel.megatron import limits
-from nemorl.parallel.megatron.engine import Engine, Order
+from nemorl.parallel.megatron.engine import MegatronEngine, Order
 from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import (
     Shapes,
@@ -78,7 +78,7 @@ class MegatronBackend(Accumulating):
         self._given = model
         self._stages: Any = None
         self._reference: Any = None
-        self._engine: Engine | None = None
+        self._engine: MegatronEngine | None = None
         self._writer: CheckpointWriter | None = None
 
     def setup(self, config: BackendConfig) -> None:
@@ -238,7 +238,7 @@ class MegatronBackend(Accumulating):
         options: of `Decoding`.
         """
         records = self.config.trainer.router_replay
-        self._engine = Engine(self._stages, self.world, records_experts=records, **options)
+        self._engine = MegatronEngine(self._stages, self.world, records_experts=records, **options)
         return self.conversion.shapes
 
     def decode(self, order: Order) -> tuple[dict[int, list[Completion]], float]:

@@ -209,11 +209,11 @@ def cut(
 
 
 def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
-    """Return the rows of each prompt and of those that go on with it, each beside one with which it
-    shares most. A prompt is what stands before the first token of `response_mask`.
+    """Group rows by prompt, the longest common prefix first. A prompt ends before the first token
+    of `response_mask`.
 
-    None where it is not worth a worse balance of rows: unless copies are a quarter of all tokens,
-    and no prompt has more than twice as many rows as the mean.
+    Returns None where this is not worth a worse balance of rows: where copies are less than a
+    quarter of all tokens, or a prompt has more than twice as many rows as the mean.
     """
     found = once(replace(batch, routed_experts=None))
     if found is None or 4 * len(found[0]) > 3 * batch.num_tokens:

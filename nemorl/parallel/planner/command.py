@@ -414,7 +414,7 @@ def _other_flags(config: PlanConfig) -> str:
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
-    """Return the error for a model of which no plan fits, with the smallest plan."""
+    """Return the error for a model that no plan fits, with the smallest plan."""
     given, needed = config.gpu_memory, smallest.fullest.total
     traits = limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"

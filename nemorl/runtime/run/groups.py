@@ -20,9 +20,9 @@ from nemorl.rollout.admission import (
     Wanted,
     decide,
 )
-from nemorl.rollout.background import Background
 from nemorl.rollout.collect import Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation, Prompts
+from nemorl.rollout.driver import Driver
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.grpo import AsyncConfig
@@ -51,7 +51,7 @@ class GroupStream:
         self.count, self.n, self.params = count, n, params
         self.settings: AsyncConfig = getattr(run.config, "async_", AsyncConfig())
         self._admission = Admission(staleness=self.settings.max_staleness, batch=count)
-        self._background: Background | None = None
+        self._driver: Driver | None = None
         self._prompts: dict[int, Prompts] = {}
         """Prompts of open groups by their place in the stream, with their numbers in the run."""
         self._found: dict[int, list[Conversation]] = {}
@@ -72,7 +72,8 @@ class GroupStream:
         try:
             if self.settings.max_staleness:
                 groups, talks = self._taken(count)
-                found = as_rollouts(talks, self.environment, self.params)
+                timeout_s = self.run.config.rollout.timeout_s
+                found = as_rollouts(talks, self.environment, self.params, timeout_s=timeout_s)
             else:
                 prompts = self.prompts.next(count)
                 groups = prompts.groups
@@ -106,18 +107,18 @@ class GroupStream:
                 "run.groups must not be read after sampling ahead has failed: resume the run from"
                 " its last checkpoint"
             ) from self._failed
-        if self._background is None:
-            self._background = Background(
+        if self._driver is None:
+            self._driver = Driver(
                 self.run.generator,
                 self.environment,
                 replace(self.params, n=self.n),
                 seed=self.run.state.seed,
             )
             self.after_update(changed=False)
-        self._background.resume()
+        self._driver.resume()
         self._feed(Wanted(count))
         while self._handed is None:
-            self._note(*self._background.next_ended())
+            self._note(*self._driver.next_ended())
         places, self._handed = self._handed, None
         return places
 
@@ -131,45 +132,45 @@ class GroupStream:
 
     def _drop(self, groups: Sequence[int], reason: str) -> None:
         self.run.taken = self.run.taken.drop(groups, reason)
-        if self._background is not None:
+        if self._driver is not None:
             places = [p for p, each in self._prompts.items() if each.groups[0] in groups]
             self._forget(places)
             self._feed(Dropped(tuple(places)))
 
     def before_update(self) -> None:
-        if self._background is None or self.settings.in_flight != "abort":
+        if self._driver is None or self.settings.in_flight != "abort":
             return
-        self._background.stop([*self._in_flight()])
-        for group, talks in self._background.ended():
-            self._note(group, talks)
+        self._driver.stop([*self._in_flight()])
+        for groups, talks in self._driver.ended():
+            self._note(groups, talks)
 
     def _in_flight(self) -> dict[int, int]:
         open_ones = [group.number for group in self._admission.open if not group.done]
         return {self._prompts[place].groups[0]: place for place in open_ones}
 
     def after_update(self, *, changed: bool) -> None:
-        if self._background is None:  # nobody has asked for groups yet
+        if self._driver is None:  # nobody has asked for groups yet
             return
         state = replace(self._admission, step=self.run.state.step, last=self.run.num_steps)
         self._admission = state
-        self._background.resume()
+        self._driver.resume()
         self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
 
     def pause(self) -> None:
-        if self._background is not None:
-            self._background.pause()
+        if self._driver is not None:
+            self._driver.pause()
 
     def end_step(self) -> None:
-        if self._background is not None:
+        if self._driver is not None:
             self._forget([group.number for group in self._admission.open if group.handed])
             self._feed(Trained())
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
+        if self._driver is not None:
+            self._driver.close()
 
-    def _note(self, group: int, talks: list[Conversation]) -> None:
-        place = self._in_flight().get(group)
+    def _note(self, groups: Sequence[int], talks: list[Conversation]) -> None:
+        place = self._in_flight().get(*groups)
         if place is not None:
             self._found[place] = talks
             self._feed(Finished(place))
@@ -179,7 +180,7 @@ class GroupStream:
         self._act(actions)
 
     def _act(self, actions: Iterable[Action]) -> None:
-        assert self._background is not None
+        assert self._driver is not None
         begun = [action.number for action in actions if isinstance(action, Begin)]
         new = [place for place in begun if place not in self._prompts]
         if new:
@@ -196,13 +197,13 @@ class GroupStream:
                             f" took it, and is dropped: take the {self.count} groups of run.groups"
                             " in each step, or say fewer (count=…)"
                         )
-                    self._background.stop([group])
+                    self._driver.stop([group])
                     self.run.taken = self.run.taken.drop([group], reason)
                     self._forget([number])
                 case Hand(numbers):
                     self._handed = numbers
         if begun:
-            self._background.begin([self._prompts[place] for place in begun])
+            self._driver.begin([self._prompts[place] for place in begun])
 
     def _forget(self, places: Iterable[int]) -> None:
         for place in places:

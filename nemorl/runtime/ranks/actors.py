@@ -22,7 +22,7 @@ from nemorl.parallel.world import RanksLost
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank, dumps, loads
+from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, Rank, RankAnswer, dumps, loads
 from nemorl.runtime.store.files import WorkerTimeout, raised
 from nemorl.runtime.workers.cluster import (
     Bundle,
@@ -122,7 +122,7 @@ class RayRanks:
         payload: list[Any],
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
-    ) -> Answer:
+    ) -> RankAnswer:
         """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
 
         parts: of the batch's routes, by rank. Raises WorkerDied, WorkerTimeout, and what a rank
@@ -148,7 +148,7 @@ class RayRanks:
                 )
                 for rank in range(self.size)
             }
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankAnswer] = {}
         left, alone = limit_s + GRACE_S, ALONE_S
         while len(answers) < self.size and alone > 0:
             before = time.monotonic()
@@ -167,8 +167,8 @@ class RayRanks:
         return self._together(answers, phase, background=method in BACKGROUND)
 
     def _together(
-        self, answers: Mapping[int, Answer], phase: str, *, background: bool = False
-    ) -> Answer:
+        self, answers: Mapping[int, RankAnswer], phase: str, *, background: bool = False
+    ) -> RankAnswer:
         failed = {rank: answer for rank, answer in sorted(answers.items()) if answer.error}
         steps = {answer.step for answer in answers.values()}
         # In the background of an optimizer step some ranks answer before it and others after.

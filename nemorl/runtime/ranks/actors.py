@@ -23,7 +23,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, Rank, RankAnswer, dumps, loads
-from nemorl.runtime.store.files import WorkerTimeout, raised
+from nemorl.runtime.store.files import raised
 from nemorl.runtime.workers.cluster import (
     Bundle,
     RayVirtualCluster,
@@ -32,7 +32,7 @@ from nemorl.runtime.workers.cluster import (
     most_on_a_node,
     release,
 )
-from nemorl.runtime.workers.group import RayWorkerGroup
+from nemorl.runtime.workers.worker import RayWorkerGroup, late
 
 TICK_S = 0.5
 ALONE_S = 10.0
@@ -159,11 +159,9 @@ class RayRanks:
             left -= passed
             alone -= passed * any(answer.error for answer in answers.values())
             if left <= 0 and calls:
-                who = " and ".join(str(self.workers.info(rank)) for rank in sorted(calls))
-                raise WorkerTimeout(
-                    f"no answer to {phase} within {limit_s:g} s (runtime.{limit}) from {who}: the"
-                    " logs say where in the code they were"
-                )
+                who = self.workers.named(sorted(calls))
+                who += ": the logs say where in the code they were"
+                raise late(phase, limit_s, f"runtime.{limit}", who)
         return self._together(answers, phase, background=method in BACKGROUND)
 
     def _together(
@@ -183,7 +181,7 @@ class RayRanks:
         if alike and not lost:
             return answers[cause]
         error = raised(answers[cause].error or {}, cause)
-        where = " and ".join(str(self.workers.info(rank)) for rank in failed)
+        where = self.workers.named(failed)
         alone = "" if len(failed) == self.size else ", but not by the other ranks"
         error.add_note(f"raised by {where} in {phase}{alone}: all were ended")
         raise error

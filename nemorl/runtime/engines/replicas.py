@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 
 from nemorl.models.tensor_files import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
@@ -321,18 +320,15 @@ class Replicas:
         call = process.actor.sample.remote(prompt, params)
         event: Event
         try:
-            answer = await call
+            answer = await process.worker.answer(call)
         except asyncio.CancelledError:
             if process.id in self._processes.running:
                 ray.cancel(call)
             raise
-        except RayTaskError as error:
-            if isinstance(error.cause, ValueError | FloatingPointError):
-                event = Answered(process.id, number, error.cause)
-            else:
-                event = Broke(process.id, error.cause)
-        except RayError as error:
-            event = Broke(process.id, process.died(str(error)))
+        except (ValueError, FloatingPointError) as error:
+            event = Answered(process.id, number, error)
+        except Exception as error:
+            event = Broke(process.id, error)
         else:
             self._use(process, answer)
             event = Answered(process.id, number, answer.samples, answer.partial)

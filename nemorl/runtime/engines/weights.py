@@ -232,7 +232,7 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    from nemorl.runtime.workers.group import free_port
+    from nemorl.runtime.workers.worker import free_port
 
     info: Any
     if transport == "cuda_ipc":

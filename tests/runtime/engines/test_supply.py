@@ -11,6 +11,7 @@ from nemorl.runtime.engines.replicas import Supply
 from nemorl.runtime.engines.routing import ProcessId, RequestRouter, Started, routing
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.weights import UpdateReceipt
+from nemorl.runtime.workers.worker import Worker
 from tests.tiny_models import tiny_model
 
 FIRST, SECOND = ProcessId(0, 0), ProcessId(1, 0)
@@ -39,7 +40,7 @@ def bare(kind, **attributes):
 
 @pytest.fixture
 def supply():
-    running = {id: bare(EngineProcess, id=id, actor=None, place=None) for id in (FIRST, SECOND)}
+    running = {id: EngineProcess(id, Worker(None)) for id in (FIRST, SECOND)}
     files = {"config.json": json.dumps(tiny_model().config.to_dict()).encode()}
     router = RequestRouter(routing(2, window=1, max_restarts=0), lambda action: None, lambda: None)
     spec, processes = bare(EngineSpec, files=files, dtype="float32"), bare(EngineProcesses)

@@ -75,6 +75,36 @@ def make_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> t
     )
 
 
+State = dict[nn.Parameter, dict[str, Tensor]]
+
+
+class Optimizers:
+    """Several optimizers as one, each of parameters of its own."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> State:
+        return {key: value for part in self.parts for key, value in part.state.items()}
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
 def require_finite(loss: Float[Tensor, ""], grad_norm: Float[Tensor, ""], *, step: int) -> None:
     """Raise FloatingPointError unless both are finite, before a weight changes.
 

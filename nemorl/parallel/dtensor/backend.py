@@ -209,7 +209,7 @@ class DTensorBackend(Accumulating):
         forward = partial(_forward, model, config=self.config, world=world)
         layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
-        with gathering(model), self._watched():
+        with self._gathered(model), self._watched():
             if self._mixtures:
                 _balance(self, self._mixtures, batch, parts, forward)
             for part in parts:
@@ -226,12 +226,16 @@ class DTensorBackend(Accumulating):
         of_experts, more = self._mixtures.end_batch()
         return {**metrics, **of_experts}, loss + more
 
+    def _gathered(self, model: nn.Module) -> AbstractContextManager[None]:
+        return gathering(model) if self.world.sharded else nullcontext()
+
     def _watched(self) -> AbstractContextManager[None]:
         return nullcontext() if self._mixtures is None else self._mixtures.watched()
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return adapters.full_tensor(nn.utils.get_total_norm(gradients, foreach=True).detach())
+        norm = nn.utils.get_total_norm(gradients, foreach=True).detach()
+        return adapters.full_tensor(norm) if self.world.sharded else norm
 
     def _update(self, grad_norm: Tensor, lr: float) -> None:
         if (limit := self.config.optimizer.max_grad_norm) is not None:
@@ -313,7 +317,7 @@ class DTensorBackend(Accumulating):
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         rank = self.world.data_rank
         special = adapters_off(model) if reference else self._watched()
-        with torch.no_grad(), gathering(model), special:
+        with torch.no_grad(), self._gathered(model), special:
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
             found = [forward(*_next(self, x, x.response_mask)) for x in layout.parts(rank)]
         model.train(was_training)

@@ -159,7 +159,9 @@ class ExitInUserCode(RuntimeError):
 
 @contextmanager
 def exit_is_error(name: str) -> Iterator[None]:
-    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block; a signal is none."""
+    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block; a signal is none. A fork
+    that leaves the block ends (`end_fork`).
+    """
     try:
         yield
     except (SystemExit, GeneratorExit) as error:
@@ -171,6 +173,8 @@ def exit_is_error(name: str) -> Iterator[None]:
         raise ExitInUserCode(
             f"{name} must not end the run, but it {did}: raise an exception instead"
         ) from error
+    finally:
+        end_fork()
 
 
 HOLDERS: dict[str, int] = {}

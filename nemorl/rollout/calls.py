@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -192,7 +191,7 @@ class EventLoop:
                 "an async reward must not call the environment that it belongs to: await the"
                 " function instead"
             )
-        future = asyncio.run_coroutine_threadsafe(_in_one_process(work), self.loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         except BaseException:
@@ -246,13 +245,6 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         loop.close()
 
 
-async def _in_one_process(work: Awaitable[T]) -> T:
-    try:
-        return await work
-    finally:
-        end_fork()
-
-
 def _has_loop() -> bool:
     try:
         asyncio.get_running_loop()
@@ -280,7 +272,7 @@ def _in_thread(
     call: "Call", function: Callable[[], T], start: Callable[[Callable[[], None]], None]
 ) -> asyncio.Future[T]:
     """Return the result of a function in the thread in which `start` calls what it is given."""
-    loop, owner = asyncio.get_running_loop(), os.getpid()
+    loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def begin() -> T:
@@ -300,9 +292,7 @@ def _in_thread(
             answer.__cause__ = error
         except BaseException as error:
             give, answer = future.set_exception, error
-        if os.getpid() != owner:  # the call has forked, and this is the child
-            end_fork()
-            os._exit(1)
+        end_fork()
         with suppress(RuntimeError):  # the loop may be over
             loop.call_soon_threadsafe(_if_open, future, give, answer)
 

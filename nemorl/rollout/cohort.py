@@ -28,9 +28,9 @@ from nemorl.rollout.conversation import (
     messages_of,
 )
 from nemorl.rollout.environment import REMEDY
-from nemorl.rollout.generation import Completion, Samples, SamplingParams
+from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.user_code import end_fork, exit_is_error
+from nemorl.user_code import exit_is_error
 
 T = TypeVar("T")
 _PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
@@ -45,7 +45,9 @@ class Cohort:
     it, or as they come (`ask`).
     """
 
-    generator: Samples
+    generator: GenerationBackend
+    awake: asyncio.Event
+    """Set while the generator takes new requests."""
     prompts: Prompts
     sampling: SamplingParams
     seed: int
@@ -90,7 +92,6 @@ class Cohort:
                 policy.over = True
                 return policy.conversation(outcome)
             finally:
-                end_fork()
                 self._open -= 1
                 self._judge_if_all_wait()
 
@@ -141,11 +142,12 @@ class Cohort:
             yield found
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> list[Completion]:
+        while not self.awake.is_set():  # it may sleep again before this task goes on
+            await self.awake.wait()
         try:
             found = await self.generator.sample(prompt, params)
-            name = type(getattr(self.generator, "engine", self.generator)).__name__
-            fits, remedy = f"must return {params.n} completions", "return `n` for a prompt"
-            require(len(found) == params.n, f"{name}.sample", fits, len(found), remedy)
+            what, fits = f"{name_of(self.generator)}.sample", f"must return {params.n} completions"
+            require(len(found) == params.n, what, fits, len(found), "return `n` for a prompt")
             return found
         except Exception as error:
             if not self._ended.done():

@@ -26,7 +26,7 @@ from nemorl.rollout.episodes import (
     judged,
     named,
 )
-from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+from nemorl.rollout.generation import GenerationBackend, SamplingParams
 
 ATTEMPTS = 3
 """How often a failed conversation is begun at most, where its group needs it."""
@@ -37,18 +37,6 @@ STOP_S = 30.0
 LOOK_S = 1.0
 """How often one who waits looks whether user code blocks the event loop."""
 Groups = tuple[int, ...]
-
-
-class _Awake:
-    """A generator whose new requests wait while it sleeps."""
-
-    def __init__(self, generator: GenerationBackend) -> None:
-        self.engine, self.awake = generator, asyncio.Event()
-
-    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        while not self.awake.is_set():  # it may sleep again before this task goes on
-            await self.awake.wait()
-        return await self.engine.sample(prompt, params)
 
 
 class Driver:
@@ -70,7 +58,8 @@ class Driver:
     ) -> None:
         """most_failed: share of a cohort that may fail; with more none begins again."""
         check_environment(environment)
-        self.generator, self.environment = _Awake(generator), environment
+        self.generator, self.environment = generator, environment
+        self._awake = asyncio.Event()
         self.sampling, self.seed, self.most_failed = sampling, seed, most_failed
         self._name, judge = named(environment), judge_of(environment)
         self._judge: BatchCalls | None = None
@@ -124,8 +113,8 @@ class Driver:
         self._closed = True
         if not self._blocked:
             self._do(self._stop(lambda _: True))
-            self._loop.close()
-            self._loop.thread.join(STOP_S)
+        self._loop.close()
+        self._loop.thread.join(0 if self._blocked else STOP_S)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         future = asyncio.run_coroutine_threadsafe(work, self._loop.loop)
@@ -143,7 +132,7 @@ class Driver:
             )
 
     async def _set_awake(self, awake: bool) -> None:
-        self.generator.awake.set() if awake else self.generator.awake.clear()
+        self._awake.set() if awake else self._awake.clear()
 
     async def _begin(self, prompts: Sequence[Prompts]) -> None:
         if self._judge:
@@ -191,6 +180,7 @@ class Driver:
         while missing and attempt < ATTEMPTS:
             cohort = Cohort(
                 generator=self.generator,
+                awake=self._awake,
                 prompts=prompts,
                 sampling=self.sampling,
                 seed=self.seed,

@@ -234,14 +234,6 @@ class Weights(WeightSource):
 
 
 @runtime_checkable
-class Samples(Protocol):
-    """The part of a `GenerationBackend` that conversations need."""
-
-    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.n` completions of token ids."""
-
-
-@runtime_checkable
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions (tests: test_generation_conformance.py).
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.rollout.context import Context
-from nemorl.rollout.tool_calls import read_message, require_readable
+from nemorl.rollout.context import Context, read_message, require_readable
 from tests.rollout.chats import text_of, tokenizer_of
 
 ARGUMENTS: dict[str, Any] = {

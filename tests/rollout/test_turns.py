@@ -295,13 +295,27 @@ def test_each_response_has_the_limit_of_a_reward(generator):
     assert not found.failed and found.rewards.tolist() == [1.0] * 9
 
 
+OVER = threading.Event()
+"""Set after a test, for which it never comes."""
+
+
+@pytest.fixture
+def endless():
+    OVER.clear()
+    yield
+    OVER.set()
+    for thread in threading.enumerate():
+        if thread.name == "nemorl-rollouts":
+            thread.join(30)
+
+
 def waits(response: str) -> float:
-    threading.Event().wait()
+    OVER.wait()
     return 0.0
 
 
 def waits_for_all(prompts: list[str], responses: list[str]) -> list[float]:
-    threading.Event().wait()
+    OVER.wait()
     return []
 
 
@@ -320,7 +334,7 @@ async def blocks(response: str) -> float:
 
 class Processes(FunctionalRewardWrapper):
     def global_post_process_and_metrics(self, batch):
-        threading.Event().wait()
+        OVER.wait()
 
 
 async def talks_on(row, policy) -> Outcome:
@@ -331,13 +345,13 @@ async def talks_on(row, policy) -> Outcome:
 
 async def blocks_all(row, policy) -> Outcome:
     await policy.sample(policy.prompt)
-    threading.Event().wait()
+    OVER.wait()
     return Outcome()
 
 
 class Blocks:
     async def step(self, response):
-        threading.Event().wait()
+        OVER.wait()
 
 
 ENDLESS = [
@@ -354,7 +368,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=lambda each: str(each)[:30])
-def test_code_of_the_users_that_never_ends_ends_the_run(generator, environment, message):
+def test_code_of_the_users_that_never_ends_ends_the_run(generator, endless, environment, message):
     limited = replace(PROMPTS, limits=Limits(timeout_s=0.2))
     with pytest.raises(TimeoutError, match=rf"{message}.*rollout\.timeout_s"):
         collect(generator, environment, limited, SAMPLING, seed=1)
@@ -369,7 +383,7 @@ def test_an_async_reward_that_never_ends_fails_its_conversation_alone(generator)
     assert found.group_id.tolist() == [0] * 3 + [2] * 3 and len(found.failed) == 3
 
 
-def test_what_takes_long_is_shown(generator, monkeypatch):
+def test_what_takes_long_is_shown(generator, endless, monkeypatch):
     monkeypatch.setattr("nemorl.rollout.calls.SHOWN_S", 0.1)
     limited = replace(PROMPTS, limits=Limits(timeout_s=0.3))
     message = r"waiting for reward 'waits' for 0\.1 s \(9 conversations; rollout\.timeout_s is 0\.3"

@@ -8,8 +8,8 @@ from types import MethodType
 from typing import Any
 
 from nemorl.data.templates import Message
+from nemorl.rollout.context import require_readable
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Outcome, Policy
-from nemorl.rollout.tool_calls import require_readable
 
 NOT_TOOLS = ("reset", "get_reward", "close", "check")
 """Public methods that are no tools."""

@@ -32,8 +32,8 @@ from nemorl.runtime.cli.settings import (
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
 from nemorl.runtime.config.flags import Flag, help_of, read_flags, with_flags
 from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, preset_overrides
-from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
     construct,

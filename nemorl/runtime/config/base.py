@@ -52,14 +52,8 @@ class RuntimeConfig:
             runtime__start_timeout_s=self.start_timeout_s,
         )
         for name in ("timeout_s", "start_timeout_s"):
-            seconds = getattr(self, name)
-            require(
-                seconds <= WEEK_S,
-                f"runtime.{name}",
-                f"must be at most {WEEK_S}, a week",
-                seconds,
-                "86400 is a day",
-            )
+            seconds, must = getattr(self, name), f"must be at most {WEEK_S}, a week"
+            require(seconds <= WEEK_S, f"runtime.{name}", must, seconds, "86400 is a day")
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -133,16 +127,12 @@ class MetricWatch:
         self.field_name, self.metric = field_name, metric
         self.seen = False
 
-    @property
-    def of_validation(self) -> bool:
-        return self.metric.startswith(VALIDATION)
-
     def look(self, metrics: Mapping[str, Any], *, validation: bool) -> float | None:
         """Return the finite value in the metrics of a step or a validation, or None.
 
         Raises ValueError if it is missing the first time.
         """
-        if validation != self.of_validation:
+        if validation != self.metric.startswith(VALIDATION):
             return None
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics and not self.seen:
@@ -323,12 +313,12 @@ class DataConfig:
 
     def reading(self) -> dict[str, Any]:
         """Return the arguments of `load_rows` about what a row is."""
-        names = (
+        names = [
             *(f"{name}_column" for name in COLUMNS),
             "prompt_template",
             "system_prompt",
             "chat",
-        )
+        ]
         return {name: getattr(self, name) for name in names}
 
 
@@ -381,15 +371,13 @@ class BaseConfig:
             most,
             "set lora.rank, and this to the same, or remove it",
         )
-        offloads, field = (
-            self.trainer.offload_during_generation,
-            "trainer.offload_during_generation",
-        )
+        offloads = self.trainer.offload_during_generation
         for free, requirement in (
             (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
             (not self.generation.colocated, "needs generation.colocated: others have own GPUs"),
         ):
-            require(not (offloads and free), field, requirement, offloads, "remove it")
+            name = "trainer.offload_during_generation"
+            require(not (offloads and free), name, requirement, offloads, "remove it")
         require(
             self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
             "optimizer.min_lr_ratio",
@@ -431,16 +419,6 @@ class BaseConfig:
                 f"optimizer.lr is {lr:g}, too little to change a float32 weight: nothing will be"
                 " learned; 1e-6 to 1e-4 is usual"
             )
-
-    def refuse_replay(self) -> None:
-        """Refuse trainer.router_replay where what is trained on was not sampled."""
-        require(
-            not self.trainer.router_replay,
-            "trainer.router_replay",
-            "is for runs that train on what an engine samples (grpo)",
-            True,
-            "remove it",
-        )
 
     @property
     def longest_row(self) -> int:

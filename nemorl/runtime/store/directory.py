@@ -199,6 +199,11 @@ class RunDirectory:
             file.parent.mkdir(exist_ok=True)
             append_lines(file, outcomes)
 
+    def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
+        """Return the lines of log.jsonl, without another run's that was in the folder before."""
+        lines = read_lines(self.log)
+        return [line for line in lines if record is None or line.get("run_id") == record.run_id]
+
     def append_log(self, line: Mapping[str, Any]) -> None:
         append_lines(self.log, [line])
 

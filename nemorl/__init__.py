@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.grpo import ReceiptsConfig as ReceiptsConfig
     from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
+    from nemorl.runtime.config.grpo import preset as preset
     from nemorl.runtime.config.offline import DPOConfig as DPOConfig
     from nemorl.runtime.config.offline import DPOLoss as DPOLoss
     from nemorl.runtime.config.offline import HingeLoss as HingeLoss
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.offline import ORPOLoss as ORPOLoss
     from nemorl.runtime.config.offline import SFTConfig as SFTConfig
     from nemorl.runtime.config.offline import SimPOLoss as SimPOLoss
-    from nemorl.runtime.config.presets import preset as preset
     from nemorl.runtime.config.tree import load_config as load_config
     from nemorl.runtime.engines.weight_sync import sync_weights as sync_weights
     from nemorl.runtime.run.loop import OpenRun as OpenRun
@@ -178,6 +178,7 @@ _NAMES = {
         "OverlongConfig",
         "ReinforceLoss",
         "ReinforcePlusPlusAdvantage",
+        "preset",
     ],
     "nemorl.runtime.config.offline": [
         "DPOConfig",
@@ -189,7 +190,6 @@ _NAMES = {
         "SimPOLoss",
         "SFTConfig",
     ],
-    "nemorl.runtime.config.presets": ["preset"],
     "nemorl.runtime.run.registry": [
         "get_algorithm",
         "get_generation_backend",

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -145,10 +145,14 @@ def compare(config: CompareConfig) -> None:
         require({*wanted} <= row.keys(), row.origin, has, sorted(row), remedy)
     found = comparison(*both, seed=config.seed)
     if config.json:
-        for line in found:
-            print(json.dumps(line, ensure_ascii=False))
+        _print_json(found)
         return
     _print_lines(found, f"{config.first} and {config.second}, paired by prompt, ± 95 % confidence")
+
+
+def _print_json(lines: Iterable[Any]) -> None:
+    for line in lines:
+        print(json.dumps(line, ensure_ascii=False))
 
 
 def _short(value: Any, limit: int = 200) -> str:
@@ -163,10 +167,8 @@ def generate(config: GenerateConfig) -> None:
 
     completions = inference.generate_config(config)
     if config.json:
-        for completion in completions:
-            print(json.dumps(completion, ensure_ascii=False))
+        _print_json(completions)
         return
-
     table = _table("prompt", "response", right=("logprob", "tokens"))
     table.add_column("finish")
     previous = None
@@ -208,7 +210,6 @@ def report(config: ReportConfig) -> None:
 
 
 def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
-
     from nemorl.runtime.watch.metrics import headline, number
     from nemorl.runtime.watch.report import course_of, ends
 
@@ -230,8 +231,7 @@ def verify(config: VerifyConfig) -> None:
 
     receipts = verify_run(config.run)
     if config.json:
-        for receipt in receipts:
-            print(json.dumps(vars(receipt), ensure_ascii=False))
+        _print_json(map(vars, receipts))
     else:
         verdicts = {
             True: Text("holds", style="green"),
@@ -367,13 +367,11 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     read: Any = stream_rows if data.streaming else load_rows
     rows = first_of(read(source, split=data.split, **data.reading()))
     if tokenizer is None:
-        require(
+        named, remedy = (
             bool(model.path or model.tokenizer),
-            "model.path",
-            "must be given",
-            model.path,
             "add --model.path, or --model.tokenizer",
         )
+        require(named, "model.path", "must be given", model.path, remedy)
         name = model.tokenizer or model_folder(model.path)
         tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)
@@ -393,11 +391,7 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
 
 
 def kind_of(row: Mapping[str, Any]) -> Kind:
-    """Return what a row looks like it is for.
-
-    >>> kind_of({"prompt": "1+1=", "answer": "2"}), kind_of({"prompt": "1+1=", "response": "2"})
-    ('prompt', 'sft')
-    """
+    """Return what a row looks like it is for."""
     if row.get("chosen") is not None or row.get("completions") is not None:
         return "pairs"
     if row.get("response") is not None:
@@ -412,9 +406,8 @@ def print_inspection(
     """Print the first rows, trained tokens in color or brackets, and the lengths of all."""
     console = console or Console(highlight=False)
     styled = console.is_terminal and console.color_system is not None
-    legend = Text("trained on: ⟦like this⟧")
-    if styled:
-        legend = Text("trained on: ") + Text("like this", style="bold green")
+    like = Text("like this", style="bold green") if styled else Text("⟦like this⟧")
+    legend = Text("trained on: ") + like
     if found.kind == "prompt":
         legend = Text("prompts are not trained on")
     console.print(Text(f"{len(found.items)} {TITLES[found.kind]}; ") + legend)
@@ -425,8 +418,7 @@ def print_inspection(
                 count += f", {sum(example.loss_mask)} trained on"
             heading = Text(f"\n{row.origin}{name}: {count}", style="bold cyan")
             console.print(heading, soft_wrap=True)
-            text = shown(example, found.tokenizer, styled=styled)
-            console.print(text, soft_wrap=True)
+            console.print(shown(example, found.tokenizer, styled=styled), soft_wrap=True)
     console.print()
     print_lengths(console, {TITLES[found.kind]: found.statistics})
     _print_histogram(console, found.statistics)

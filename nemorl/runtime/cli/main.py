@@ -31,9 +31,8 @@ from nemorl.runtime.cli.settings import (
 )
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
 from nemorl.runtime.config.flags import Flag, help_of, read_flags, with_flags
-from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, preset_overrides
 from nemorl.runtime.config.offline import SFTConfig
-from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, preset_overrides
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
     construct,
@@ -237,7 +236,9 @@ def _execute(
         elif command in COMMANDS:
             COMMANDS[command].execute(config)
         else:
-            _train(config)
+            from nemorl.runtime.run import open_run
+
+            open_run.run(config)
         return 0
     except Terminated as stop:
         return _fail(prog, "\n".join(["terminated", *_notes(stop)]), 143)
@@ -251,7 +252,7 @@ def _execute(
     except Exception as error:
         kinds = ValueError | OSError | FloatingPointError | ExitInUserCode | ReceiptError
         expected = isinstance(error, kinds) or memory_advice(error) is not None
-        if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_the_users(error)):
+        if os.environ.get("NEMORL_TRACEBACK") or not (expected or _of_the_users(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
         return _fail(prog, _message(error, parsed=config is not None), code)
@@ -268,26 +269,19 @@ def _unprintable() -> str | None:
     return None
 
 
-def _train(config: BaseConfig) -> None:
-    from nemorl.runtime.run import open_run
-
-    open_run.run(config)
-
-
 def _message(error: Exception, *, parsed: bool) -> str:
     kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
-    if of_the_users(error):
+    if _of_the_users(error):
         kind, others = f"{type(error).__name__}: ", (str(Path(__file__).parents[2]), *PLUMBING)
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith(others)]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
-    unclear = parsed and not of_our_own(error)
+    unclear = parsed and not _of_our_own(error)
     hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if unclear else ""
     return "\n".join([f"{kind}{text}", *_notes(error)]) + hint
 
 
-def of_our_own(error: BaseException) -> bool:
-    """Return whether this package raised it, and so says all that a traceback would."""
+def _of_our_own(error: BaseException) -> bool:
     *_, last = traceback.extract_tb(error.__traceback__)
     ours = last.filename.startswith(str(Path(__file__).parents[2]))
     return ours and not isinstance(error, ExitInUserCode)
@@ -298,8 +292,7 @@ def _notes(error: BaseException) -> list[str]:
     return [note for note in notes if not note.startswith("in worker ")]
 
 
-def of_the_users(error: BaseException) -> bool:
-    """Return whether a user's reward or environment raised it."""
+def _of_the_users(error: BaseException) -> bool:
     begins = ("This was reward ", "This was environment ", "This ended ")
     return any(note.startswith(begins) for note in _notes(error))
 
@@ -398,7 +391,7 @@ def _options(cls: type) -> list[Flag]:
     return [*options, Flag("trust_code", bool, text)]
 
 
-def _require_inputs(command: str, config: Any) -> None:
+def _require_inputs(command: str, config: object) -> None:
     """Refuse what is missing or in the way, without importing torch."""
     from nemorl.models.hub import model_folder
 
@@ -408,16 +401,11 @@ def _require_inputs(command: str, config: Any) -> None:
         remedy = "add --model.path with a folder or a name on the hub"
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
     if isinstance(config, EvalConfig):
-        require(
-            config.data.validation is not None,
-            "data.validation",
-            "must be given",
-            None,
-            "add --data.validation FILE",
-        )
+        rows, remedy = config.data.validation, "add --data.validation FILE"
+        require(rows is not None, "data.validation", "must be given", None, remedy)
     model_folder(getattr(getattr(config, "model", None), "path", ""))
     _require_names_and_rows(config)
-    if command in ALGORITHMS:
+    if command in ALGORITHMS and isinstance(config, BaseConfig):
         require_rows(config.data.train)
         if config.run.dir and not config.run.resume and torchrun_size() is None:
             RunDirectory(Path(config.run.dir)).require_no_results()
@@ -425,7 +413,7 @@ def _require_inputs(command: str, config: Any) -> None:
         RunDirectory.open(config.run).require_checkpoint()
 
 
-def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
+def _require_names_and_rows(config: object, *, elsewhere: bool = False) -> None:
     """Refuse wrong names and first rows; only warn of files `elsewhere`."""
     require_names(config)
     data = getattr(config, "data", DataConfig())

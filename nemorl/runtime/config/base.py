@@ -98,12 +98,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The order of checkpoints by a metric.
-
-    >>> found = {1: {"val_loss": 2.0}, 2: {"val_loss": 1.0}, 3: {}, 4: {"val_loss": 1.5}}
-    >>> Ranking(metric="val_loss").best(found, 2)
-    [2, 4]
-    """
+    """The order of checkpoints by a metric."""
 
     metric: str
     higher_is_better: bool | None = None
@@ -196,13 +191,8 @@ class RunConfig:
     """Write the trained model to hf/ when the run ends."""
 
     def __post_init__(self) -> None:
-        require(
-            not self.resume or self.dir is not None,
-            "run.dir",
-            "must be given to resume a run",
-            self.dir,
-            "name the run's folder (--run.dir)",
-        )
+        named, remedy = not self.resume or self.dir is not None, "name the run's folder (--run.dir)"
+        require(named, "run.dir", "must be given to resume a run", self.dir, remedy)
         at_least(
             0,
             run__val_period=self.val_period,
@@ -215,13 +205,9 @@ class RunConfig:
             run__keep_checkpoints=self.keep_checkpoints,
             run__max_val_samples=self.max_val_samples,
         )
-        require(
-            self.metric is not None or self.higher_is_better is None,
-            "run.higher_is_better",
-            "needs run.metric",
-            self.higher_is_better,
-            "name its metric (--run.metric)",
-        )
+        higher = self.higher_is_better
+        fits, remedy = self.metric is not None or higher is None, "name its metric (--run.metric)"
+        require(fits, "run.higher_is_better", "needs run.metric", higher, remedy)
         require(
             self.metric is None or not self.async_save,
             "run.async_save",

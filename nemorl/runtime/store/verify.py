@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import is_number
-from nemorl.runtime.store.directory import RunDirectory, RunRecord, is_count, read_lines, step_of
+from nemorl.runtime.store.directory import STEP, RunDirectory, RunRecord, read_lines, step_of
 
 RECORDED: dict[str, tuple[str, Any, str, str | None]] = {
     "weights": ("generation/weights/proved", min, "{:,.0f} tensors or more in each update", ""),
@@ -76,9 +76,7 @@ def _must_have(name: str, line: Mapping[str, Any]) -> bool:
 def _prompts(
     directory: RunDirectory, steps: Mapping[int, Mapping[str, Any]], last: int
 ) -> tuple[bool | None, str]:
-    lines = [
-        line for line in read_lines(directory.groups, {"step": is_count}) if line["step"] <= last
-    ]
+    lines = [line for line in read_lines(directory.groups, STEP) if line["step"] <= last]
     if not lines:
         return None, "not recorded"
     ends, ended, highest = Counter({"trained on": 0}), Counter[int](), -1

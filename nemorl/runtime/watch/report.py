@@ -152,9 +152,6 @@ def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
 
     A token is decoded after its neighbors, which a tokenizer may join or space. A character of
     several tokens belongs to the last one.
-
-    >>> pieces(lambda ids: bytes(ids).decode(errors="replace"), list("año".encode()))
-    ['a', '', 'ñ', 'o']
     """
     found: list[str] = []
     before = start = 0  # ids[before:start] are decoded again, before ids[start:]
@@ -219,7 +216,7 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     columns = sample.get("columns", {})
     chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
     chips |= {name: value for name, value in sample.items() if name not in OWN}
-    chips |= {"widest gap": widest_gap(sample), "tokens": sum(sampled) or None}
+    chips |= {"widest gap": _widest_gap(sample), "tokens": sum(sampled) or None}
     if "cut_by" in sample:
         chips["end"] = f"cut by {sample['cut_by']}"
     elif "failure" not in sample and sample.get("finish_reason") not in (None, "stop"):
@@ -238,13 +235,7 @@ def _gaps(sample: Mapping[str, Any]) -> list[float | None]:
     return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 
 
-def widest_gap(sample: Mapping[str, Any]) -> str:
-    """Describe the token on which sampler and trainer differ most; "" within a percent.
-
-    >>> token = {"position": 4, "token": "ab", "logprob": -1.0, "trainer_logprob": -2.0}
-    >>> widest_gap({"worst_tokens": [token]})
-    "×2.72 in 'ab' (token 5)"
-    """
+def _widest_gap(sample: Mapping[str, Any]) -> str:
     for worst in sample.get("worst_tokens", ())[:1]:
         values = worst["logprob"], worst["trainer_logprob"]
         if all(map(is_number, values)) and abs(gap := values[0] - values[1]) >= 0.01:

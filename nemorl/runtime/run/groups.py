@@ -1,21 +1,17 @@
 """Groups of responses, sampled ahead of their steps, and when a run's generator is awake."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from nemorl.checks import warn
+from nemorl.checks import at_least, require, warn
+from nemorl.parallel.backend import TrainingBackend
 from nemorl.rollout.admission import (
-    Action,
-    Admission,
-    Begin,
-    Drop,
-    Dropped,
-    Event,
-    Finished,
-    Hand,
-    Trained,
+    Ended,
+    Group,
+    LoopState,
+    Order,
     Updated,
     Wanted,
     decide,
@@ -24,41 +20,114 @@ from nemorl.rollout.background import Background
 from nemorl.rollout.collect import Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.environments import Environment
+from nemorl.rollout.episodes import converse
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.grpo import AsyncConfig
 from nemorl.runtime.engines.weight_sync import sync_weights
 from nemorl.runtime.store.files import check_writer
 
 
+class Progress:
+    """Where a loop is: after its last finished step, and with what it has taken since."""
+
+    def __init__(self, state: LoopState) -> None:
+        self.state = self.taken = state
+        self.last_step: int | None = None
+        """Once the loop begins."""
+
+
+@dataclass(frozen=True)
+class RowStream:
+    """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
+
+    load: Callable[[], Progress]
+    """Loads the last checkpoint, if that was not done yet."""
+    order: Order
+    name: str
+
+    @property
+    def num_rows(self) -> int:
+        return self.order.num_rows
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` rows' indices, of the present step, or of the next one if taken
+        before it; a new epoch begins where one ends.
+        """
+        at_least(1, count=count)
+        progress = self.load()
+        progress.taken, rows = progress.taken.take(self.name, self.order, count)
+        return rows
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """Prompts in a seeded order, each with the number of its group in the run."""
+
+    prompts: Prompts
+    rows: RowStream
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def next(self, count: int, *, ahead: int = 0) -> Prompts:
+        """Return the next `count` prompts: of the present step, or of the next one if taken before
+        it.
+
+        ahead: how many steps later they are trained on. Until that step has ended they are open: a
+        run that is resumed from a checkpoint before gets them again, with the same numbers.
+        """
+        at_least(1, count=count)
+        at_least(0, ahead=ahead)
+        rows, progress = self.rows, self.rows.load()
+        step = progress.state.step + 1 + ahead
+        taken = progress.taken.take_groups(rows.name, rows.order, count, step=step)
+        progress.taken, groups = taken
+        return self.of(groups)
+
+    def of(self, groups: Sequence[Group]) -> Prompts:
+        """Return the prompts of groups."""
+        rows = self.rows
+        last = max(group.row for group in groups)
+        fits = f"must have the rows of the groups that are open, up to number {last + 1}"
+        remedy = "resume with the data of that run"
+        what = f"the prompts of {rows.name!r}"
+        require(last < rows.num_rows, what, fits, rows.num_rows, remedy)
+        found = self.prompts.take([group.row for group in groups])
+        return replace(found, groups=[group.ordinal for group in groups])
+
+
 class GroupStream:
     """Groups of responses in the order of their prompts, `count` for each step.
 
-    With async.max_staleness K of 1 or more they are sampled up to K steps ahead; with 0, `next`
-    samples them.
+    With async.max_staleness K they are sampled up to K steps ahead.
     """
 
     def __init__(
         self,
-        run: Any,
-        prompts: Any,
+        prompts: PromptStream,
         environment: Environment,
         *,
         count: int,
         n: int,
         params: SamplingParams,
+        sampler: "Sampling",
+        generating: Callable[[], AbstractContextManager[GenerationBackend]],
+        received: Callable[[Rollouts], None],
     ) -> None:
-        self.run, self.prompts, self.environment = run, prompts, environment
+        """generating: has the generator awake for the present step. received: is given what that
+        step was given.
+        """
+        self.prompts, self.environment = prompts, environment
         self.count, self.n, self.params = count, n, params
-        self.settings: AsyncConfig = getattr(run.config, "async_", AsyncConfig())
-        self._admission = Admission(staleness=self.settings.max_staleness, batch=count)
-        self._background: Background | None = None
-        self._prompts: dict[int, Prompts] = {}
-        """Prompts of open groups by their place in the stream, with their numbers in the run."""
-        self._found: dict[int, list[Conversation]] = {}
-        """Conversations of groups that are done, by place."""
-        self._handed: Sequence[int] | None = None
+        self.progress, self.settings = sampler.progress, sampler.settings
+        self._streams, self._generating, self._received = sampler.streams, generating, received
+        self._driver: Background | _Synchronous
+        """From the first `next` on."""
+        self._running: dict[int, Prompts] = {}
+        """By ordinal: streamed rows can't be read twice."""
+        self._ended: dict[int, list[Conversation]] = {}
         self._failed: BaseException | None = None
-        """What ended the sampling ahead."""
+        """What ended the sampling."""
         self._warned = False
 
     def next(self, count: int | None = None) -> Rollouts:
@@ -67,59 +136,18 @@ class GroupStream:
 
         Raises: RuntimeError outside of a step; the first failure where most conversations fail.
         """
-        step, count = self.run.step, count or self.count
-        groups: Sequence[int] = ()
+        with self._generating() as generator:
+            groups = self._wait_for(count or self.count, generator)
+        talks = [each for group in groups for each in self._ended.pop(group)]
         try:
-            if self.settings.max_staleness:
-                groups, talks = self._taken(count)
-                found = as_rollouts(talks, self.environment, self.params)
-            else:
-                prompts = self.prompts.next(count)
-                groups = prompts.groups
-                found = step.sample(prompts, self.environment, n=self.n, params=self.params)
+            found = as_rollouts(talks, self.environment, self.params)
         except Exception:  # from which a loop may go on
-            if groups:
-                self._drop(groups, "failed")
+            self._drop(groups, "failed")
             raise
-        step.aged(found.conversations, most=self.settings.max_staleness)
+        self._received(found)
         if failed := {*groups} - {*found.group_id.tolist()}:
             self._drop(sorted(failed), "failed")
         return found
-
-    def _taken(self, count: int) -> tuple[Sequence[int], list[Conversation]]:
-        step = self.run.step
-        with self.run.sampling(), step.timed("generate"):
-            try:
-                places = self._wait_for(count)
-            except BaseException as error:
-                self._failed = self._failed or error
-                raise
-        groups = [self._prompts[place].groups[0] for place in places]
-        self.run.taken = self.run.taken.assign(groups)
-        talks = [each for place in places for each in self._found.pop(place)]
-        step.count(talks)
-        return groups, talks
-
-    def _wait_for(self, count: int) -> Sequence[int]:
-        if self._failed is not None:
-            raise RuntimeError(
-                "run.groups must not be read after sampling ahead has failed: resume the run from"
-                " its last checkpoint"
-            ) from self._failed
-        if self._background is None:
-            self._background = Background(
-                self.run.generator,
-                self.environment,
-                replace(self.params, n=self.n),
-                seed=self.run.state.seed,
-            )
-            self.after_update(changed=False)
-        self._background.resume()
-        self._feed(Wanted(count))
-        while self._handed is None:
-            self._note(*self._background.next_ended())
-        places, self._handed = self._handed, None
-        return places
 
     def drop(self, rollouts: Rollouts, reason: str) -> None:
         """Count the groups of some responses as dropped: the step does not train on them. Others
@@ -129,114 +157,123 @@ class GroupStream:
         """
         self._drop(sorted({*rollouts.group_id.tolist()}), reason)
 
-    def _drop(self, groups: Sequence[int], reason: str) -> None:
-        self.run.taken = self.run.taken.drop(groups, reason)
-        if self._background is not None:
-            places = [p for p, each in self._prompts.items() if each.groups[0] in groups]
-            self._forget(places)
-            self._feed(Dropped(tuple(places)))
-
     def before_update(self) -> None:
-        if self._background is None or self.settings.in_flight != "abort":
-            return
-        self._background.stop([*self._in_flight()])
-        for group, talks in self._background.ended():
-            self._note(group, talks)
-
-    def _in_flight(self) -> dict[int, int]:
-        open_ones = [group.number for group in self._admission.open if not group.done]
-        return {self._prompts[place].groups[0]: place for place in open_ones}
+        if self.settings.in_flight == "abort":
+            self._driver.stop([*self._running])
+            for ended in self._driver.ended():
+                self._end(*ended)
 
     def after_update(self, *, changed: bool) -> None:
-        if self._background is None:  # nobody has asked for groups yet
-            return
-        state = replace(self._admission, step=self.run.state.step, last=self.run.num_steps)
-        self._admission = state
-        self._background.resume()
+        self._driver.resume()
         self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
 
     def pause(self) -> None:
-        if self._background is not None:
-            self._background.pause()
-
-    def end_step(self) -> None:
-        if self._background is not None:
-            self._forget([group.number for group in self._admission.open if group.handed])
-            self._feed(Trained())
+        self._driver.pause()
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
+        self._driver.close()
 
-    def _note(self, group: int, talks: list[Conversation]) -> None:
-        place = self._in_flight().get(group)
-        if place is not None:
-            self._found[place] = talks
-            self._feed(Finished(place))
+    def _wait_for(self, count: int, generator: GenerationBackend) -> tuple[int, ...]:
+        if self._failed is not None:
+            raise RuntimeError(
+                "run.groups must not be read after sampling has failed: resume the run from its"
+                " last checkpoint"
+            ) from self._failed
+        try:
+            if self not in self._streams:
+                params, seed = replace(self.params, n=self.n), self.progress.state.seed
+                kind = Background if self.settings.max_staleness else _Synchronous
+                self._driver = kind(generator, self.environment, params, seed=seed)
+                self._streams.append(self)
+                self.after_update(changed=False)
+            self._driver.resume()
+            given = self._feed(Wanted(count))
+            while not given:
+                given = self._end(*self._driver.next_ended())
+        except BaseException as error:
+            self._failed = error
+            raise
+        return given
 
-    def _feed(self, event: Event) -> None:
-        self._admission, actions = decide(self._admission, event)
-        self._act(actions)
+    def _drop(self, groups: Sequence[int], reason: str) -> None:
+        self.progress.taken = self.progress.taken.drop(groups, reason)
 
-    def _act(self, actions: Iterable[Action]) -> None:
-        assert self._background is not None
-        begun = [action.number for action in actions if isinstance(action, Begin)]
-        new = [place for place in begun if place not in self._prompts]
-        if new:
-            prompts = self.prompts.ahead(len(new))
-            self._prompts |= {place: prompts.take([i]) for i, place in enumerate(new)}
-        for action in actions:
-            match action:
-                case Drop(number, reason):
-                    group = self._prompts[number].groups[0]
-                    if not self._warned:
-                        self._warned = True
-                        warn(
-                            f"group {group} became older than async.max_staleness before a step"
-                            f" took it, and is dropped: take the {self.count} groups of run.groups"
-                            " in each step, or say fewer (count=…)"
-                        )
-                    self._background.stop([group])
-                    self.run.taken = self.run.taken.drop([group], reason)
-                    self._forget([number])
-                case Hand(numbers):
-                    self._handed = numbers
-        if begun:
-            self._background.begin([self._prompts[place] for place in begun])
+    def _end(self, group: int, talks: list[Conversation]) -> tuple[int, ...]:
+        if self._running.pop(group, None) is None:  # it was stopped
+            return ()
+        self._ended[group] = talks
+        return self._feed(Ended((group,)))
 
-    def _forget(self, places: Iterable[int]) -> None:
-        for place in places:
-            self._prompts.pop(place, None)
-            self._found.pop(place, None)
+    def _feed(self, event: Wanted | Ended | Updated) -> tuple[int, ...]:
+        """Return the groups that the present step is given."""
+        rows = self.prompts.rows
+        self.progress.taken, actions = decide(
+            self.progress.taken,
+            event,
+            stream=rows.name,
+            order=rows.order,
+            batch=self.count,
+            staleness=self.settings.max_staleness,
+            last=self.progress.last_step,
+            reader=self._streams.index(self),
+        )
+        if actions.stop and not self._warned:
+            self._warned = True
+            warn(
+                f"group {actions.stop[0]} became older than async.max_staleness before a step took"
+                f" it, and is dropped: take the {self.count} groups of run.groups in each step, or"
+                " say fewer (count=…)"
+            )
+        self._driver.stop(actions.stop)
+        for group in actions.stop:
+            self._running.pop(group, None)
+            self._ended.pop(group, None)
+        if new := [group for group in actions.begin if group.ordinal not in self._running]:
+            prompts = self.prompts.of(new)
+            self._running |= {g: prompts.take([i]) for i, g in enumerate(prompts.groups)}
+        if actions.begin:
+            self._driver.begin([self._running[group.ordinal] for group in actions.begin])
+        return actions.give
 
 
-class Sampler:
-    """The generator of a run between the trainer's steps, and the streams that sample ahead."""
+class Sampling:
+    """The generator of a run between the trainer's steps, and the streams that sample ahead.
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    rests: whether the generator computes with the trainer's own weights while it samples ahead.
+    """
+
+    def __init__(
+        self, progress: Progress, settings: AsyncConfig, directory: Path, *, rests: bool
+    ) -> None:
+        self.progress, self.settings, self.directory = progress, settings, directory
         self.streams: list[GroupStream] = []
+        """Those that were asked for groups."""
         self.synced: dict[int, int] = {}
         """Finished steps when the generator last got a version of the weights, by version."""
-        self.ahead = hasattr(run.config, "async_") and run.config.async_.max_staleness > 0
-        """Whether the run samples ahead."""
-        self._awake = False
+        self.updates = 0
+        """How often the generator was given new weights."""
+        self._rests, self._awake = rests, False
 
     @contextmanager
-    def awake(self) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`."""
-        run, nested = self.run, self._awake
-        generator: GenerationBackend = run.generator
-        # Of what is in flight, no token may have the trainer's new weights and the old version:
-        # where the engine computes with them, it wakes with the new one, and rests in between.
-        later = self.ahead and run.config.generation.traits.embedded
-        with nullcontext() if run.present is None else run.present.timed("sync"):
+    def awake(
+        self,
+        generator: GenerationBackend,
+        trainer: TrainingBackend,
+        *,
+        make_room: Callable[[], None],
+        timed: AbstractContextManager[None],
+    ) -> Iterator[GenerationBackend]:
+        """See `OpenRun.sampling`. timed: measures the time until the generator is awake."""
+        nested = self._awake
+        with timed:
             if not nested:
-                run.make_room()
-                if not later:
+                make_room()
+                # Of what is in flight, no token may have the trainer's new weights and the old
+                # version: a generator that computes with them wakes with the new one.
+                if not self._rests:
                     generator.wake()
-            changed = self._update(generator)
-            if later:
+            changed = self._update(generator, trainer)
+            if self._rests:
                 generator.wake()
             for stream in self.streams if changed or not nested else ():
                 stream.after_update(changed=changed)
@@ -244,18 +281,18 @@ class Sampler:
         try:
             yield generator
         finally:
-            check_writer(run.directory)  # after rewards, and before an engine is called
+            check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
-            if not nested or later:
-                self._rest(generator)
+            if not nested or self._rests:
+                for stream in self.streams if getattr(generator, "sleeps", True) else ():
+                    stream.pause()
+                generator.sleep()
 
     def synced_at(self, version: int) -> int:
         """Return the finished steps when the generator got a version of the weights; one between
         two, of a replica that came back between minibatches, counts as the older.
         """
-        if version in self.synced:
-            return self.synced[version]
-        known = [each for each in self.synced if each < version]
+        known = [each for each in self.synced if each <= version]
         if not known or version > max(self.synced):
             raise RuntimeError(
                 f"tokens must carry a version of the trainer's weights, but the engine gave"
@@ -263,27 +300,57 @@ class Sampler:
             )
         return self.synced[max(known)]
 
-    def end_step(self) -> None:
-        for stream in self.streams:
-            stream.end_step()
-
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
 
-    def _update(self, generator: GenerationBackend) -> bool:
-        run = self.run
-        changed = generator.policy_version != run.trainer.step
+    def _update(self, generator: GenerationBackend, trainer: TrainingBackend) -> bool:
+        changed = generator.policy_version != trainer.step
         for stream in self.streams if changed else ():
             stream.before_update()
-        waits = any(stream.settings.in_flight == "wait" for stream in self.streams)
-        sync_weights(run.trainer, generator, in_flight="wait" if waits else "keep")
-        self.synced[run.trainer.step] = run.state.step
-        if changed and run.present is not None:
-            run.present.sent += 1
+        waits = self.settings.in_flight == "wait" and self.streams
+        sync_weights(trainer, generator, in_flight="wait" if waits else "keep")
+        self.synced[trainer.step] = self.progress.state.step
+        self.updates += changed
         return changed
 
-    def _rest(self, generator: GenerationBackend) -> None:
-        for stream in self.streams if getattr(generator, "sleeps", True) else ():
-            stream.pause()
-        generator.sleep()
+
+class _Synchronous:
+    """A driver whose groups end before it returns."""
+
+    def __init__(
+        self,
+        generator: GenerationBackend,
+        environment: Environment,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+    ) -> None:
+        self._given = generator, environment
+        self._options = sampling, seed
+        self._ended: list[tuple[int, list[Conversation]]] = []
+
+    def begin(self, prompts: Sequence[Prompts]) -> None:
+        whole = replace(
+            prompts[0],
+            rows=[row for each in prompts for row in each.rows],
+            token_ids=[ids for each in prompts for ids in each.token_ids],
+            groups=[group for each in prompts for group in each.groups],
+        )
+        sampling, seed = self._options
+        talks = converse(*self._given, whole, sampling, seed=seed)
+        self._ended += [(g, [each for each in talks if each.group == g]) for g in whole.groups]
+
+    def next_ended(self) -> tuple[int, list[Conversation]]:
+        return self._ended.pop(0)
+
+    def ended(self) -> list[tuple[int, list[Conversation]]]:
+        return []
+
+    def stop(self, groups: Sequence[int]) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def close(self) -> None: ...

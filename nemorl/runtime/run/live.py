@@ -423,7 +423,7 @@ class Live:
 
     def callbacks(self, run: OpenRun) -> list[Callback]:
         launch = self.launch
-        launch.log.total_steps = run.num_steps
+        launch.log.total_steps = run.progress.last_step
         before, after = own_callbacks(launch, exported(launch, run.view.backends))
         self.stack.enter_context(closing([*before, *after]))
         return [launch.log, *launch.callbacks, *before, *after]

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,20 +12,22 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 
 from nemorl.checks import at_least, require, warn
-from nemorl.data.rows import Row, RowOrder, StreamedRows
+from nemorl.data.rows import Row
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
+from nemorl.rollout.admission import LoopState
 from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import Conversation, Prompts, segments_of
+from nemorl.rollout.conversation import Prompts, segments_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.groups import GroupStream, Sampler
+from nemorl.runtime.run.groups import GroupStream, Progress, PromptStream, RowStream, Sampling
 from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
@@ -42,7 +44,7 @@ from nemorl.runtime.run.samples import (
 )
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
-from nemorl.runtime.store.state import LoopState, OpenGroup, Run
+from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.callbacks import (
     Callback,
     StopTraining,
@@ -122,27 +124,29 @@ class OpenRun:
         self.config: Any = config
         self.tokenizer, self.environment = tokenizer, environment
         self.rows, self.validation_rows, self.directory = rows, validation_rows, directory
-        self.state = self.taken = LoopState(config.run.seed)
-        """After the last finished step, and with what was taken since."""
+        self.progress = Progress(LoopState(config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
         """Rows of the orders, by name."""
-        self.missed: set[int] = set()
-        """Numbers of groups that were not sampled before the end of their step."""
         questions = any(row.get("answer") is not None for row in validation_rows)
         self.generates = config.generates(answers=questions) if generates is None else generates
         self._num_updates, self._maker = num_updates, maker
-        self.num_steps: int | None = None
-        """The last step, once the loop begins."""
         self.live: Parts | None = None
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of the loop, once it begins."""
         self._models = Models(config.optimizer.schedule, self.num_updates)
         self._steps: Steps | None = None
-        self.sampler = Sampler(self)
+        settings = config.async_ if isinstance(config, GRPOConfig) else AsyncConfig()
+        rests = settings.max_staleness > 0 and config.generation.traits.embedded
+        self.sampler = Sampling(self.progress, settings, directory, rests=rests)
         self._over = False
+
+    @property
+    def state(self) -> LoopState:
+        """After the last finished step."""
+        return self.progress.state
 
     @property
     def num_updates(self) -> int | None:
@@ -213,7 +217,7 @@ class OpenRun:
         self._models.remove(name)
         self._maker.release(name)
 
-    def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> "PromptStream":
+    def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> PromptStream:
         """Return the prompts of `rows` (None: `data.train`) in the run's seeded order.
 
         The number of prompts taken is saved under `name` with every checkpoint. Raises ValueError
@@ -225,11 +229,11 @@ class OpenRun:
         prompts, self.lengths[name] = found
         return PromptStream(prompts, self.order(prompts.rows, name=name))
 
-    def order(self, rows: Sequence[Any], *, name: str = "train") -> "RowStream":
+    def order(self, rows: Sequence[Any], *, name: str = "train") -> RowStream:
         """Return the seeded order of rows; its place is saved under `name`."""
         order = row_order(self.config, rows, weighted=name == "train")
         self.num_rows[name] = order.num_rows
-        return RowStream(self, order, name)
+        return RowStream(self._loaded, order, name)
 
     def questions(self, rows: Sequence[Row]) -> Validate | None:
         """Return a validation by greedy answers to rows; None without rows."""
@@ -267,12 +271,12 @@ class OpenRun:
             self._num_updates = last_step * updates
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
-        self.num_steps, self._steps = last_step, Steps(self, last_step, validate)
+        self.progress.last_step, self._steps = last_step, Steps(self, last_step, validate)
         return self._steps
 
     def groups(
         self,
-        prompts: "PromptStream",
+        prompts: PromptStream,
         environment: Environment | None = None,
         *,
         count: int,
@@ -287,9 +291,16 @@ class OpenRun:
         self._open()
         at_least(1, count=count, n=n)
         environment, params = self.asked(environment, params)
-        stream = GroupStream(self, prompts, environment, count=count, n=n, params=params)
-        self.sampler.streams.append(stream)
-        return stream
+        return GroupStream(
+            prompts,
+            environment,
+            count=count,
+            n=n,
+            params=params,
+            sampler=self.sampler,
+            generating=lambda: self.step.generating(),
+            received=lambda found: self.step.receive(found),
+        )
 
     def asked(
         self, environment: Environment | None, params: SamplingParams | None
@@ -321,7 +332,9 @@ class OpenRun:
         What is sampled ahead (`groups`) goes on in the block, and after it in an engine that does
         not sleep. The embedded engine sleeps after each `next` that samples ahead.
         """
-        return self.sampler.awake()
+        timed = nullcontext() if self.present is None else self.present.timed("sync")
+        generator = self.generator
+        return self.sampler.awake(generator, self.trainer, make_room=self.make_room, timed=timed)
 
     def make_room(self) -> None:
         """Free memory of the trainer's devices for the generator."""
@@ -343,10 +356,6 @@ class OpenRun:
     def finish(self) -> None:
         if self._steps is not None:
             self._steps.finish()
-
-    def end_step(self) -> None:
-        self.state = self.taken = self.taken.advance()
-        self.sampler.end_step()
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell the callbacks of an error, and return the one to raise."""
@@ -373,8 +382,12 @@ class OpenRun:
         if self.live is None:
             self._maker.make_room(self, self._models.frozen.values())  # an engine may start
             self.live = self._maker.parts(self)
-            self.state = self.taken = self.live.state
+            self.progress.state = self.progress.taken = self.live.state
         return self.live
+
+    def _loaded(self) -> Progress:
+        self._live()
+        return self.progress
 
 
 def _answered(
@@ -396,68 +409,6 @@ def _answered(
     return measured(found) | by_set(found, names), samples
 
 
-class RowStream:
-    """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
-
-    def __init__(self, run: OpenRun, order: RowOrder | StreamedRows, name: str) -> None:
-        self.run, self.order, self.name = run, order, name
-
-    @property
-    def num_rows(self) -> int:
-        return self.order.num_rows
-
-    def next(self, count: int) -> list[int]:
-        """Return the next `count` rows' indices, of the present step, or of the next one if taken
-        before it; a new epoch begins where one ends.
-        """
-        at_least(1, count=count)
-        self.run._live()  # which knows where the last checkpoint left it
-        self.run.taken, rows = self.run.taken.take(self.name, self.order, count)
-        return rows
-
-
-@dataclass(frozen=True)
-class PromptStream:
-    """Prompts in a seeded order, each with the number of its group in the run."""
-
-    prompts: Prompts
-    rows: RowStream
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def next(self, count: int, *, ahead: int = 0) -> Prompts:
-        """Return the next `count` prompts: of the present step, or of the next one if taken before
-        it.
-
-        ahead: how many steps later they are trained on. Until that step has ended they are open: a
-        run that is resumed from a checkpoint before gets them again, with the same numbers.
-        """
-        at_least(1, count=count)
-        at_least(0, ahead=ahead)
-        run, rows = self.rows.run, self.rows
-        run._live()
-        step = run.state.step + 1 + ahead
-        run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=step)
-        return self._of(groups)
-
-    def ahead(self, count: int) -> Prompts:
-        """Return the next `count` prompts, open until a step trains on them (`GroupStream`)."""
-        run, rows = self.rows.run, self.rows
-        run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=None)
-        return self._of(groups)
-
-    def _of(self, groups: Sequence[OpenGroup]) -> Prompts:
-        rows = self.rows
-        last = max(group.row for group in groups)
-        fits = f"must have the rows of the groups that are open, up to number {last + 1}"
-        remedy = "resume with the data of that run"
-        what = f"the prompts of {rows.name!r}"
-        require(last < rows.num_rows, what, fits, rows.num_rows, remedy)
-        found = self.prompts.take([group.row for group in groups])
-        return replace(found, groups=[group.ordinal for group in groups])
-
-
 class Step:
     """One step of a run: what it samples and logs. number: counted from 1."""
 
@@ -469,11 +420,10 @@ class Step:
         self._logged: dict[str, Metric | float] = {}
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._tokens, self._ages = 0, Counter[int]()
-        self.sent = 0
-        """How often the generator was given new weights."""
+        self._synced = run.sampler.updates
         self._oldest = 0
         """Steps by which the weights of its tokens may be older."""
-        self._before, self._updates = run.taken, run.view.updates
+        self._before, self._updates = run.progress.taken, run.view.updates
         if (generator := run._live().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
 
@@ -494,15 +444,9 @@ class Step:
 
         Raises: ValueError for prompts of a step that has ended.
         """
-        if missed := self.run.missed.intersection(prompts.groups):
-            raise ValueError(
-                "prompts must be sampled by the end of the step for which they were taken, but"
-                f" group {min(missed)} was taken for an earlier one, and a resumed run would lose"
-                " it: take prompts for the next step by prompts.next(count, ahead=1)"
-            )
         environment, params = self.run.asked(environment, params)
-        taken, groups = self.run.taken.sample(prompts.groups, len(prompts))
-        with self.run.sampling() as generator, self.timed("generate"):
+        taken, groups = self.run.progress.taken.sample(prompts.groups, len(prompts))
+        with self.generating() as generator:
             found = collect(
                 generator,
                 environment,
@@ -510,21 +454,24 @@ class Step:
                 replace(params, n=n),
                 seed=taken.seed,
             )
-        self.run.taken = taken
-        self.count(found.conversations)
+        self.run.progress.taken = taken
+        self._count(found)
         return found
 
-    def count(self, conversations: Iterable[Conversation]) -> None:
-        """Add to the step's tokens_per_second."""
-        ends = [part[-1] for each in conversations for part in segments_of(each.turns)]
-        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
+    @contextmanager
+    def generating(self) -> Iterator[GenerationBackend]:
+        """Have the generator awake in the block, and measure it."""
+        with self.run.sampling() as generator, self.timed("generate"):
+            yield generator
 
-    def aged(self, conversations: Iterable[Conversation], *, most: int) -> None:
-        """Add the ages of tokens, in steps, to the metrics of staleness.
+    def receive(self, rollouts: Rollouts) -> None:
+        """Add what was sampled ahead to the step's tokens, and their ages to its staleness.
 
-        Raises: RuntimeError for a token that is older than `most`.
+        Raises: RuntimeError for a token that is older than async.max_staleness.
         """
-        for each in conversations:
+        self._count(rollouts)
+        most = self.run.sampler.settings.max_staleness
+        for each in rollouts.conversations:
             for turn in each.turns:
                 versions = turn.completion.policy_versions
                 if most and len(versions) < len(turn.completion.token_ids):
@@ -542,6 +489,11 @@ class Step:
                 f" (async.max_staleness), but one is {self.staleness} steps old: resume the run"
                 " from its last checkpoint, and report this"
             )
+
+    def _count(self, rollouts: Rollouts) -> None:
+        talks = (*rollouts.conversations, *rollouts.failed)
+        ends = [part[-1] for each in talks for part in segments_of(each.turns)]
+        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
 
     @property
     def staleness(self) -> int:
@@ -586,7 +538,7 @@ class Step:
     def used(self) -> bool:
         """Whether anything has been logged, learned or taken."""
         learned = self.run.view.updates != self._updates
-        return learned or bool(self._logged) or self.run.taken != self._before
+        return learned or bool(self._logged) or self.run.progress.taken != self._before
 
     def metrics(self) -> dict[str, float]:
         """Return what was logged, what the generator measured, and how long it took."""
@@ -594,7 +546,9 @@ class Step:
             measured = self.run.generator.metrics()
             self.log({f"generation/{name}": value for name, value in measured.items()})
             if any(name.endswith("/restarts") for name in measured):  # of engines' processes
-                self.log({"generation/weights/updates": float(self.sent)})
+                self.log(
+                    {"generation/weights/updates": float(self.run.sampler.updates - self._synced)}
+                )
         logged = self._logged.items()
         read = finalize({name: value for name, value in logged if isinstance(value, Metric)})
         numbers = {**self._logged, **read}  # in the order in which they were logged
@@ -657,7 +611,7 @@ class Steps(Iterator[Step]):
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
                 " them: call run.trainer.train_step(batch, loss_fn)"
             )
-        if self.run.sampler.ahead and not self.run.sampler.streams:
+        if self.run.sampler.settings.max_staleness and not self.run.sampler.streams:
             warn(
                 "async.max_staleness is set, but the loop took no groups from run.groups, so"
                 " nothing was sampled ahead: use it in place of step.sample"
@@ -694,8 +648,7 @@ class Steps(Iterator[Step]):
             with self._update:
                 self._metrics = step.metrics()
                 self.step = None  # though a full disk may end the loop here
-                self._note_groups()  # before a checkpoint has the step
-                self.run.end_step()
+                self._close_groups()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
                 answers = self._validation()
@@ -709,20 +662,13 @@ class Steps(Iterator[Step]):
                 self._call("on_epoch_begin", passed)
             self._call("on_epoch_end", passed, self._metrics)
 
-    def _note_groups(self) -> None:
-        run, taken = self.run, self.run.taken
-        closed = taken.closing()
-        missed = tuple(group.ordinal for group in closed if not group.sampled)
-        run.missed |= {*missed}
-        ends = {group.ordinal for group in closed}
-        line = {
-            "trained": [group.ordinal for group in closed if group.sampled],
-            "dropped": {**taken.dropped, **({"not sampled": missed} if missed else {})},
-            "open": [g.ordinal for g in taken.open_groups if g.ordinal not in ends],
-        }
-        if any(line.values()):
-            self._metrics = {**self._metrics, "groups_trained": float(len(line["trained"]))}
-            RunDirectory(run.directory).append_groups(taken.step + 1, line)
+    def _close_groups(self) -> None:
+        progress = self.run.progress
+        state, groups = progress.taken.advance()
+        if any(groups.values()):
+            self._metrics = {**self._metrics, "groups_trained": float(len(groups["trained"]))}
+            RunDirectory(self.run.directory).append_groups(state.step, groups)
+        progress.state = progress.taken = state  # which a checkpoint has after groups.jsonl
 
     def _epoch(self) -> int:
         state = self.run.state

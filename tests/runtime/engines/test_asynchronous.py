@@ -60,13 +60,14 @@ def run(folder: Path, staleness: int, *callbacks: Any, **options: Any) -> nemorl
 def test_replicas_sample_while_the_trainer_steps(
     in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    versions, aged = list[set[int]](), Step.aged
+    versions, receive = list[set[int]](), Step.receive
 
-    def noting(self: Step, conversations: Any, *, most: int) -> None:
-        versions.extend({*t.completion.policy_versions} for c in conversations for t in c.turns)
-        aged(self, conversations, most=most)
+    def noting(self: Step, rollouts: Rollouts) -> None:
+        turns = [turn for each in rollouts.conversations for turn in each.turns]
+        versions.extend({*turn.completion.policy_versions} for turn in turns)
+        receive(self, rollouts)
 
-    monkeypatch.setattr(Step, "aged", noting)
+    monkeypatch.setattr(Step, "receive", noting)
     found = of_phase(run(tmp_path, 2, in_flight=in_flight), "train")
     prove(tmp_path, STEPS)
     oldest = max(line["staleness/max"] for line in found)

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemorl.data.rows import RowOrder
-from nemorl.rollout.admission import (
-    STALE,
-    Actions,
-    Ended,
-    LoopState,
-    Updated,
-    Wanted,
-    decide,
-)
+from nemorl.rollout.admission import STALE, Actions, Ended, LoopState, Updated, Wanted, decide
 
 ORDERS = {"train": RowOrder(sizes=(7,)), "replay": RowOrder(sizes=(3,), seed=2)}
 
@@ -162,36 +154,6 @@ def test_staleness_of_0_is_the_synchronous_loop(batch: int, counts: list[int]) -
         begun += count
 
 
-@given(
-    st.integers(0, 4),
-    st.lists(st.integers(1, 1000), min_size=12, max_size=40),
-    st.integers(1, 4),
-)
-def test_slow_groups_are_trained_on_with_their_own_step(
-    staleness: int, lengths: list[int], batch: int
-) -> None:
-    """Whatever takes how long, step s trains on groups s·batch … (s + 1)·batch − 1: prompts and
-    lengths are those of the synchronous run, step by step.
-    """
-    steps = len(lengths) // batch
-    options = stream(batch=batch, staleness=staleness, last=steps)
-    state, ends, now = LoopState(0), dict[int, int](), 0
-    for step in range(steps):
-        state, first = decide(state, Updated(), **options)
-        state, actions = decide(state, Wanted(batch), **options)
-        begun = [*first.begin, *actions.begin]
-        while True:
-            ends |= {group.ordinal: now + lengths[group.ordinal] for group in begun}
-            if actions.give:
-                break
-            number = min(ends, key=lambda each: (ends[each], each))
-            now = max(now, ends.pop(number))
-            state, actions = decide(state, Ended((number,)), **options)
-            begun = [*actions.begin]
-        state, line = state.advance()
-        assert line["trained"] == [*actions.give] == [*range(step * batch, (step + 1) * batch)]
-
-
 def test_a_small_step_makes_groups_stale_and_draws_others() -> None:
     """A step that takes less than `batch` lets groups grow old: they are dropped by name."""
     options = stream(batch=2, staleness=1)
@@ -254,10 +216,10 @@ def test_no_group_is_lost_or_given_twice(seed: int, loop: list):
     assert resumed == replace(state, open_groups=tuple(waiting))
     for group in waiting:
         resumed = resumed.advance()[0]  # a step that does not take them keeps them
-        resumed, taken = resumed.take_groups(group.stream, ORDERS[group.stream], 1, step=99)
+        resumed, taken = resumed.take_groups(group.stream, ORDERS[group.stream], 1)
         again += taken
-    key = "ordinal"
-    assert sorted((replace(g, step=None) for g in again), key=lambda g: getattr(g, key)) == waiting
+        resumed = resumed.put([replace(each, step=99) for each in taken])
+    assert sorted(again, key=lambda group: group.ordinal) == waiting
     assert (resumed.groups, resumed.cursors) == (state.groups, state.cursors)
 
 

@@ -22,7 +22,8 @@ from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.episodes import converse
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.runtime.config.grpo import AsyncConfig
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
 from nemorl.runtime.engines.weight_sync import sync_weights
 from nemorl.runtime.store.files import check_writer
 
@@ -80,19 +81,18 @@ class PromptStream:
         at_least(0, ahead=ahead)
         rows, progress = self.rows, self.rows.load()
         step = progress.state.step + 1 + ahead
-        taken = progress.taken.take_groups(rows.name, rows.order, count, step=step)
-        progress.taken, groups = taken
+        state, groups = progress.taken.take_groups(rows.name, rows.order, count, step=step)
+        progress.taken = state
         return self.of(groups)
 
     def of(self, groups: Sequence[Group]) -> Prompts:
         """Return the prompts of groups."""
-        rows = self.rows
-        last = max(group.row for group in groups)
-        fits = f"must have the rows of the groups that are open, up to number {last + 1}"
+        rows, taken = self.rows, [group.row for group in groups]
+        fits = f"must have the rows of the groups that are open, up to number {max(taken) + 1}"
         remedy = "resume with the data of that run"
         what = f"the prompts of {rows.name!r}"
-        require(last < rows.num_rows, what, fits, rows.num_rows, remedy)
-        found = self.prompts.take([group.row for group in groups])
+        require(max(taken) < rows.num_rows, what, fits, rows.num_rows, remedy)
+        found = self.prompts.take(taken)
         return replace(found, groups=[group.ordinal for group in groups])
 
 
@@ -121,14 +121,13 @@ class GroupStream:
         self.count, self.n, self.params = count, n, params
         self.progress, self.settings = sampler.progress, sampler.settings
         self._streams, self._generating, self._received = sampler.streams, generating, received
-        self._driver: Background | _Synchronous
+        self.driver: Background | _Synchronous
         """From the first `next` on."""
         self._running: dict[int, Prompts] = {}
         """By ordinal: streamed rows can't be read twice."""
         self._ended: dict[int, list[Conversation]] = {}
         self._failed: BaseException | None = None
         """What ended the sampling."""
-        self._warned = False
 
     def next(self, count: int | None = None) -> Rollouts:
         """Return the responses to the next `count` prompts (None: the stream's), which the present
@@ -159,19 +158,13 @@ class GroupStream:
 
     def before_update(self) -> None:
         if self.settings.in_flight == "abort":
-            self._driver.stop([*self._running])
-            for ended in self._driver.ended():
+            self.driver.stop([*self._running])
+            for ended in self.driver.ended():
                 self._end(*ended)
 
     def after_update(self, *, changed: bool) -> None:
-        self._driver.resume()
+        self.driver.resume()
         self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
-
-    def pause(self) -> None:
-        self._driver.pause()
-
-    def close(self) -> None:
-        self._driver.close()
 
     def _wait_for(self, count: int, generator: GenerationBackend) -> tuple[int, ...]:
         if self._failed is not None:
@@ -183,13 +176,13 @@ class GroupStream:
             if self not in self._streams:
                 params, seed = replace(self.params, n=self.n), self.progress.state.seed
                 kind = Background if self.settings.max_staleness else _Synchronous
-                self._driver = kind(generator, self.environment, params, seed=seed)
+                self.driver = kind(generator, self.environment, params, seed=seed)
                 self._streams.append(self)
                 self.after_update(changed=False)
-            self._driver.resume()
+            self.driver.resume()
             given = self._feed(Wanted(count))
             while not given:
-                given = self._end(*self._driver.next_ended())
+                given = self._end(*self.driver.next_ended())
         except BaseException as error:
             self._failed = error
             raise
@@ -217,42 +210,39 @@ class GroupStream:
             last=self.progress.last_step,
             reader=self._streams.index(self),
         )
-        if actions.stop and not self._warned:
-            self._warned = True
+        if actions.stop:
             warn(
-                f"group {actions.stop[0]} became older than async.max_staleness before a step took"
-                f" it, and is dropped: take the {self.count} groups of run.groups in each step, or"
-                " say fewer (count=…)"
+                "groups became older than async.max_staleness before a step took them, and are"
+                f" dropped: take the {self.count} groups of run.groups in each step, or say fewer"
+                " (count=…)"
             )
-        self._driver.stop(actions.stop)
-        for group in actions.stop:
-            self._running.pop(group, None)
-            self._ended.pop(group, None)
+            self.driver.stop(actions.stop)
+            for group in actions.stop:
+                self._running.pop(group, None)
+                self._ended.pop(group, None)
         if new := [group for group in actions.begin if group.ordinal not in self._running]:
             prompts = self.prompts.of(new)
             self._running |= {g: prompts.take([i]) for i, g in enumerate(prompts.groups)}
         if actions.begin:
-            self._driver.begin([self._running[group.ordinal] for group in actions.begin])
+            self.driver.begin([self._running[group.ordinal] for group in actions.begin])
         return actions.give
 
 
 class Sampling:
-    """The generator of a run between the trainer's steps, and the streams that sample ahead.
+    """The generator of a run between the trainer's steps, and the streams that sample ahead."""
 
-    rests: whether the generator computes with the trainer's own weights while it samples ahead.
-    """
-
-    def __init__(
-        self, progress: Progress, settings: AsyncConfig, directory: Path, *, rests: bool
-    ) -> None:
-        self.progress, self.settings, self.directory = progress, settings, directory
+    def __init__(self, progress: Progress, config: BaseConfig, directory: Path) -> None:
+        self.progress, self.directory = progress, directory
+        self.settings = config.async_ if isinstance(config, GRPOConfig) else AsyncConfig()
         self.streams: list[GroupStream] = []
         """Those that were asked for groups."""
         self.synced: dict[int, int] = {}
         """Finished steps when the generator last got a version of the weights, by version."""
         self.updates = 0
         """How often the generator was given new weights."""
-        self._rests, self._awake = rests, False
+        self._rests = self.settings.max_staleness > 0 and config.generation.traits.embedded
+        """Whether it samples ahead with the trainer's own weights, and rests in between."""
+        self._awake = False
 
     @contextmanager
     def awake(
@@ -263,14 +253,12 @@ class Sampling:
         make_room: Callable[[], None],
         timed: AbstractContextManager[None],
     ) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`. timed: measures the time until the generator is awake."""
+        """See `OpenRun.sampling`. timed: measures how long it takes to wake."""
         nested = self._awake
         with timed:
             if not nested:
                 make_room()
-                # Of what is in flight, no token may have the trainer's new weights and the old
-                # version: a generator that computes with them wakes with the new one.
-                if not self._rests:
+                if not self._rests:  # whose tokens would have new weights and the old version
                     generator.wake()
             changed = self._update(generator, trainer)
             if self._rests:
@@ -285,7 +273,7 @@ class Sampling:
             self._awake = nested
             if not nested or self._rests:
                 for stream in self.streams if getattr(generator, "sleeps", True) else ():
-                    stream.pause()
+                    stream.driver.pause()
                 generator.sleep()
 
     def synced_at(self, version: int) -> int:
@@ -302,7 +290,7 @@ class Sampling:
 
     def close(self) -> None:
         for stream in self.streams:
-            stream.close()
+            stream.driver.close()
 
     def _update(self, generator: GenerationBackend, trainer: TrainingBackend) -> bool:
         changed = generator.policy_version != trainer.step

@@ -25,7 +25,6 @@ from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.groups import GroupStream, Progress, PromptStream, RowStream, Sampling
 from nemorl.runtime.run.models import BackendOrder, Models
@@ -138,9 +137,7 @@ class OpenRun:
         """The callbacks of the loop, once it begins."""
         self._models = Models(config.optimizer.schedule, self.num_updates)
         self._steps: Steps | None = None
-        settings = config.async_ if isinstance(config, GRPOConfig) else AsyncConfig()
-        rests = settings.max_staleness > 0 and config.generation.traits.embedded
-        self.sampler = Sampling(self.progress, settings, directory, rests=rests)
+        self.sampler = Sampling(self.progress, config, directory)
         self._over = False
 
     @property

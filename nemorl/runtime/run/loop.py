@@ -442,8 +442,8 @@ class Step:
         Raises: ValueError for prompts of a step that has ended.
         """
         environment, params = self.run.asked(environment, params)
-        taken, groups = self.run.progress.taken.sample(prompts.groups, len(prompts))
-        with self.generating() as generator:
+        with self.generating() as generator:  # in which streams may take groups
+            taken, groups = self.run.progress.taken.sample(prompts.groups, len(prompts))
             found = collect(
                 generator,
                 environment,

@@ -290,7 +290,7 @@ def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Pat
 
 def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
     """The embedded engine, which has the same model, waits meanwhile."""
-    with opened(ahead(tmp_path, 2, steps=3)) as run:
+    with opened(ahead(tmp_path, 1, steps=3)) as run:
         prompts, mixed = run.prompts(), run.prompts(name="mixed")
         few = mixed.next(2)
         for step in run.steps(3):

@@ -488,8 +488,7 @@ class Step:
             )
 
     def _count(self, rollouts: Rollouts) -> None:
-        talks = (*rollouts.conversations, *rollouts.failed)
-        ends = [part[-1] for each in talks for part in segments_of(each.turns)]
+        ends = [part[-1] for each in rollouts.conversations for part in segments_of(each.turns)]
         self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
 
     @property

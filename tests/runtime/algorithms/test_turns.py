@@ -34,21 +34,21 @@ class Digits:
 def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """The batches that a run trains on, and the conversations that it samples."""
     from nemorl.parallel.dtensor.backend import DTensorBackend
-    from nemorl.runtime.run import loop
+    from nemorl.runtime.run.groups import GroupStream
 
     batches, rollouts = [], []
-    train, collect = DTensorBackend.forward_backward, loop.collect
+    train, sample = DTensorBackend.forward_backward, GroupStream.next
 
     def training(self, batch, loss_fn):
         batches.append(batch)
         return train(self, batch, loss_fn)
 
-    def collecting(*args, **options):
-        rollouts.append(collect(*args, **options))
+    def sampling(self, count=None):
+        rollouts.append(sample(self, count))
         return rollouts[-1]
 
     monkeypatch.setattr(DTensorBackend, "forward_backward", training)
-    monkeypatch.setattr(loop, "collect", collecting)
+    monkeypatch.setattr(GroupStream, "next", sampling)
     return batches, rollouts
 
 

@@ -20,7 +20,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Machine
 from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.engines.limits import check_shares
-from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.runtime.ranks import is_follower, torchrun_size
 from nemorl.runtime.run.registry import check_generation
 
 

@@ -283,7 +283,7 @@ class Run:
         """Check that each group was trained on once, in order, and none was too old."""
         assert self.trained == [*range(self.options.steps * self.system.groups)]
         assert max(map(max, self.ages)) <= self.staleness
-        ahead = {group.ordinal for group in self.state.ahead(0)}
+        ahead = {group.ordinal for group in self.state.ahead("train")}
         assert {*self.begun} == {*self.trained} | ahead, "none was lost"
         assert len(ahead) <= (self.staleness + 1) * self.system.groups
 

@@ -37,8 +37,6 @@ class Group:
     """given: sampled by a step, or given to it after it was running and has ended."""
     begun: int = 0
     """Finished steps that the engines' weights included when it began to run."""
-    reader: int = 0
-    """Number of the `GroupStream` for which it runs."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ class LoopState:
     """Digests of the data sets to train and to validate on."""
     synced: int = field(default=0, compare=False)
     """Finished steps that the engines' weights include; not saved, like what follows."""
-    asked: Mapping[int, int] = field(default_factory=dict, compare=False)
-    """Groups that the present step still waits for, by reader."""
+    asked: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Groups for which the present step still waits, by stream."""
     missed: frozenset[int] = field(default=frozenset(), compare=False)
     """Groups that were not sampled before the end of their step."""
 
@@ -164,10 +162,10 @@ class LoopState:
         state = replace(self, step=self.step + 1, open_groups=left, dropped={}, asked={})
         return replace(state, missed=self.missed.union(missed)), found
 
-    def ahead(self, reader: int) -> list[Group]:
-        """Return a reader's groups that no step has yet."""
-        unread = ("running", "ended")
-        return [g for g in self.open_groups if g.reader == reader and g.state in unread]
+    def ahead(self, stream: str) -> list[Group]:
+        """Return the groups that run or have ended, and that no step has yet."""
+        states = ("running", "ended")
+        return [g for g in self.open_groups if g.stream == stream and g.state in states]
 
     def put(self, groups: Sequence[Group]) -> "LoopState":
         """Return the state with these records, in place of those of the same ordinals."""
@@ -218,7 +216,6 @@ def decide(
     batch: int,
     staleness: int,
     last: int | None = None,
-    reader: int = 0,
 ) -> tuple[LoopState, Actions]:
     """Return the state after an event, and what is to be done.
 
@@ -227,7 +224,6 @@ def decide(
         batch: groups of a step.
         staleness: most steps by which a token may be older than the step that trains on it.
         last: the run's last step: nothing begins that no step will train on. None: no end.
-        reader: number of the `GroupStream`.
     Raises: ValueError for a group that does not run.
 
     >>> settings = dict(stream="train", order=RowOrder(sizes=(9,)), batch=2, staleness=1)
@@ -242,11 +238,11 @@ def decide(
     (0, 1)
     """
     begin = list[Group]()
-    running = [group for group in state.ahead(reader) if group.state == "running"]
+    running = [group for group in state.ahead(stream) if group.state == "running"]
     match event:
         case Wanted(count):
-            asked = state.asked.get(reader, 0) + count
-            state = replace(state, asked={**state.asked, reader: asked})
+            asked = state.asked.get(stream, 0) + count
+            state = replace(state, asked={**state.asked, stream: asked})
         case Ended(ordinals):
             ended = [replace(g, state="ended") for g in running if g.ordinal in ordinals]
             runs = len(ended) == len(ordinals)
@@ -257,23 +253,23 @@ def decide(
             begin += [replace(g, begun=state.synced) for g in running if again]
             state = state.put(begin)
     oldest = state.step - staleness
-    if stale := tuple(g.ordinal for g in state.ahead(reader) if g.begun < oldest):
+    if stale := tuple(g.ordinal for g in state.ahead(stream) if g.begun < oldest):
         state = state.drop(stale, STALE)
-    wanted = state.asked.get(reader, 0)
+    wanted = state.asked.get(stream, 0)
     # A step that has not asked yet will train on `batch`.
-    present = wanted if reader in state.asked or not staleness else batch
+    present = wanted if stream in state.asked or not staleness else batch
     ends = state.synced + staleness if last is None else min(state.synced + staleness, last - 1)
     if ends >= state.step:
-        count = present + (ends - state.step) * batch - len(state.ahead(reader))
+        count = present + (ends - state.step) * batch - len(state.ahead(stream))
         if count > 0:
             state, new = state.take_groups(stream, order, count)
             begin += new
-    begin = [replace(g, state="running", begun=state.synced, reader=reader) for g in begin]
+    begin = [replace(g, state="running", begun=state.synced) for g in begin]
     state = state.put(begin)
-    first = state.ahead(reader)[:wanted]
+    first = state.ahead(stream)[:wanted]
     give: tuple[int, ...] = ()
     if wanted and len(first) == wanted and all(group.state == "ended" for group in first):
         give = tuple(group.ordinal for group in first)
         state = state.put([replace(g, state="given", step=state.step + 1) for g in first])
-        state = replace(state, asked={**state.asked, reader: 0})
+        state = replace(state, asked={**state.asked, stream: 0})
     return state, Actions(stop=stale, begin=tuple(begin), give=give)

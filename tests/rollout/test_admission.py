@@ -111,15 +111,15 @@ class Loop(RuleBasedStateMachine):
     @invariant()
     def in_order(self) -> None:
         """None is overtaken: what is trained on, or dropped as not informative, came first."""
-        ahead = [group.ordinal for group in self.state.ahead(0)]
+        ahead = [group.ordinal for group in self.state.ahead("train")]
         passed = [*self.trained, *(n for n, why in self.dropped.items() if why != STALE)]
         assert not ahead or max([-1, *passed, *self.given]) < min(ahead)
 
     @invariant()
     def bounded(self) -> None:
-        asked = self.state.asked.get(0, 0)
+        asked = self.state.asked.get("train", 0)
         most = max(self.batch if self.staleness else 0, asked) + self.staleness * self.batch
-        assert len(self.state.ahead(0)) <= most
+        assert len(self.state.ahead("train")) <= most
         if self.whole:
             assert STALE not in self.dropped.values(), "whole steps make nothing stale"
 
@@ -127,7 +127,7 @@ class Loop(RuleBasedStateMachine):
     def no_deadlock(self) -> None:
         """Where the trainer waits and engines have its weights, a group that it waits for runs."""
         if self.waits and self.state.synced == self.state.step:
-            first = self.state.ahead(0)[: self.asked]
+            first = self.state.ahead("train")[: self.asked]
             assert len(first) == self.asked and any(group.state == "running" for group in first)
 
 
@@ -167,16 +167,7 @@ def test_a_small_step_makes_groups_stale_and_draws_others() -> None:
     assert actions.give == (1,)
     state, actions = decide(state.advance()[0], Updated(), **options)
     assert actions.stop == (2, 3) == state.dropped[STALE]
-    assert [group.ordinal for group in state.ahead(0)] == [*range(4, 8)]
-
-
-def test_streams_over_one_order_have_groups_of_their_own() -> None:
-    state, first = decide(LoopState(0), Updated(), **stream(batch=1, staleness=1))
-    state, other = decide(state, Updated(), **stream(batch=2, staleness=1, reader=1))
-    found = [[group.ordinal for group in actions.begin] for actions in (first, other)]
-    assert found == [[0, 1], [2, 3, 4, 5]]
-    with pytest.raises(ValueError, match=r"groups must be running, but it is \(0,\)"):
-        decide(state, Ended((0,)), **stream(batch=2, staleness=1, reader=1))
+    assert [group.ordinal for group in state.ahead("train")] == [*range(4, 8)]
 
 
 takes = st.tuples(

@@ -1,7 +1,7 @@
 """Groups of responses, sampled ahead of their steps, and when a run's generator is awake."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -172,20 +172,24 @@ class GroupStream:
                 "run.groups must not be read after sampling has failed: resume the run from its"
                 " last checkpoint"
             ) from self._failed
-        try:
-            if self not in self._streams:
-                params, seed = replace(self.params, n=self.n), self.progress.state.seed
-                kind = Background if self.settings.max_staleness else _Synchronous
-                self.driver = kind(generator, self.environment, params, seed=seed)
-                self._streams.append(self)
-                self.after_update(changed=False)
-            self.driver.resume()
-            given = self._feed(Wanted(count))
-            while not given:
-                given = self._end(*self.driver.next_ended())
-        except BaseException as error:
-            self._failed = error
-            raise
+        ahead, taken = self.settings.max_staleness > 0, self.progress.taken
+        with ExitStack() as stack:
+            try:
+                if not ahead or self not in self._streams:
+                    params, seed = replace(self.params, n=self.n), taken.seed
+                    kind = Background if ahead else _Synchronous
+                    self.driver = kind(generator, self.environment, params, seed=seed)
+                    self._streams.append(self) if ahead else stack.callback(self.driver.close)
+                    self.after_update(changed=False)
+                self.driver.resume()
+                given = self._feed(Wanted(count))
+                while not given:
+                    given = self._end(*self.driver.next_ended())
+            except BaseException as error:
+                self._failed = error if ahead else None
+                self.progress.taken = taken  # a loop may ask again
+                self._running.clear()
+                raise
         return given
 
     def _drop(self, groups: Sequence[int], reason: str) -> None:
@@ -208,7 +212,6 @@ class GroupStream:
             batch=self.count,
             staleness=self.settings.max_staleness,
             last=self.progress.last_step,
-            reader=self._streams.index(self),
         )
         if actions.stop:
             warn(

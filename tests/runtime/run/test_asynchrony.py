@@ -208,6 +208,18 @@ def test_an_engine_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
         start(ahead(tmp_path, 2, steps=30))
 
 
+def test_a_loop_may_ask_again_after_an_error(tmp_path: Path):
+    """Where nothing is sampled ahead; it gets the same prompts."""
+    with opened(grpo_config(tmp_path, steps=2)) as run:
+        groups = run.groups(run.prompts(), count=6, n=4)
+        for step in run.steps(2):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(type(run.generator), "sample", lambda *args: 1 / 0)
+                groups.next()
+            learn(run, step, groups.next())
+    prove(tmp_path, 2)
+
+
 @pytest.mark.slow
 def test_tokens_carry_the_version_that_sampled_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

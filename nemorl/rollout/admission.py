@@ -33,8 +33,10 @@ class Group:
     """Index of its row there."""
     step: int | None = None
     """Step that trains on it; None: not known yet."""
-    state: Literal["taken", "running", "ended", "given"] = "taken"
-    """given: sampled by a step, or given to it after it was running and has ended."""
+    state: Literal["waiting", "taken", "running", "ended", "given"] = "taken"
+    """waiting: a resumed run has yet to take it again. given: a step has its responses, for which
+    it was running, and has ended, if they were sampled ahead.
+    """
     begun: int = 0
     """Finished steps that the engines' weights included when it began to run."""
 
@@ -74,9 +76,11 @@ class LoopState:
     @classmethod
     def resumed(cls, saved: Mapping[str, Any]) -> "LoopState":
         """Return a state from a checkpoint's JSON: its open groups wait to be taken again."""
-        names = ("ordinal", "stream", "row")
-        groups = [Group(**{name: group[name] for name in names}) for group in saved["open_groups"]]
-        return cls(**{**saved, "open_groups": tuple(groups)})
+        groups = tuple(
+            Group(ordinal=each["ordinal"], stream=each["stream"], row=each["row"], state="waiting")
+            for each in saved["open_groups"]
+        )
+        return cls(**{**saved, "open_groups": groups})
 
     def saved(self) -> dict[str, Any]:
         """Return it for a checkpoint's JSON."""
@@ -84,7 +88,7 @@ class LoopState:
         groups = [
             {
                 **{name: getattr(group, name) for name in ("ordinal", "stream", "row", "step")},
-                "sampled": group.state != "taken",
+                "sampled": group.state not in ("waiting", "taken"),
             }
             for group in self.open_groups
         ]
@@ -102,13 +106,11 @@ class LoopState:
         """Return the state after the next `count` prompts of an order, and their groups, open until
         `step` ends. Those that a resumed run has yet to take again come first.
         """
-        again = [g for g in self.open_groups if g.stream == name and g.step is None]
-        again = [group for group in again if group.state == "taken"][:count]
+        again = [g for g in self.open_groups if (g.stream, g.state) == (name, "waiting")][:count]
         state, rows = self.take(name, order, count - len(again))
-        numbers = range(self.groups, self.groups + len(rows))
-        new = [Group(ordinal=n, stream=name, row=row) for n, row in zip(numbers, rows, strict=True)]
-        taken = [replace(group, step=step) for group in (*again, *new)]
-        return replace(state, groups=numbers.stop).put(taken), taken
+        new = [Group(ordinal=n, stream=name, row=row) for n, row in enumerate(rows, self.groups)]
+        taken = [replace(group, step=step, state="taken") for group in (*again, *new)]
+        return replace(state, groups=self.groups + len(rows)).put(taken), taken
 
     def sample(self, groups: Sequence[int], count: int) -> tuple["LoopState", list[int]]:
         """Return the state after `count` prompts were sampled, and the numbers of their groups.
@@ -151,15 +153,16 @@ class LoopState:
         """Return the state after the present step, which closes its groups, and the numbers of the
         groups that it trained on, that were dropped, by reason, and that stay open.
         """
-        ends = [g for g in self.open_groups if g.step is not None and g.step <= self.step + 1]
-        left = tuple(group for group in self.open_groups if group not in ends)
+        here = self.step + 1
+        ends = [g for g in self.open_groups if g.step is not None and g.step <= here]
+        left = tuple(g for g in self.open_groups if g.step is None or g.step > here)
         missed = tuple(group.ordinal for group in ends if group.state == "taken")
         found = {
             "trained": [group.ordinal for group in ends if group.state == "given"],
             "dropped": {**self.dropped, **({"not sampled": missed} if missed else {})},
             "open": [group.ordinal for group in left],
         }
-        state = replace(self, step=self.step + 1, open_groups=left, dropped={}, asked={})
+        state = replace(self, step=here, open_groups=left, dropped={}, asked={})
         return replace(state, missed=self.missed.union(missed)), found
 
     def ahead(self, stream: str) -> list[Group]:

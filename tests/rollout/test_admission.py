@@ -203,13 +203,14 @@ def test_no_group_is_lost_or_given_twice(seed: int, loop: list):
     assert sorted(given) == list(range(state.groups)) == list(range(sum(state.cursors.values())))
 
     resumed, again = LoopState.resumed(json.loads(json.dumps(state.saved()))), []
-    waiting = [replace(group, step=None, state="taken") for group in state.open_groups]
+    waiting = [replace(group, step=None, state="waiting") for group in state.open_groups]
     assert resumed == replace(state, open_groups=tuple(waiting))
     for group in waiting:
         resumed = resumed.advance()[0]  # a step that does not take them keeps them
         resumed, taken = resumed.take_groups(group.stream, ORDERS[group.stream], 1)
         again += taken
         resumed = resumed.put([replace(each, step=99) for each in taken])
+    again = [replace(group, state="waiting") for group in again]
     assert sorted(again, key=lambda group: group.ordinal) == waiting
     assert (resumed.groups, resumed.cursors) == (state.groups, state.cursors)
 

@@ -103,7 +103,7 @@ class GroupStream:
     def _wait_for(self, count: int) -> Sequence[int]:
         if self._failed is not None:
             raise RuntimeError(
-                "run.groups must not be read after sampling ahead has failed: resume the run from"
+                "step.sample must not go on after sampling ahead has failed: resume the run from"
                 " its last checkpoint"
             ) from self._failed
         if self._background is None:
@@ -193,8 +193,8 @@ class GroupStream:
                         self._warned = True
                         warn(
                             f"group {group} became older than async.max_staleness before a step"
-                            f" took it, and is dropped: take the {self.count} groups of run.groups"
-                            " in each step, or say fewer (count=…)"
+                            f" took it, and is dropped: sample {self.count} groups in each step, or"
+                            " fewer in the first (count=…)"
                         )
                     self._background.stop([group])
                     self.run.taken = self.run.taken.drop([group], reason)

@@ -14,8 +14,8 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, collate, pad
 from nemorl.data.packing import pack
 from nemorl.losses.advantages import to_tokens
+from nemorl.losses.importance import token_hashes
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.losses.receipts import token_hashes
 from nemorl.rollout.conversation import (
     Conversation,
     Failure,

@@ -34,11 +34,11 @@ from nemorl.parallel.attention import (
     segment_attention,
 )
 from nemorl.parallel.config import BackendConfig, LoRAConfig
-from nemorl.parallel.dtensor.head import install_head
 from nemorl.parallel.dtensor.lora import add_adapters, fresh_adapters
 from nemorl.parallel.dtensor.pieces import fill
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.tokens import install_head
 from nemorl.parallel.world import DTYPES, World
 
 

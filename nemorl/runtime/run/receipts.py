@@ -15,7 +15,7 @@ import torch
 
 from nemorl.checks import warn
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.receipts import BITS, gap_by_depth, support_ratio, token_receipt
+from nemorl.losses.importance import BITS, gap_by_depth, support_ratio, token_receipt
 from nemorl.losses.types import (
     LossOutput,
     Mean,

@@ -111,16 +111,11 @@ class GroupStream:
         n: int,
         params: SamplingParams,
         sampler: "Sampling",
-        generating: Callable[[], AbstractContextManager[GenerationBackend]],
-        received: Callable[[Rollouts], None],
     ) -> None:
-        """generating: has the generator awake for the present step. received: is given what that
-        step was given.
-        """
         self.prompts, self.environment = prompts, environment
         self.count, self.n, self.params = count, n, params
         self.progress, self.settings = sampler.progress, sampler.settings
-        self._streams, self._generating, self._received = sampler.streams, generating, received
+        self._streams = sampler.streams
         self.driver: Background | _Synchronous
         """From the first `next` on."""
         self._running: dict[int, Prompts] = {}
@@ -129,32 +124,21 @@ class GroupStream:
         self._failed: BaseException | None = None
         """What ended the sampling."""
 
-    def next(self, count: int | None = None) -> Rollouts:
-        """Return the responses to the next `count` prompts (None: the stream's), which the present
-        step trains on.
+    def next(self, count: int, generator: GenerationBackend) -> Rollouts:
+        """Return the responses to the next `count` prompts, which the present step trains on.
 
-        Raises: RuntimeError outside of a step; the first failure where most conversations fail.
+        generator: awake. Raises: the first failure where most conversations fail.
         """
-        with self._generating() as generator:
-            groups = self._wait_for(count or self.count, generator)
+        groups = self._wait_for(count, generator)
         talks = [each for group in groups for each in self._ended.pop(group)]
         try:
             found = as_rollouts(talks, self.environment, self.params)
         except Exception:  # from which a loop may go on
             self._drop(groups, "failed")
             raise
-        self._received(found)
         if failed := {*groups} - {*found.group_id.tolist()}:
             self._drop(sorted(failed), "failed")
         return found
-
-    def drop(self, rollouts: Rollouts, reason: str) -> None:
-        """Count the groups of some responses as dropped: the step does not train on them. Others
-        may be taken in their place.
-
-        reason: a word, such as "uninformative".
-        """
-        self._drop(sorted({*rollouts.group_id.tolist()}), reason)
 
     def before_update(self) -> None:
         if self.settings.in_flight == "abort":
@@ -169,8 +153,8 @@ class GroupStream:
     def _wait_for(self, count: int, generator: GenerationBackend) -> tuple[int, ...]:
         if self._failed is not None:
             raise RuntimeError(
-                "run.groups must not be read after sampling has failed: resume the run from its"
-                " last checkpoint"
+                "step.sample must not go on after sampling ahead has failed: resume the run from"
+                " its last checkpoint"
             ) from self._failed
         ahead, taken = self.settings.max_staleness > 0, self.progress.taken
         with ExitStack() as stack:
@@ -216,7 +200,7 @@ class GroupStream:
         if actions.stop:
             warn(
                 "groups became older than async.max_staleness before a step took them, and are"
-                f" dropped: take the {self.count} groups of run.groups in each step, or say fewer"
+                f" dropped: sample {self.count} groups in each step, or fewer in the first"
                 " (count=…)"
             )
             self.driver.stop(actions.stop)

@@ -145,6 +145,10 @@ def _remove_if_dead(mark: Path) -> None:
 LOG_LINES = 10
 
 
+class ReceiptError(RuntimeError):
+    """Raised where a receipt does not hold."""
+
+
 class WorkerError(RuntimeError):
     """A worker raised an exception of a class that is not built in."""
 

@@ -60,14 +60,15 @@ def run(folder: Path, staleness: int, *callbacks: Any, **options: Any) -> nemorl
 def test_replicas_sample_while_the_trainer_steps(
     in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    versions, receive = list[set[int]](), Step.receive
+    versions, sample = list[set[int]](), Step.sample
 
-    def noting(self: Step, rollouts: Rollouts) -> None:
-        turns = [turn for each in rollouts.conversations for turn in each.turns]
+    def noting(self: Step, *args: Any, **options: Any) -> Any:
+        found = sample(self, *args, **options)
+        turns = [turn for each in found.conversations for turn in each.turns]
         versions.extend({*turn.completion.policy_versions} for turn in turns)
-        receive(self, rollouts)
+        return found
 
-    monkeypatch.setattr(Step, "receive", noting)
+    monkeypatch.setattr(Step, "sample", noting)
     found = of_phase(run(tmp_path, 2, in_flight=in_flight), "train")
     prove(tmp_path, STEPS)
     oldest = max(line["staleness/max"] for line in found)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nemorl.data.packing import pack
 from nemorl.losses.advantages import to_tokens
 from nemorl.losses.importance import token_hashes
 from nemorl.losses.logprobs import LogprobKind
+from nemorl.rollout.calls import Call, blocking, call_in_turn
 from nemorl.rollout.conversation import (
     Conversation,
     Failure,
@@ -26,9 +28,13 @@ from nemorl.rollout.conversation import (
     segments_of,
     turns_of,
 )
-from nemorl.rollout.environment import EnvironmentInterface, reward_tensor
-from nemorl.rollout.episodes import MOST_FAILED, Environment, converse, named
+from nemorl.rollout.driver import Driver
+from nemorl.rollout.environment import reward_tensor
+from nemorl.rollout.episodes import Environment, judge_of, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+
+MOST_FAILED = 0.5
+"""Share of conversations that may fail; with more the run ends."""
 
 
 @dataclass(frozen=True)
@@ -165,19 +171,25 @@ def collect(
     a conversation depends on nothing else in the batch. One that fails is left out (`failed`).
     Raises: the exception of the first where more than MOST_FAILED of them fail.
     """
-    everything = converse(generator, environment, prompts, sampling, seed=seed)
-    return as_rollouts(everything, environment, sampling)
+    driver = Driver(generator, environment, sampling, seed=seed, most_failed=MOST_FAILED)
+    with closing(driver):
+        driver.resume()
+        driver.begin([prompts])
+        everything = driver.next_ended()[1]
+    return as_rollouts(everything, environment, sampling, timeout_s=prompts.limits.timeout_s)
 
 
 def as_rollouts(
-    everything: Sequence[Conversation], environment: Environment, sampling: SamplingParams
+    everything: Sequence[Conversation],
+    environment: Environment,
+    sampling: SamplingParams,
+    *,
+    timeout_s: float = math.inf,
 ) -> Rollouts:
     """Return conversations that have ended with the rewards that the environment's global post-
-    processing leaves them.
+    processing leaves them. timeout_s: the limit on that.
     """
-    judges = (environment, getattr(environment, "judge", None))
-    judge = next((each for each in judges if isinstance(each, EnvironmentInterface)), None)
-    what = named(environment)
+    judge, what = judge_of(environment), named(environment)
     conversations, failed = _parted(everything, what)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
     texts = [prompt_text(each.row) for each in conversations]
@@ -193,7 +205,9 @@ def as_rollouts(
     }
     metrics: Mapping[str, float] = {}
     if judge is not None:
-        changed, metrics = judge.global_post_process_and_metrics(changed)
+        post = judge.global_post_process_and_metrics
+        call = Call(f"{named(judge)}: global_post_process_and_metrics", timeout_s, size)
+        changed, metrics = blocking(call_in_turn(call, partial(post, changed)))
     return Rollouts(
         conversations=conversations,
         texts=texts,

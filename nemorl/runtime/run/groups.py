@@ -16,11 +16,10 @@ from nemorl.rollout.admission import (
     Wanted,
     decide,
 )
-from nemorl.rollout.background import Background
-from nemorl.rollout.collect import Rollouts, as_rollouts
+from nemorl.rollout.collect import MOST_FAILED, Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation, Prompts
+from nemorl.rollout.driver import Driver
 from nemorl.rollout.environments import Environment
-from nemorl.rollout.episodes import converse
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
@@ -116,7 +115,7 @@ class GroupStream:
         self.count, self.n, self.params = count, n, params
         self.progress, self.settings = sampler.progress, sampler.settings
         self._streams = sampler.streams
-        self.driver: Background | _Synchronous
+        self.driver: Driver
         """From the first `next` on."""
         self._running: dict[int, Prompts] = {}
         """By ordinal: streamed rows can't be read twice."""
@@ -132,7 +131,8 @@ class GroupStream:
         groups = self._wait_for(count, generator)
         talks = [each for group in groups for each in self._ended.pop(group)]
         try:
-            found = as_rollouts(talks, self.environment, self.params)
+            timeout_s = self.prompts.prompts.limits.timeout_s
+            found = as_rollouts(talks, self.environment, self.params, timeout_s=timeout_s)
         except Exception:  # from which a loop may go on
             self._drop(groups, "failed")
             raise
@@ -160,11 +160,15 @@ class GroupStream:
         with ExitStack() as stack:
             try:
                 if not ahead or self not in self._streams:
-                    params, seed = replace(self.params, n=self.n), taken.seed
-                    kind = Background if ahead else _Synchronous
-                    self.driver = kind(generator, self.environment, params, seed=seed)
+                    self.driver = Driver(
+                        generator,
+                        self.environment,
+                        replace(self.params, n=self.n),
+                        seed=taken.seed,
+                        most_failed=1.0 if ahead else MOST_FAILED,
+                    )
                     self._streams.append(self) if ahead else stack.callback(self.driver.close)
-                    self.after_update(changed=False)
+                    self._feed(Updated())
                 self.driver.resume()
                 given = self._feed(Wanted(count))
                 while not given:
@@ -179,11 +183,15 @@ class GroupStream:
     def _drop(self, groups: Sequence[int], reason: str) -> None:
         self.progress.taken = self.progress.taken.drop(groups, reason)
 
-    def _end(self, group: int, talks: list[Conversation]) -> tuple[int, ...]:
-        if self._running.pop(group, None) is None:  # it was stopped
+    def _end(self, groups: tuple[int, ...], talks: list[Conversation]) -> tuple[int, ...]:
+        if not self._running.keys() >= {*groups}:  # they were stopped
             return ()
-        self._ended[group] = talks
-        return self._feed(Ended((group,)))
+        for group in groups:
+            del self._running[group]
+            self._ended[group] = []
+        for each in talks:
+            self._ended[each.group].append(each)
+        return self._feed(Ended(groups))
 
     def _feed(self, event: Wanted | Ended | Updated) -> tuple[int, ...]:
         """Return the groups that the present step is given."""
@@ -207,11 +215,15 @@ class GroupStream:
             for group in actions.stop:
                 self._running.pop(group, None)
                 self._ended.pop(group, None)
-        if new := [group for group in actions.begin if group.ordinal not in self._running]:
+        again = [g for g in actions.begin if g.ordinal in self._running]
+        cohorts = [self._running[group.ordinal] for group in again]
+        if new := [group for group in actions.begin if group not in again]:
             prompts = self.prompts.of(new)
-            self._running |= {g: prompts.take([i]) for i, g in enumerate(prompts.groups)}
-        if actions.begin:
-            self.driver.begin([self._running[group.ordinal] for group in actions.begin])
+            each = [prompts.take([place]) for place in range(len(new))]
+            cohorts += each if self.settings.max_staleness else [prompts]  # judged together
+        self._running |= {group: each for each in cohorts for group in each.groups}
+        if cohorts:
+            self.driver.begin(cohorts)
         return actions.give
 
 
@@ -288,44 +300,3 @@ class Sampling:
         self.synced[trainer.step] = self.progress.state.step
         self.updates += changed
         return changed
-
-
-class _Synchronous:
-    """A driver whose groups end before it returns."""
-
-    def __init__(
-        self,
-        generator: GenerationBackend,
-        environment: Environment,
-        sampling: SamplingParams,
-        *,
-        seed: int,
-    ) -> None:
-        self._given = generator, environment
-        self._options = sampling, seed
-        self._ended: list[tuple[int, list[Conversation]]] = []
-
-    def begin(self, prompts: Sequence[Prompts]) -> None:
-        whole = replace(
-            prompts[0],
-            rows=[row for each in prompts for row in each.rows],
-            token_ids=[ids for each in prompts for ids in each.token_ids],
-            groups=[group for each in prompts for group in each.groups],
-        )
-        sampling, seed = self._options
-        talks = converse(*self._given, whole, sampling, seed=seed)
-        self._ended += [(g, [each for each in talks if each.group == g]) for g in whole.groups]
-
-    def next_ended(self) -> tuple[int, list[Conversation]]:
-        return self._ended.pop(0)
-
-    def ended(self) -> list[tuple[int, list[Conversation]]]:
-        return []
-
-    def stop(self, groups: Sequence[int]) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def close(self) -> None: ...

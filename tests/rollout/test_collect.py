@@ -13,7 +13,6 @@ from nemorl.rollout.collect import (
     collect,
     join,
     select,
-    to_token_batch,
     turn_returns,
 )
 from nemorl.rollout.config import GenerationConfig
@@ -43,7 +42,7 @@ def rolled(generator) -> Rollouts:
 
 
 def test_a_batch_holds_what_was_sampled(rolled):
-    batch = to_token_batch(rolled)
+    batch = rolled.to_batch()
     assert rolled.group_id.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert batch.logprob_kind == LogprobKind(temperature=0.8) == rolled.kind
     for i, completion in enumerate(rolled.completions):
@@ -62,7 +61,7 @@ def test_a_batch_holds_what_was_sampled(rolled):
 
 def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
     """Of all tokens but the last."""
-    assert to_token_batch(rolled).routed_experts is None
+    assert rolled.to_batch().routed_experts is None
     generator, completions = torch.Generator().manual_seed(0), []
     for i, completion in enumerate(rolled.completions):
         computed = len(PROMPTS.token_ids[i // 3]) + len(completion.token_ids) - 1
@@ -72,7 +71,7 @@ def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
         replace(each, turns=(replace(each.turns[0], completion=completion),))
         for each, completion in zip(rolled.conversations, completions, strict=True)
     ]
-    found = to_token_batch(replace(rolled, conversations=changed)).routed_experts
+    found = replace(rolled, conversations=changed).to_batch().routed_experts
     assert found is not None and found.dtype == torch.int16
     for own, completion in zip(found, completions, strict=True):
         experts = completion.routed_experts
@@ -81,7 +80,7 @@ def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
 
 
 def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
-    found = to_token_batch(rolled)
+    found = rolled.to_batch()
     assert found.policy_versions is not None
     assert torch.equal(found.policy_versions, torch.where(found.loss_mask, 0, -1))
     (turn,) = rolled.conversations[1].turns
@@ -95,7 +94,7 @@ def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
         completion = replace(turn.completion, policy_versions=tuple(versions))
         changed = list(rolled.conversations)
         changed[1] = replace(changed[1], turns=(replace(turn, completion=completion),))
-        found = to_token_batch(replace(rolled, conversations=changed))
+        found = replace(rolled, conversations=changed).to_batch()
         if expected is None:
             assert found.policy_versions is None
         else:

@@ -9,9 +9,9 @@ from nemorl.models.adapters import merged_tensors
 from nemorl.models.capabilities import Proof
 from nemorl.models.tiny import SIZES, tiny_config, tiny_model
 from nemorl.parallel.proving import proof_of, sampled_differ, samples
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Weights
-from nemorl.rollout.rounds import blocking
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 
 ENGINE_SIZES = {

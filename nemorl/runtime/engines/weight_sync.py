@@ -13,9 +13,9 @@ from nemorl.checks import own_methods
 from nemorl.data.batch import Example, collate
 from nemorl.models.adapters import Adapters
 from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.conversation import with_last
 from nemorl.rollout.generation import GenerationBackend, InFlight, SamplingParams, WeightSource
-from nemorl.rollout.rounds import blocking
 
 T = TypeVar("T")
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.25}

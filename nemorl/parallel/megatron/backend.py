@@ -29,9 +29,8 @@ from nemorl.models.causal_lm import (
     unused_of,
     warn_of_unused,
 )
-from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading, weight_files, weights_folder
-from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, stored_names
+from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, sampled, stored_names
 from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn

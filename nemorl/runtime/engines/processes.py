@@ -19,9 +19,9 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.engine import environment
 from nemorl.runtime.engines.limits import check_shares
-from nemorl.runtime.engines.routing import Broke, ProcessId, Router, Started
+from nemorl.runtime.engines.routing import Broke, ProcessId, RequestRouter, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
-from nemorl.runtime.engines.transport import cards_of, own_place
+from nemorl.runtime.engines.weights import cards_of, own_place
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, temporary_folder, with_log
 from nemorl.runtime.workers.cluster import (
     DRIVER,
@@ -98,7 +98,7 @@ class EngineProcesses:
             release()
         return cluster, cluster.placement("generation")
 
-    async def start_all(self, router: Router) -> None:
+    async def start_all(self, router: RequestRouter) -> None:
         self._router = router
         ids = [one.process for one in router.state.replicas]
         await asyncio.gather(*map(self._start, ids))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nemorl.models.causal_lm import end_tokens
-from nemorl.models.digest import check_held, sampled
+from nemorl.models.tensor_files import check_held, sampled
 from nemorl.parallel.megatron.engine import Order
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.models.digest import WeightsDiffer, sampled
+from nemorl.models.tensor_files import WeightsDiffer, sampled
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.scheduler import Request
 from nemorl.runtime.ranks.generator import RankedGenerator

@@ -319,8 +319,8 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor
 
 
 class Decoding:
-    """The sequences that an engine decodes at a time, and those that wait for their slots. A prompt
-    is computed once for all its samples.
+    """The sequences that an engine decodes at a time, and those that wait for their slots. A
+    prompt is computed once for all that begin with it at a time, of one request or of several.
     """
 
     def __init__(
@@ -401,22 +401,22 @@ class Decoding:
         num_active = len(self.active)
         free = self.max_batch_size - num_active
         wanted = num_active + sum(map(len, self.waiting))
-        groups: list[list[Slot]] = []
+        new: list[Slot] = []
+        rows: list[int] = []
+        row_of: dict[tuple[int, ...], int] = {}
         width = 0
         while self.waiting and len(self.waiting[0]) <= free:
-            length = round_up(self.waiting[0][0].length, PREFILL_MULTIPLE)
+            first = self.waiting[0][0]
+            sequence = (*first.request.prompt, *first.token_ids)
+            length = round_up(len(sequence), PREFILL_MULTIPLE)
             width = max(width, min(length, self.max_positions))
-            if groups and (len(groups) + 1) * width > PREFILL_TOKENS:
+            if row_of and (len(row_of) + (sequence not in row_of)) * width > PREFILL_TOKENS:
                 break
-            free -= len(self.waiting[0])
-            groups.append(self.waiting.popleft())
-        input_ids, lengths = pad(
-            [torch.tensor([*first.request.prompt, *first.token_ids]) for first, *_ in groups],
-            value=0,
-            length=width,
-        )
-        new = [s for group in groups for s in group]
-        rows = [row for row, group in enumerate(groups) for _ in group]
+            group = self.waiting.popleft()
+            free -= len(group)
+            new += group
+            rows += [row_of.setdefault(sequence, len(row_of))] * len(group)
+        input_ids, lengths = pad([torch.tensor(each) for each in row_of], value=0, length=width)
         device = self.device
         input_ids, sources, lengths = to_device((input_ids, torch.tensor(rows), lengths), device)
         slots = torch.arange(num_active, num_active + len(new), device=device)
@@ -425,9 +425,9 @@ class Decoding:
         self.cache.prefill(slots, sources, num_slots=wanted, length=longest)
         work = Pass(
             input_ids=input_ids,
-            position_ids=torch.arange(width, device=device)[None].expand(len(groups), -1),
+            position_ids=torch.arange(width, device=device)[None].expand(len(row_of), -1),
             visible=torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril(),
-            states=torch.arange(len(groups), device=device) * width + lengths - 1,
+            states=torch.arange(len(row_of), device=device) * width + lengths - 1,
             sources=sources,
             rows=rows,
             slots=SlotTensors.of(new, device),

@@ -19,7 +19,7 @@ from nemorl.data.batch import pad, round_up, to_device
 from nemorl.losses.logprobs import filter_logits, running_mass
 from nemorl.models.attention import PLAIN, Rule, attend, use_attention, without_cudnn_attention
 from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, text_before
-from nemorl.rollout.random import uniform
+from nemorl.rollout.random import stream, uniform
 from nemorl.rollout.scheduler import Request
 
 FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -55,8 +55,7 @@ class SlotTensors:
     """The active slots on the device; from token to token only the last four fields change."""
 
     slots: list[Slot]
-    seeds: Tensor
-    samples: Tensor
+    streams: Tensor
     greedy: Tensor | None
     """Rows that take the most likely token; None: no row."""
     filters: dict[str, Any]
@@ -82,8 +81,7 @@ class SlotTensors:
         greedy = [p.temperature == 0 for p in params]
         return cls(
             slots=slots,
-            seeds=column([p.seed for p in params]),
-            samples=column([s.sample for s in slots]),
+            streams=stream(column([p.seed for p in params]), column([s.sample for s in slots])),
             greedy=column(greedy, torch.bool) if any(greedy) else None,
             filters={
                 name: same_or_column(
@@ -106,13 +104,13 @@ class SlotTensors:
 def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
     """Return each row's next token and its logprob under the distribution that it was drawn from.
 
-    Sampling inverts the cumulative distribution at the row's `uniform(seed, sample, place)`; greedy
+    Sampling inverts the cumulative distribution at the row's `uniform(stream, place)`; greedy
     rows take the best and the model's own logprob.
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)
     cumulative = running_mass(logprobs.exp())
-    threshold = (uniform(batch.seeds, batch.samples, batch.places) * cumulative[:, -1]).long()
+    threshold = (uniform(batch.streams, batch.places) * cumulative[:, -1]).long()
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(
         max=logits.shape[-1] - 1
     )

@@ -19,7 +19,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Limits, Outcome, Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, uniform
+from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, stream, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER
 from tests.tiny_models import tiny_model
@@ -250,6 +250,10 @@ def test_an_environment_that_changes_a_row_changes_its_own_copy(generator):
     assert [row["answer"] for row in rolled.rows[::3]] == ["1", "2", "4"]
 
 
+def drawn(seed: torch.Tensor, number: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    return uniform(stream(seed, number), counter)
+
+
 @given(
     st.integers(0, 2**62),
     st.integers(0, 2**20),
@@ -257,12 +261,12 @@ def test_an_environment_that_changes_a_row_changes_its_own_copy(generator):
     st.lists(st.integers(0, 2**62), max_size=4),
 )
 def test_uniform_depends_on_its_own_row_alone(
-    seed: int, stream: int, counter: int, others: list[int]
+    seed: int, number: int, counter: int, others: list[int]
 ):
-    alone = uniform(*(torch.tensor([x]) for x in (seed, stream, counter)))
-    among = uniform(
+    alone = drawn(*(torch.tensor([x]) for x in (seed, number, counter)))
+    among = drawn(
         torch.tensor([*others, seed]),
-        torch.tensor([0] * len(others) + [stream]),
+        torch.tensor([0] * len(others) + [number]),
         torch.tensor([1] * len(others) + [counter]),
     )
     assert alone[0] == among[-1]
@@ -274,7 +278,7 @@ def test_uniform_is_uniform_along_each_of_its_arguments(axis):
     """Kolmogorov-Smirnov against the uniform distribution, and no correlated neighbors."""
     arguments = [torch.full((20000,), 7), torch.full((20000,), 3), torch.full((20000,), 5)]
     arguments[axis] = torch.arange(20000)
-    values = uniform(*arguments)
+    values = drawn(*arguments)
     distance = (values.sort().values - torch.linspace(0, 1, 20000, dtype=torch.float64)).abs().max()
     assert distance < 1.63 / 20000**0.5  # the 1 % point
     assert abs(float(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1])) < 0.02

@@ -24,7 +24,8 @@ from nemorl.runtime.engines.engine import (
     own_folder,
     start_errors,
 )
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.workers.worker import begin_worker, free_port
 
 

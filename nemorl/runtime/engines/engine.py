@@ -26,8 +26,7 @@ from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
-from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import VLLM_CPU_HEADS, EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, unpacked
 from nemorl.runtime.store.files import temporary_folder
 

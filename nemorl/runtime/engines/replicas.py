@@ -45,8 +45,9 @@ from nemorl.runtime.engines.routing import (
     Warn,
     routing,
 )
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
 from nemorl.runtime.engines.weights import (
+    Place,
     Transport,
     UpdateReceipt,
     WeightSender,

@@ -26,7 +26,7 @@ from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.grpo import AsyncConfig
-from nemorl.runtime.engines.weight_sync import sync_weights
+from nemorl.runtime.engines.weights import sync_weights
 from nemorl.runtime.store.files import check_writer
 
 

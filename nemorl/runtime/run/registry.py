@@ -18,7 +18,7 @@ from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import add_own
-from nemorl.runtime.engines import limits as engines
+from nemorl.runtime.engines import spec as engines
 from nemorl.user_code import check_function
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ GENERATION_BACKENDS: dict[str, str | type] = {
     "vllm": "nemorl.runtime.engines.backend:VLLMGenerationBackend",
 }
 GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
-GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
+GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check_machine}
 """check(config, model, machine); model: a configuration, None before it is known."""
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.watch.loggers:TensorBoardLogger",

@@ -25,8 +25,8 @@ from nemorl.runtime.engines.engine import Engine, environment
 from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas
 from nemorl.runtime.engines.routing import ProcessId
-from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
-from nemorl.runtime.engines.weights import WeightSender, expected_weights
+from nemorl.runtime.engines.spec import EngineSpec, Sample, engine_spec
+from nemorl.runtime.engines.weights import Place, WeightSender, expected_weights
 from nemorl.runtime.workers.worker import Worker
 from tests import tiny_models as models
 from tests.ray_session import ENDS, ray_cpus

@@ -19,9 +19,8 @@ from nemorl.models.causal_lm import blocks_of, recorded
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.backend import VLLMGenerationBackend
+from nemorl.runtime.engines.backend import ENGINE_SIZES, VLLMGenerationBackend
 from nemorl.runtime.engines.engine import Engine, EngineStartError
-from nemorl.runtime.engines.proving import ENGINE_SIZES
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.families import folder_of, steps
 from tests.runtime.engines.shared import (

@@ -110,7 +110,7 @@ class VLLMGenerationBackend:
     @property
     def transport(self) -> Any:
         """How the last weights came, a `Transport`; None before any."""
-        return None if self._engines is None else self._engines.transport
+        return None if self._engines is None else self._engines.supply.transport
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         requests = self._requests([prompt], params)
@@ -167,7 +167,7 @@ class VLLMGenerationBackend:
                 )
             self.policy_version, self.updated, self._failed = None, True, False
             try:
-                self.policy_version = self._running.update_weights(source, in_flight)
+                self.policy_version = self._running.supply.update(source, in_flight)
             except BaseException:
                 self._failed = True
                 raise

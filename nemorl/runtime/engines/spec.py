@@ -28,30 +28,28 @@ if TYPE_CHECKING:
 
 
 OURS = {
-    "model": "it is the run's, which model.path names",
-    "skip_tokenizer_init": "the engine gets the run's tokenizer",
+    "model": "set model.path",
+    "skip_tokenizer_init": "set model.tokenizer",
     "dtype": "set parallel.param_dtype",
-    "seed": "set run.seed, from which each request has its own",
+    "seed": "set run.seed",
     "max_num_seqs": "set generation.max_batch_size",
     "max_model_len": "set generation.max_model_len",
     "tensor_parallel_size": "set generation.tensor_parallel_size",
     "data_parallel_size": "set generation.num_replicas",
-    "pipeline_parallel_size": "set generation.pipeline_parallel_size",
-    "nnodes": "set generation.pipeline_parallel_size",
-    "node_rank": "set generation.pipeline_parallel_size",
-    "master_addr": "stages meet where the first one is",
-    "master_port": "stages meet where the first one is",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"),
+        "set generation.pipeline_parallel_size",
+    ),
     "enable_sleep_mode": "set generation.sleep_level",
     "weight_transfer_config": "set generation.weight_transport",
     "worker_extension_cls": "it is what takes the trainer's weights",
     "load_format": "the weights are the trainer's",
     "trust_remote_code": "set model.trust_remote_code",
-    "enable_lora": "set generation.adapter_rank",
-    "max_loras": "set generation.adapter_rank",
-    "max_lora_rank": "set generation.adapter_rank",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "set generation.adapter_rank"),
     "generation_config": "set generation.temperature and the fields beside it",
-    "enable_return_routed_experts": "set trainer.router_replay",
-    "aux_output_config": "set trainer.router_replay",
+    **dict.fromkeys(
+        ("enable_return_routed_experts", "aux_output_config"), "set trainer.router_replay"
+    ),
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
 """Engine arguments that are not the user's."""

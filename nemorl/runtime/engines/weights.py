@@ -89,7 +89,6 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """What to do where it can't work, to be added to an error."""
         if self.name == "object_store":
             return ""
         return f" (if {self.name} fails again: set generation.weight_transport object_store)"
@@ -128,7 +127,6 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
 
 
 def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
-    """Return the GPUs of places."""
     return frozenset().union(*(place.cards for place in places))
 
 
@@ -142,7 +140,6 @@ def places_of_ranks() -> list[Place]:
 
 
 def num_ranks() -> int:
-    """Return how many ranks train."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -161,7 +158,6 @@ def own_place() -> Place:
 
 
 def uuid_of(device: torch.device | int) -> str:
-    """Return a GPU's UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -290,17 +286,8 @@ class _Client:
     sender: Any
     error: EnginesFailed | None = None
 
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, info: Any) -> None:
-        self._call("update_weights", info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update")
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(self._call, method)
 
     def _call(self, method: str, *args: Any) -> None:
         try:
@@ -332,7 +319,6 @@ class _Source:
     weights: Iterable[tuple[str, Tensor]]
 
     def metadata(self) -> list[Any]:
-        """Of a round, which is a list."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, self.dtype, tuple(each.shape)) for name, each in self.weights]
@@ -367,7 +353,7 @@ def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], S
 
 
 def _with_floats(values: dict[str, Any]) -> Any:
-    """Return a float where transformers writes what JSON has none for, as infinity."""
+    # As transformers writes infinity.
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 

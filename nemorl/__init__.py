@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.offline import SFTConfig as SFTConfig
     from nemorl.runtime.config.offline import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.tree import load_config as load_config
-    from nemorl.runtime.engines.weight_sync import sync_weights as sync_weights
+    from nemorl.runtime.engines.weights import sync_weights as sync_weights
     from nemorl.runtime.run.loop import OpenRun as OpenRun
     from nemorl.runtime.run.loop import Step as Step
     from nemorl.runtime.run.open_run import open_run as open_run
@@ -204,7 +204,7 @@ _NAMES = {
     ],
     "nemorl.runtime.run.result": ["TrainResult"],
     "nemorl.runtime.store.state": ["Run"],
-    "nemorl.runtime.engines.weight_sync": ["sync_weights"],
+    "nemorl.runtime.engines.weights": ["sync_weights"],
     "nemorl.runtime.workers.worker": ["RayWorkerGroup"],
     "nemorl.runtime.watch.report": ["write_report"],
 }

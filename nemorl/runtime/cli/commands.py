@@ -294,7 +294,7 @@ def check_model(config: CheckConfig) -> None:
     from nemorl.models.capabilities import CAPABILITIES
     from nemorl.models.hub import check_supported, loading, model_folder, read_config
     from nemorl.parallel.proving import LIMIT, proved_now
-    from nemorl.runtime.engines.proving import prove_engine
+    from nemorl.runtime.engines.backend import prove_engine
 
     with loading(config.model, field="model"):
         path = Path(config.model)

@@ -18,20 +18,21 @@ import ray
 
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.engine import (
-    Engine,
+    VLLMEngine,
     engine_arguments,
     model_folder,
     own_folder,
     start_errors,
 )
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.workers.worker import begin_worker, free_port
 
 
 class EngineActor:
     """One engine in an asynchronous actor. All that touches the engine runs on its thread."""
 
-    make: Callable[[EngineSpec], Any] = Engine
+    make: Callable[[EngineSpec], Any] = VLLMEngine
 
     def __init__(self, name: str, log: str) -> None:
         begin_worker(name, Path(log))

@@ -26,8 +26,7 @@ from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
-from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import VLLM_CPU_HEADS, EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, unpacked
 from nemorl.runtime.store.files import temporary_folder
 
@@ -78,8 +77,6 @@ class EngineStartError(ValueError):
 
 @dataclass
 class _Tokens:
-    """An unfinished sample."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: tuple[int, ...] = ()
@@ -88,7 +85,7 @@ class _Tokens:
     experts: "np.ndarray | None" = None
 
 
-class Engine:
+class VLLMEngine:
     """A vLLM engine for one thread, usable once it has weights. Raises EngineStartError."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -306,7 +303,6 @@ def start_errors(own: ExitStack) -> Iterator[None]:
 
 @contextmanager
 def model_folder(spec: EngineSpec) -> Iterator[str]:
-    """Yield a temporary folder with the model's files."""
     with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
         for name, content in spec.files.items():
             (Path(folder) / name).write_bytes(content)
@@ -362,7 +358,6 @@ def own_folder() -> Iterator[None]:
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
-    """Raise EngineStartError for arguments that do not go with the machine or nemorl's."""
     given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
     if cpu and given.get("enable_chunked_prefill"):
         raise EngineStartError(
@@ -503,7 +498,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _last_error(output: Path) -> str:
-    """Written by a process of the engine's own."""
     if not output.is_file():
         return ""
     said = re.findall(

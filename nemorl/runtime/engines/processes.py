@@ -18,10 +18,9 @@ from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.engine import environment
-from nemorl.runtime.engines.limits import check_shares
 from nemorl.runtime.engines.routing import Broke, ProcessId, RequestRouter, Started
-from nemorl.runtime.engines.spec import EngineSpec, Place
-from nemorl.runtime.engines.weights import cards_of, own_place
+from nemorl.runtime.engines.spec import EngineSpec, check_shares
+from nemorl.runtime.engines.weights import Place, cards_of, own_place
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, temporary_folder, with_log
 from nemorl.runtime.workers.cluster import (
     DRIVER,

@@ -20,7 +20,7 @@ from nemorl.openmp import spinning_variables
 from nemorl.parallel.world import RanksLost
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, Rank, RankAnswer, dumps, loads
 from nemorl.runtime.store.files import raised
 from nemorl.runtime.workers.cluster import (

@@ -30,7 +30,7 @@ from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.store.files import FailedAlone, in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})

@@ -17,13 +17,13 @@ from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs
 from nemorl.models.causal_lm import Head, from_config
 from nemorl.models.hub import CONFIG, base_of, read_config
-from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.ranks import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, RankAnswer, TorchrunRanks, dumps
 from nemorl.runtime.store.files import raised
@@ -105,7 +105,7 @@ class SharedRanks:
             group.shutdown(timeout_s, result)
 
 
-class RankedTrainer:
+class RankedTrainer(InTurns):
     """A `TrainingBackend` whose calls go to all ranks that `start` starts; rank 0 answers.
 
     What all ranks raise is raised here, and they stay usable. Where one dies (WorkerDied), does not

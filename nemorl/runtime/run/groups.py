@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemorl.checks import at_least, require, warn
-from nemorl.parallel.backend import TrainingBackend
+from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.rollout.admission import (
     Ended,
     Group,
@@ -23,7 +23,7 @@ from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
-from nemorl.runtime.engines.weight_sync import sync_weights
+from nemorl.runtime.engines.weights import sync_weights
 from nemorl.runtime.store.files import check_writer
 
 
@@ -247,7 +247,7 @@ class Sampling:
     def awake(
         self,
         generator: GenerationBackend,
-        trainer: TrainingBackend,
+        trainer: FullTrainingBackend,
         *,
         make_room: Callable[[], None],
         timed: AbstractContextManager[None],
@@ -291,7 +291,7 @@ class Sampling:
         for stream in self.streams:
             stream.driver.close()
 
-    def _update(self, generator: GenerationBackend, trainer: TrainingBackend) -> bool:
+    def _update(self, generator: GenerationBackend, trainer: FullTrainingBackend) -> bool:
         changed = generator.policy_version != trainer.step
         for stream in self.streams if changed else ():
             stream.before_update()

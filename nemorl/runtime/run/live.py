@@ -29,7 +29,7 @@ from nemorl.rollout.generation import GenerationBackend, GenerationTraits
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.yaml_io import without_secrets
-from nemorl.runtime.engines.weight_sync import TrainerWeights, check_agreement
+from nemorl.runtime.engines.weights import TrainerWeights, check_agreement
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
 from nemorl.runtime.run.launch import Launch, changes, generation_config, kept, model_config_of

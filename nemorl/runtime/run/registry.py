@@ -17,7 +17,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.offline import DPOConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own
-from nemorl.runtime.engines import limits as engines
+from nemorl.runtime.engines import spec as engines
 from nemorl.user_code import check_function
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ GENERATION_BACKENDS: dict[str, str | type] = {
     "vllm": "nemorl.runtime.engines.backend:VLLMGenerationBackend",
 }
 GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
-GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
+GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check_machine}
 """check(config, model, machine); model: a configuration, None before it is known."""
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.watch.loggers:TensorBoardLogger",

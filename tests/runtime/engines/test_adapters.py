@@ -14,8 +14,7 @@ from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.engines.weight_sync import sync_weights
-from nemorl.runtime.engines.weights import WeightSender
+from nemorl.runtime.engines.weights import WeightSender, sync_weights
 from tests.parallel.batches import nll_loss, random_batch
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model, vllm_backend

@@ -266,7 +266,7 @@ def test_a_run_stops_or_warns(exchanging: None, tmp_path: Path):
 @pytest.mark.parametrize("fault", ["none", "rounding", "all positions"])
 def test_a_loop_of_one_s_own_is_proved(fault: str, tmp_path: Path):
     """In parts, several times, and by more than one model; what it leaves out is its own choice."""
-    caught = pytest.raises(ReceiptError, match="^step 1: the receipt tokens does not hold")
+    caught = pytest.raises(ReceiptError, match=r"^step 1: the receipt tokens does not hold")
     with nullcontext() if fault == "none" else caught, opened(grpo_config(tmp_path)) as run:
         prompts = run.prompts()
         run.backend("second", model=tiny_model(seed=1))

@@ -14,8 +14,7 @@ from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.policy_loss import Shaping
-from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.presets import nearest_preset
+from nemorl.runtime.config.grpo import GRPOConfig, nearest_preset
 from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
 from nemorl.runtime.run.samples import (
     Samples,

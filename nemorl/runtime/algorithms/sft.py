@@ -16,7 +16,7 @@ from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, TrainingBackend
-from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import OpenRun, Validate
 from nemorl.runtime.run.samples import Samples

@@ -203,11 +203,11 @@ class Actions:
     """What is to be done, in this order."""
 
     stop: tuple[int, ...] = ()
-    """End groups that are stale, and forget them."""
+    """End stale groups."""
     begin: tuple[Group, ...] = ()
-    """Begin conversations: of the next prompts, or again of groups that were aborted."""
+    """Begin groups, or draw aborted ones again."""
     give: tuple[int, ...] = ()
-    """Give the present step the groups that it asked for."""
+    """Give the present step what it asked for."""
 
 
 def decide(
@@ -222,11 +222,8 @@ def decide(
 ) -> tuple[LoopState, Actions]:
     """Return the state after an event, and what is to be done.
 
-    Args:
-        stream: name of the order of the prompts.
-        batch: groups of a step.
-        staleness: most steps by which a token may be older than the step that trains on it.
-        last: the run's last step: nothing begins that no step will train on. None: no end.
+    batch: groups of a step. staleness: most steps by which a token may be older than the step that
+    trains on it. last: the run's last step, for which groups begin at most (None: no end).
     Raises: ValueError for a group that does not run.
 
     >>> settings = dict(stream="train", order=RowOrder(sizes=(9,)), batch=2, staleness=1)

@@ -43,7 +43,8 @@ TIMES = (
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
     """What two runs of the same numbers have in common."""
-    return {name: value for name, value in metrics.items() if name not in TIMES}
+    times = {f"{of}{name}" for of in ("", "critic/") for name in TIMES}
+    return {name: value for name, value in metrics.items() if name not in times}
 
 
 def of_phase(result: nemorl.TrainResult, phase: str) -> list[dict[str, Any]]:

@@ -243,6 +243,26 @@ class Sampling:
         """Whether it samples ahead with the trainer's own weights, and rests in between."""
         self._awake = False
 
+    def stream(
+        self,
+        prompts: PromptStream,
+        environment: Environment,
+        *,
+        count: int,
+        n: int,
+        params: SamplingParams,
+    ) -> GroupStream:
+        """Return the stream of groups of some prompts, `count` for each step."""
+        name = prompts.rows.name
+        for stream in self.streams:
+            if stream.prompts.rows.name == name:
+                same = (stream.environment, stream.n, stream.params) == (environment, n, params)
+                must = "must have the same environment, n and params in each step, if sampled ahead"
+                remedy = "sample others from a stream of their own, run.prompts(name=…)"
+                require(same, f"step.sample of {name!r}", must, f"n={n}", remedy)
+                return stream
+        return GroupStream(prompts, environment, count=count, n=n, params=params, sampler=self)
+
     @contextmanager
     def awake(
         self,

@@ -1,7 +1,6 @@
 """An open run and its steps: what happens around the lines of a training loop."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from nemorl.data.packing import segments_apart
 from nemorl.data.rows import Row
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
-from nemorl.losses.types import Metric, finalize, in_main_memory, merge
+from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.admission import LoopState
@@ -30,9 +29,17 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.groups import GroupStream, Progress, PromptStream, RowStream, Sampling
+from nemorl.runtime.run.groups import Progress, PromptStream, RowStream, Sampling
 from nemorl.runtime.run.models import BackendOrder, Models
-from nemorl.runtime.run.receipts import Receipts, TokenReceipt, with_receipts, without_receipts
+from nemorl.runtime.run.receipts import (
+    Ages,
+    Learned,
+    Receipts,
+    TokenReceipt,
+    read_at_once,
+    with_receipts,
+    without_receipts,
+)
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
     ENVIRONMENT,
@@ -378,9 +385,12 @@ def _answered(
         directory.append_outcomes(run.state.step, outcomes)
     except NotWritten as error:
         warn(f"the run continues without this record: {error}")
-    samples = samples_of(found, None, whole_groups(found.group_id.tolist(), count))
-    samples += failures_of(found, count)
-    return measured(found) | by_set(found, names), samples
+    return measured(found) | by_set(found, names), _shown(found, count)
+
+
+def _shown(rollouts: Rollouts, count: int) -> Samples:
+    rows = whole_groups(rollouts.group_id.tolist(), count)
+    return samples_of(rollouts, None, rows) + failures_of(rollouts, count)
 
 
 class Step:
@@ -395,17 +405,14 @@ class Step:
         self.samples: Samples = []
         self._found, self._logs_samples = list[Rollouts](), False
         self._logged: dict[str, Metric | float] = {}
-        self._learned: list[tuple[str, Mapping[str, Metric | float]]] = []
-        """The metrics of each update, and what their names begin with."""
+        self._learned: Learned = []
         self._receipts, self._receipt = receipts, TokenReceipt()
         self.unproved = False
         """Whether it trained on sampled tokens that nothing proves."""
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._timed: set[str] = set()
-        self._tokens, self._ages = 0, Counter[int]()
+        self._tokens, self._ages = 0, Ages()
         self._synced = run.sampler.updates
-        self._oldest = 0
-        """Steps by which the weights of its tokens may be older."""
         self._before, self._updates = run.progress.taken, run.view.updates
         self._version = run.trainer.step
         if (generator := run._live().generator) is not None:
@@ -441,10 +448,13 @@ class Step:
                     "count must say how many prompts of a stream are sampled, but it is None: pass"
                     " step.sample(prompts, count=…)"
                 )
-            stream = self._stream(prompts, environment, count=count, n=n, params=params)
+            at_least(1, count=count, n=n)
+            environment, params = self.run.asked(environment, params)
+            stream = self.run.sampler.stream(prompts, environment, count=count, n=n, params=params)
             with self._generating() as generator:
                 found = stream.next(count, generator)
-            self._count_ages(found)
+            most, synced_at = stream.settings.max_staleness, self.run.sampler.synced_at
+            self._ages.add(found.conversations, self.number, synced_at, most=most)
             return self._sampled(found)
         environment, params = self.run.asked(environment, params)
         with self._generating() as generator:  # in which streams may take groups
@@ -469,27 +479,6 @@ class Step:
         ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
         self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
         return found
-
-    def _stream(
-        self,
-        prompts: PromptStream,
-        environment: Environment | None,
-        *,
-        count: int,
-        n: int,
-        params: SamplingParams | None,
-    ) -> GroupStream:
-        at_least(1, count=count, n=n)
-        sampler, name = self.run.sampler, prompts.rows.name
-        environment, params = self.run.asked(environment, params)
-        for stream in sampler.streams:
-            if stream.prompts.rows.name == name:
-                now, begun = (environment, n, params), (stream.environment, stream.n, stream.params)
-                same = "must sample alike in each step with async.max_staleness"
-                remedy = "use a stream of its own, run.prompts(name=…)"
-                require(now == begun, f"step.sample of {name!r}", same, now[1:], remedy)
-                return stream
-        return GroupStream(prompts, environment, count=count, n=n, params=params, sampler=sampler)
 
     def drop(self, rollouts: Rollouts, reason: str) -> None:
         """Count the groups of some responses as dropped: the step does not train on them. Others
@@ -532,32 +521,6 @@ class Step:
         self._learned.append(("" if own else f"{backend}/", metrics))
         return without_receipts(metrics)
 
-    def _count_ages(self, rollouts: Rollouts) -> None:
-        most = self.run.sampler.settings.max_staleness
-        for each in rollouts.conversations:
-            for turn in each.turns:
-                versions = turn.completion.policy_versions
-                if most and len(versions) < len(turn.completion.token_ids):
-                    raise RuntimeError(
-                        "tokens must carry the version of their weights with async.max_staleness,"
-                        f" but {len(turn.completion.token_ids) - len(versions)} do not: give"
-                        " completions policy_versions"
-                    )
-                for version, number in Counter(versions).items():
-                    self._ages[self.number - 1 - self.run.sampler.synced_at(version)] += number
-        self._oldest = most
-        if self.staleness > most:
-            raise RuntimeError(
-                f"no token of step {self.number} may be older than {most} steps"
-                f" (async.max_staleness), but one is {self.staleness} steps old: resume the run"
-                " from its last checkpoint, and report this"
-            )
-
-    @property
-    def staleness(self) -> int:
-        """Steps by which the weights that sampled a token are older than this step, at most."""
-        return max(self._ages, default=0)
-
     def log(
         self,
         metrics: Mapping[str, Metric | float],
@@ -577,9 +540,7 @@ class Step:
         if isinstance(samples, Rollouts):
             sets = by_set(samples, set_names(self.run.config.data.train))
             self.log({**compared(samples, self.run.config), **sets})
-            count = self.run.config.run.samples_per_step
-            rows = whole_groups(samples.group_id.tolist(), count)
-            samples = samples_of(samples, None, rows) + failures_of(samples, count)
+            samples = _shown(samples, self.run.config.run.samples_per_step)
         for name, value in metrics.items():
             before = self._logged.get(name)
             if isinstance(value, Metric) and isinstance(before, Metric):
@@ -617,32 +578,20 @@ class Step:
         return bool(self.trained or self._logged) or self.run.progress.taken != self._before
 
     def end(self) -> dict[str, float]:
-        """Return the metrics of the step: what was logged and learned, what the generator measured,
-        and how long it took. Raises: ReceiptError.
+        """Check the receipts, and return what was logged and learned, what the generator measured,
+        and how long it took.
         """
         self.unproved |= bool(self._tokens) and self.trained > self.updates
-        read = in_main_memory(
-            {
-                f"{number} {name}": each
-                for number, (_, metrics) in enumerate(self._learned)
-                for name, each in metrics.items()
-                if isinstance(each, Metric)
-            }
-        )
-        learned, self._learned = self._learned, []
-        for number, (prefix, metrics) in enumerate(learned):
-            here = {name: read.get(f"{number} {name}", each) for name, each in metrics.items()}
-            rest = self._receipt.add(here)
+        learned, self._learned = read_at_once(self._learned), []
+        for prefix, metrics in learned:
+            rest = self._receipt.add(metrics)
             self.log({f"{prefix}{name}": each for name, each in rest.items()})
-        self.log(self._receipt.check(self._receipts, self.number, stale=self.staleness > 0))
+        self.log(self._receipt.check(self._receipts, self.number, stale=self._ages.oldest > 0))
         if self._found and not self._logs_samples:
             first = self._found[0]
             kind = first.kind, [*first.components]
             alike = [each for each in self._found if (each.kind, [*each.components]) == kind]
             self.log({}, samples=join(alike))
-        return self._metrics()
-
-    def _metrics(self) -> dict[str, float]:
         if self._tokens:
             measured = self.run.generator.metrics()
             self.log({f"generation/{name}": value for name, value in measured.items()})
@@ -655,12 +604,7 @@ class Step:
         numbers = {**self._logged, **read}  # in the order in which they were logged
         found = {name: float(value) for name, value in numbers.items()}  # type: ignore[arg-type]
         seconds = time.perf_counter() - self._begin
-        if total := self._ages.total():
-            mean = sum(age * number for age, number in self._ages.items()) / total
-            found |= {"staleness/mean": mean, "staleness/max": float(self.staleness)}
-            found["staleness/limit"] = float(self._oldest)
-            shares = sorted(self._ages.items())
-            found |= {f"staleness/{age}": number / total for age, number in shares}
+        found |= self._ages.metrics()
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
         tokens = self._tokens or found.get("num_tokens", 0.0)
         return beside({"seconds": seconds, **parts, "tokens_per_second": tokens / seconds}, found)

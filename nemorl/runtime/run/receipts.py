@@ -1,11 +1,11 @@
-"""Receipts of a step's tokens: what was sampled is what the loss was computed from.
+"""Receipts of a step's tokens: what was sampled, and not too early, the loss was computed from.
 
 The sampler's side is hashed from the conversations alone (`Rollouts.to_batch`), the trainer's
 inside the loss, on each microbatch, behind collating, packing, cutting and ranks.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import sqrt
@@ -27,6 +27,7 @@ from nemorl.losses.types import (
     needs_of,
 )
 from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.rollout.conversation import Conversation
 from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.store.files import ReceiptError
 
@@ -161,3 +162,75 @@ class TokenReceipt:
 def without_receipts(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
     """Return the metrics of no receipt."""
     return {name: each for name, each in metrics.items() if not name.startswith(PREFIX)}
+
+
+Learned = list[tuple[str, Mapping[str, Metric | float]]]
+"""Metrics of optimizer steps, and what their names begin with in the log."""
+
+
+def read_at_once(learned: Learned) -> Learned:
+    """Return metrics in main memory; the host waits for the device once."""
+    found = {
+        f"{number} {name}": each
+        for number, (_, metrics) in enumerate(learned)
+        for name, each in metrics.items()
+        if isinstance(each, Metric)
+    }
+    read: Mapping[str, Metric | float] = in_main_memory(found)
+    return [
+        (prefix, {name: read.get(f"{number} {name}", each) for name, each in metrics.items()})
+        for number, (prefix, metrics) in enumerate(learned)
+    ]
+
+
+class Ages:
+    """How many of a step's tokens were sampled by weights of so many steps before."""
+
+    def __init__(self) -> None:
+        self._counts, self._most = Counter[int](), 0
+
+    def add(
+        self,
+        conversations: Iterable[Conversation],
+        step: int,
+        synced_at: Callable[[int], int],
+        *,
+        most: int,
+    ) -> None:
+        """Add tokens. Raises: RuntimeError for one that is older than `most`.
+
+        synced_at: finished steps when the generator got a version of the weights.
+        """
+        for each in conversations:
+            for turn in each.turns:
+                versions = turn.completion.policy_versions
+                if most and len(versions) < len(turn.completion.token_ids):
+                    raise RuntimeError(
+                        "tokens must carry the version of their weights with async.max_staleness,"
+                        f" but {len(turn.completion.token_ids) - len(versions)} do not: give"
+                        " completions policy_versions"
+                    )
+                for version, number in Counter(versions).items():
+                    self._counts[step - 1 - synced_at(version)] += number
+        self._most = most
+        if self.oldest > most:
+            raise RuntimeError(
+                f"no token of step {step} may be older than {most} steps (async.max_staleness), but"
+                f" one is {self.oldest} steps old: resume the run from its last checkpoint, and"
+                " report this"
+            )
+
+    @property
+    def oldest(self) -> int:
+        return max(self._counts, default=0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return mean, maximum and limit of the ages, and the share of each."""
+        if not (total := self._counts.total()):
+            return {}
+        return {
+            "staleness/mean": sum(age * number for age, number in self._counts.items()) / total,
+            "staleness/max": float(self.oldest),
+            "staleness/limit": float(self._most),
+            **{f"staleness/{age}": count / total for age, count in sorted(self._counts.items())},
+        }

@@ -15,7 +15,7 @@ from nemorl.losses import clipped, importance_weights, interpolated_logprobs, lo
 from nemorl.losses.types import LossOutput, finalize, needs_of
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout.conversation import Turn
-from nemorl.runtime.algorithms import grpo
+from nemorl.runtime.algorithms import responses
 from nemorl.runtime.algorithms.policy_loss import make_loss
 from nemorl.runtime.config.grpo import PRESETS, OffPolicyConfig, OwnLoss, preset
 from nemorl.runtime.config.tree import section_of
@@ -229,7 +229,7 @@ def test_an_interpolating_run_computes_no_logprobs_and_learns_the_same(tmp_path:
         return [numbers(line) for line in start(config).history]
 
     recomputed = history("recomputed")
-    monkeypatch.setattr(grpo, "with_prev_logprobs", None)
+    monkeypatch.setattr(responses, "by_segment", None)
     interpolated = history("interpolated", proximal="interpolate")
     for one, other in zip(recomputed, interpolated, strict=True):
         assert one["reward"] == other["reward"]

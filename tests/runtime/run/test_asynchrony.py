@@ -266,16 +266,16 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
     assert not [each for each in threading.enumerate() if each.name == "nemorl-rollouts"]
 
 
-def test_rewards_of_a_batch_are_of_one_group(tmp_path: Path):
-    """Whatever takes how long."""
+@pytest.mark.parametrize(("staleness", "expected"), [(0, [24] * 4), (2, [4] * 24)])
+def test_rewards_of_a_batch_are_of_a_step_or_a_group(staleness: int, expected: Any, tmp_path: Path):
     sizes = list[int]()
 
     def slow(prompts: list[str], responses: list[str]) -> list[float]:
         sizes.append(len(responses))
         return [digits("", each) for each in responses]
 
-    start(ahead(tmp_path, 2, steps=4), reward=slow)
-    assert sizes == [4] * 24
+    start(ahead(tmp_path, staleness, steps=4), reward=slow)
+    assert sizes == expected
 
 
 def test_rewards_of_single_responses_are_judged_for_groups_at_once(tmp_path: Path):

@@ -31,15 +31,7 @@ from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.groups import Progress, PromptStream, RowStream, Sampling
 from nemorl.runtime.run.models import BackendOrder, Models
-from nemorl.runtime.run.receipts import (
-    Ages,
-    Learned,
-    Receipts,
-    TokenReceipt,
-    read_at_once,
-    with_receipts,
-    without_receipts,
-)
+from nemorl.runtime.run.receipts import Ages, Receipts, TokenReceipt, with_receipts
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
     ENVIRONMENT,
@@ -405,7 +397,8 @@ class Step:
         self.samples: Samples = []
         self._found, self._logs_samples = list[Rollouts](), False
         self._logged: dict[str, Metric | float] = {}
-        self._learned: Learned = []
+        self._learned = list[Metric | float]()
+        """What `train` returned."""
         self._receipts, self._receipt = receipts, TokenReceipt()
         self.unproved = False
         """Whether it trained on sampled tokens that nothing proves."""
@@ -518,8 +511,10 @@ class Step:
                 self.unproved |= batch.generation_logprobs is not None
             metrics = trainer.train_step(batch, loss_fn)
         self.updates += 1
-        self._learned.append(("" if own else f"{backend}/", metrics))
-        return without_receipts(metrics)
+        rest = self._receipt.add(metrics)
+        self.log(rest if own else {f"{backend}/{name}": each for name, each in rest.items()})
+        self._learned += rest.values()
+        return rest
 
     def log(
         self,
@@ -531,12 +526,8 @@ class Step:
         returned is logged already. samples: for the sample log; `Rollouts` are measured as well.
         """
         self._logs_samples |= samples is not None
-        ours = {id(each) for _, learned in self._learned for each in learned.values()}
-        metrics = {
-            name: each
-            for name, each in metrics.items()
-            if not (isinstance(each, Metric) and id(each) in ours)
-        }
+        ours = {id(each) for each in self._learned if isinstance(each, Metric)}
+        metrics = {name: each for name, each in metrics.items() if id(each) not in ours}
         if isinstance(samples, Rollouts):
             sets = by_set(samples, set_names(self.run.config.data.train))
             self.log({**compared(samples, self.run.config), **sets})
@@ -582,10 +573,6 @@ class Step:
         and how long it took.
         """
         self.unproved |= bool(self._tokens) and self.trained > self.updates
-        learned, self._learned = read_at_once(self._learned), []
-        for prefix, metrics in learned:
-            rest = self._receipt.add(metrics)
-            self.log({f"{prefix}{name}": each for name, each in rest.items()})
         self.log(self._receipt.check(self._receipts, self.number, stale=self._ages.oldest > 0))
         if self._found and not self._logs_samples:
             first = self._found[0]

@@ -104,12 +104,11 @@ class TokenReceipt:
     def add(self, metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
         """Add an optimizer step's metrics; return those of no receipt."""
         for name, each in metrics.items():
+            if name in (f"{PREFIX}tokens", f"{PREFIX}hash") and not isinstance(each, Metric):
+                each = Sum(torch.tensor(each, dtype=torch.float64))
             if isinstance(each, Metric) and name.startswith(PREFIX):
                 self.seen = merge(self.seen, {name: each})
-            elif name in (f"{PREFIX}tokens", f"{PREFIX}hash"):
-                read = Sum(torch.tensor(each, dtype=torch.float64))
-                self.seen = merge(self.seen, {name: read})
-        return without_receipts(metrics)
+        return {name: each for name, each in metrics.items() if not name.startswith(PREFIX)}
 
     def check(self, receipts: Receipts, step: int, *, stale: bool = False) -> dict[str, float]:
         """Return the step's metrics; where tokens or support are not the sampler's, do what the
@@ -157,30 +156,6 @@ class TokenReceipt:
             " logprobs are of the filtered distribution, or turn them off",
         )
         return numbers | {f"{PREFIX}support_ratio": ratio, f"{PREFIX}support_error": error}
-
-
-def without_receipts(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
-    """Return the metrics of no receipt."""
-    return {name: each for name, each in metrics.items() if not name.startswith(PREFIX)}
-
-
-Learned = list[tuple[str, Mapping[str, Metric | float]]]
-"""Metrics of optimizer steps, and what their names begin with in the log."""
-
-
-def read_at_once(learned: Learned) -> Learned:
-    """Return metrics in main memory; the host waits for the device once."""
-    found = {
-        f"{number} {name}": each
-        for number, (_, metrics) in enumerate(learned)
-        for name, each in metrics.items()
-        if isinstance(each, Metric)
-    }
-    read: Mapping[str, Metric | float] = in_main_memory(found)
-    return [
-        (prefix, {name: read.get(f"{number} {name}", each) for name, each in metrics.items()})
-        for number, (prefix, metrics) in enumerate(learned)
-    ]
 
 
 class Ages:

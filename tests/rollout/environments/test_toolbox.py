@@ -17,10 +17,10 @@ from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.environments import make_environment, toolbox
 from nemorl.rollout.environments.toolbox import Calculator, PythonTool, Toolbox
 from nemorl.rollout.environments.tools import schemas_of, tools_of
-from nemorl.rollout.sandbox import Limits
+from nemorl.rollout.sandbox import ProgramLimits
 from tests.rollout.chats import call, played, tokenizer_of
 
-SMALL = Limits(cpu=1, wall=60, output=10_000, memory=256 << 20)
+SMALL = ProgramLimits(cpu=1, wall=60, output=10_000, memory=256 << 20)
 calculate, run = Calculator().calculate, PythonTool(limits=SMALL).python
 
 NUMBERS = st.one_of(

@@ -45,12 +45,11 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.state import POLICY, LoopState, Run
-from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
+from nemorl.runtime.watch.alerts import GapWatch, ResourceMeter, SignalWatch
 from nemorl.runtime.watch.callbacks import Callback, closing
 from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.log import event, waiting, waiting_for_engines, waiting_for_ranks
 from nemorl.runtime.watch.loggers import LoggedRun, Recorder
-from nemorl.runtime.watch.resources import ResourceMeter
 
 
 @dataclass(frozen=True)

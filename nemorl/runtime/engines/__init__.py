@@ -2,5 +2,5 @@
 
 Others use `backend.VLLMGenerationBackend` (the generation backend "vllm") and `weights`, from a
 trainer to engines. `replicas`, the driver's side, joins `routing` (a pure function: who answers
-what) and `processes`; `actor`, `engine` and `receiver` run in the engines' processes.
+what) and `processes`; `engine` and `receiver` run in the engines' processes.
 """

@@ -228,7 +228,6 @@ class VLLMGenerationBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        """Complete the requests: seeds, end tokens, lengths that fit."""
         self._check()
         params = checked_requests(
             prompts,
@@ -249,7 +248,7 @@ class VLLMGenerationBackend:
 
 
 def _tensor(experts: np.ndarray | None) -> Tensor | None:
-    """Return a copy of an array: Ray's are read-only, and keep all of their answer in memory."""
+    # A copy: Ray's arrays are read-only, and keep all of their answer in memory.
     return None if experts is None else torch.tensor(experts)
 
 

@@ -16,8 +16,7 @@ import ray
 
 from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.engines.actor import EngineActor, StageActor
-from nemorl.runtime.engines.engine import environment
+from nemorl.runtime.engines.engine import EngineActor, StageActor, environment
 from nemorl.runtime.engines.routing import Broke, ProcessId, RequestRouter, Started
 from nemorl.runtime.engines.spec import EngineSpec, check_shares
 from nemorl.runtime.engines.weights import Place, cards_of, own_place

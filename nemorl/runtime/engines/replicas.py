@@ -59,10 +59,7 @@ from nemorl.runtime.engines.weights import (
 
 
 class Supply:
-    """Sends the newest weights of a source to replicas without any, from any thread.
-
-    A replica that comes back gets what is newest then, which the others may not have yet.
-    """
+    """Sends the newest weights of a source to replicas without any, from any thread."""
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class Supply:
                 router.send(Held(False))
 
     def now(self) -> None:
-        """Unless they sleep."""
+        """Send weights to replicas without any, unless they sleep."""
         with self.sending:
             state = self._router.state
             lacking = () if state.asleep else state.lacking
@@ -152,7 +149,7 @@ class Supply:
     def _send(self, processes: dict[int, EngineProcess]) -> None:
         sender = replace(
             self._sender,
-            actors={rank: one.actor for rank, one in processes.items()},
+            actors={rank: one.worker.actor for rank, one in processes.items()},
             places={rank: one.place for rank, one in processes.items() if one.place},
             failed={},
         )
@@ -221,13 +218,11 @@ class Replicas:
             raise
 
     def running(self) -> list[EngineProcess]:
-        """By rank."""
         states = [one for one in self._router.state.replicas if one.status == "up"]
         found = [self._processes.running.get(one.process) for one in states]
         return [process for process in found if process]
 
     def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
-        """After an error nothing goes on."""
         self.supply.now()
         return self._router.do(self._answers(requests))
 
@@ -378,7 +373,6 @@ class Replicas:
         return {**measured, **self.supply.metrics()}
 
     def shutdown(self) -> None:
-        """May be called again."""
         if self._router.loop.is_closed():
             return
         try:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import cloudpickle
@@ -131,10 +132,9 @@ def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
 
 
 def places_of_ranks() -> list[Place]:
-    """In order; a collective call if there are several."""
-    places: list[Place] = [own_place()]
-    if num_ranks() > 1:
-        places = places * num_ranks()
+    """Return the places of all ranks in order; a collective call."""
+    places = [own_place()] * num_ranks()
+    if len(places) > 1:
         dist.all_gather_object(places, own_place())
     return places
 
@@ -144,7 +144,7 @@ def num_ranks() -> int:
 
 
 def own_place() -> Place:
-    """With the one GPU that this process computes on."""
+    """Return this process's place, with the one GPU that it computes on."""
     import ray
 
     gpus = uuids = tuple[str, ...]()
@@ -212,7 +212,12 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     Engines hear before each round which weights it has: backends yield them in orders of their own.
     """
     transfer, key = _connected("nccl", sender, sender)
-    transfer.client = _Rounds(sender)
+    # The update has begun, and goes on with the next round.
+    transfer.client = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=sender.update_weights,
+        finish_weight_update=lambda weight_version=None: None,
+    )
     sender.start_weight_update()
     for part in _rounds(weights):
         transfer.source = _Source(sender.dtype, part)
@@ -298,22 +303,8 @@ class _Client:
 
 
 @dataclass
-class _Rounds:
-    """Calls engines for one round of an update."""
-
-    sender: Any
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, info: Any) -> None:
-        self.sender.update_weights(info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
-@dataclass
 class _Source:
-    """What vLLM's transfer engines call a WeightSource."""
+    """A WeightSource of vLLM's."""
 
     dtype: torch.dtype
     weights: Iterable[tuple[str, Tensor]]
@@ -401,7 +392,7 @@ class UpdateReceipt:
     failed: Mapping[int, str]
     """What went wrong. If anything did, all must be sent all weights again."""
     wrong: Mapping[int, str] = field(default_factory=dict)
-    """Weights that engines got otherwise than they were sent."""
+    """Weights that arrived otherwise than they were sent."""
     num_weights: int = 0
     transport: Transport | None = None
 
@@ -617,7 +608,6 @@ class WeightSender:
 
 
 def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> str:
-    """Return in words which weights arrived otherwise than they were sent."""
     found, counts = dict(arrived), Counter(name for name, _ in arrived)
     wrong = [f"{name!r} did not arrive" for name in sent if name not in found]
     wrong += [f"{name!r} was not sent" for name in found if name not in sent]
@@ -647,13 +637,12 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def current_device() -> int | str | None:
-    """Return the present device of the accelerator, if there is one."""
     module = torch.get_device_module(DEVICE)
     return module.current_device() if module.is_available() else None
 
 
 def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
-    """Return the future of a function that runs in a thread of its own."""
+    """Run a function in a thread of its own."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who awaits it may be cancelled; the thread goes on
 

@@ -19,9 +19,8 @@ from nemorl.models.adapters import merged_tensors
 from nemorl.models.source import ModelSource
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.engine import VLLMEngine, environment
+from nemorl.runtime.engines.engine import EngineActor, VLLMEngine, environment
 from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas
 from nemorl.runtime.engines.routing import ProcessId

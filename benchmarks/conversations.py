@@ -23,8 +23,8 @@ from common import VOCABULARY, command, load_tokenizer, quiet, save_model
 from rollouts import backend, bare
 
 from nemorl import Outcome, Policy, SamplingParams
+from nemorl.rollout.collect import collect
 from nemorl.rollout.conversation import Conversation, Episode, Limits, Prompts
-from nemorl.rollout.episodes import converse
 
 WORDS = 6
 """Tokens of a prompt and of an observation."""
@@ -115,16 +115,16 @@ def busy(options: Options, folder: Path) -> None:
     cache = max(1 << 30, tokens * 2 * 4 * options.hidden * 4)
     with backend(folder, 1, {"kv_cache_memory_bytes": cache}) as engine:
         first = prompts.take(range(min(256, len(prompts))))  # not counted
-        converse(engine, slow(options, barrier=False), first, sampling, seed=0)
+        collect(engine, slow(options, barrier=False), first, sampling, seed=0)
         watched = Busy(engine)
         for name in ("each for itself", "a barrier per turn"):
             watched.seconds = 0.0
             engine.metrics()
             start = time.perf_counter()
             episode = slow(options, barrier=name != "each for itself")
-            found = converse(engine, episode, prompts, sampling, seed=0)
+            found = collect(engine, episode, prompts, sampling, seed=0)
             took[name] = time.perf_counter() - start
-            assert sum(len(each.turns) for each in found) == count
+            assert int(found.num_turns.sum()) == count
             computes = next(v for k, v in engine.metrics().items() if k.endswith("/busy"))
             share = watched.seconds / took[name] * computes
             speed = f"{took[name]:7.1f} s{count / took[name]:8.0f} turns/s"
@@ -151,7 +151,7 @@ def turn(options: Options, folder: Path) -> None:
         for number, (row, ids) in enumerate(zip(prompts.rows, prompts.token_ids, strict=True)):
             one = Prompts([row], [ids], tokenizer=prompts.tokenizer, limits=prompts.limits)
             start = time.perf_counter()
-            (found,) = converse(engine, talk, one, sampling, seed=number)
+            (found,) = collect(engine, talk, one, sampling, seed=number).conversations
             seconds = time.perf_counter() - start
             bare_seconds = sum(asked(generate, found))
             if number:  # one before is not counted

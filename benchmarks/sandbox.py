@@ -18,7 +18,7 @@ from functools import partial
 from common import command, interleaved, median_ratio
 
 from nemorl.rollout.code_reward import judge_program
-from nemorl.rollout.sandbox import Limits, run_program
+from nemorl.rollout.sandbox import ProgramLimits, run_program
 
 PROGRAM = "print(1)"
 
@@ -39,7 +39,7 @@ def bare() -> None:
 
 
 def shut_in() -> None:
-    assert run_program(PROGRAM, limits=Limits(wall=60)).stdout == "1\n"
+    assert run_program(PROGRAM, limits=ProgramLimits(wall=60)).stdout == "1\n"
 
 
 def verdict() -> None:

@@ -1,6 +1,7 @@
-"""Import the user's functions and modules by name, and refuse an exit in them."""
+"""Import the user's functions and modules by name, and refuse an exit or a fork in them."""
 
 import ast
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -170,3 +171,20 @@ def exit_is_error(name: str) -> Iterator[None]:
         raise ExitInUserCode(
             f"{name} must not end the run, but it {did}: raise an exception instead"
         ) from error
+
+
+HOLDERS: dict[str, int] = {}
+"""The process that holds the lock of a run's folder, by the folder: a fork of it has them, too."""
+
+
+def end_fork(place: str = "") -> None:
+    """End this process if it is a fork of the one that writes a run, below which a path is."""
+    for folder, holder in list(HOLDERS.items()):
+        if holder != os.getpid() and f"{place or folder}/".startswith(f"{folder}/"):
+            text = (
+                f"process {os.getpid()} ends: it is a fork of process {holder}, whose run writes"
+                f" {folder}, and came back from a reward, a loss or a callback: end forked children"
+                " with os._exit\n"
+            )
+            os.write(2, text.encode(errors="backslashreplace"))
+            os._exit(1)

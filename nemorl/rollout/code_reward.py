@@ -14,7 +14,7 @@ from typing import Any
 
 from nemorl.checks import short
 from nemorl.data.datasets import as_messages
-from nemorl.rollout.sandbox import Limits, ProgramResult, check_sandbox, parse, run_program
+from nemorl.rollout.sandbox import ProgramLimits, ProgramResult, check_sandbox, parse, run_program
 
 SIDES = Path(__file__).with_name("code_sides.py").read_text()
 FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
@@ -110,7 +110,7 @@ def judge_program(
     *,
     head: str = "",
     entry_point: str = "",
-    limits: Limits | None = None,
+    limits: ProgramLimits | None = None,
 ) -> Iterator[bool]:
     """Yield for each test of `read_tests` whether a program passes it; arguments as `code_tests`.
 
@@ -119,7 +119,7 @@ def judge_program(
     >>> list(judge_program("def twice(x): return 2 * x", ["assert twice(2) == 4"]))
     [True]
     """
-    limits = limits or Limits()
+    limits = limits or ProgramLimits()
     if isinstance(tests[0], str):
         called = f"\ncheck({entry_point})" * bool(entry_point)
         asked = [test + called * _lacks_call(test) for test in tests]
@@ -146,8 +146,8 @@ async def code_tests(
 
     prompt, response: messages, or their texts. What the model or a tool said before is not read.
     entry_point: the function that a prompt begins and tests call by `check` (HumanEval). share:
-    return the share of tests that pass. limits: fields of `Limits`, for each test of stdin, or all
-    in Python.
+    return the share of tests that pass. limits: fields of `ProgramLimits`, for each test of stdin,
+    or all in Python.
     """
     asked = [
         each.get("content")
@@ -168,7 +168,7 @@ async def code_tests(
             tests,
             head=head,
             entry_point=entry_point,
-            limits=Limits(**limits or {}),
+            limits=ProgramLimits(**limits or {}),
         )
         return sum(passes) / len(tests) if share else float(all(passes))
 
@@ -185,7 +185,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
     check_sandbox()
 
 
-vars(code_tests).update(check_row=_check_row, reads_messages=True)
+vars(code_tests).update(check_row=_check_row, reads_messages=True, has_own_limit=True)
 
 
 @functools.cache
@@ -197,10 +197,10 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _judged(program: str, tests: tuple[list[str], str], limits: Limits) -> list[bool]:
+def _judged(program: str, tests: tuple[list[str], str], limits: ProgramLimits) -> list[bool]:
     (calls, asks), (answers, replies) = os.pipe(), os.pipe()
 
-    def side(name: str, stdin: str, files: tuple[int, int], limits: Limits) -> ProgramResult:
+    def side(name: str, stdin: str, files: tuple[int, int], limits: ProgramLimits) -> ProgramResult:
         arguments = [name, *map(str, files)]
         try:
             return run_program(

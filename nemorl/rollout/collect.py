@@ -1,9 +1,10 @@
-"""From prompts to judged responses (`collect`), and to a batch to train on (`to_token_batch`)."""
+"""From prompts to judged responses (`collect`), and to a batch to train on (`to_batch`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, collate, pad
 from nemorl.data.packing import pack
+from nemorl.losses.advantages import to_tokens
+from nemorl.losses.importance import token_hashes
 from nemorl.losses.logprobs import LogprobKind
+from nemorl.rollout.calls import Call, blocking, call_in_turn
 from nemorl.rollout.conversation import (
     Conversation,
     Failure,
@@ -21,11 +25,16 @@ from nemorl.rollout.conversation import (
     Prompts,
     examples_of,
     prompt_text,
+    segments_of,
     turns_of,
 )
-from nemorl.rollout.environment import EnvironmentInterface, reward_tensor
-from nemorl.rollout.episodes import MOST_FAILED, Environment, converse, named
+from nemorl.rollout.driver import Driver
+from nemorl.rollout.environment import reward_tensor
+from nemorl.rollout.episodes import Environment, judge_of, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+
+MOST_FAILED = 0.5
+"""Share of conversations that may fail; with more the run ends."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,34 @@ class Rollouts:
     def num_turns(self) -> Int[Tensor, "batch"]:
         return torch.tensor([len(each.turns) for each in self.conversations])
 
+    def to_batch(
+        self,
+        advantage: Callable[..., Tensor] | Tensor | None = None,
+        weights: Callable[..., Tensor] | Tensor | None = None,
+    ) -> TokenBatch:
+        """Return one row per conversation, all that was sampled trained on, with
+        `generation_logprobs`, and `policy_versions` where all completions have them.
+
+        Where a prompt rewrites what was before, a row has several segments.
+
+        Args:
+            advantage: advantages per conversation or token, or their function of rewards and
+                group_id, such as `advantages.grpo`.
+            weights: weights of tokens, or their function of the loss mask, such as
+                `masks.token_mean_weights`.
+
+        >>> batch = groups.to_batch(advantages.grpo, masks.token_mean_weights)  # doctest: +SKIP
+        """
+        batch = _batch_of(self)
+        if advantage is not None:
+            if not isinstance(advantage, Tensor):
+                advantage = advantage(self.rewards, self.group_id)
+            if advantage.ndim == 1:
+                advantage = to_tokens(advantage, batch.loss_mask)
+        if weights is not None and not isinstance(weights, Tensor):
+            weights = weights(batch.loss_mask)
+        return replace(batch, advantages=advantage, loss_weights=weights)
+
 
 def collect(
     generator: GenerationBackend,
@@ -134,19 +171,25 @@ def collect(
     a conversation depends on nothing else in the batch. One that fails is left out (`failed`).
     Raises: the exception of the first where more than MOST_FAILED of them fail.
     """
-    everything = converse(generator, environment, prompts, sampling, seed=seed)
-    return as_rollouts(everything, environment, sampling)
+    driver = Driver(generator, environment, sampling, seed=seed, most_failed=MOST_FAILED)
+    with closing(driver):
+        driver.resume()
+        driver.begin([prompts])
+        everything = driver.next_ended()[1]
+    return as_rollouts(everything, environment, sampling, timeout_s=prompts.limits.timeout_s)
 
 
 def as_rollouts(
-    everything: Sequence[Conversation], environment: Environment, sampling: SamplingParams
+    everything: Sequence[Conversation],
+    environment: Environment,
+    sampling: SamplingParams,
+    *,
+    timeout_s: float = math.inf,
 ) -> Rollouts:
     """Return conversations that have ended with the rewards that the environment's global post-
-    processing leaves them.
+    processing leaves them. timeout_s: the limit on that.
     """
-    judges = (environment, getattr(environment, "judge", None))
-    judge = next((each for each in judges if isinstance(each, EnvironmentInterface)), None)
-    what = named(environment)
+    judge, what = judge_of(environment), named(environment)
     conversations, failed = _parted(everything, what)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
     texts = [prompt_text(each.row) for each in conversations]
@@ -162,7 +205,9 @@ def as_rollouts(
     }
     metrics: Mapping[str, float] = {}
     if judge is not None:
-        changed, metrics = judge.global_post_process_and_metrics(changed)
+        post = judge.global_post_process_and_metrics
+        call = Call(f"{named(judge)}: global_post_process_and_metrics", timeout_s, size)
+        changed, metrics = blocking(call_in_turn(call, partial(post, changed)))
     return Rollouts(
         conversations=conversations,
         texts=texts,
@@ -281,25 +326,46 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
     return sum(len(part) / size * part.metrics[name] for part in with_it)
 
 
-def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """Return one row per conversation, all that was sampled trained on, with `generation_logprobs`,
-    and `policy_versions` where all completions have them.
-
-    Where a prompt rewrites what was before, a row has several segments.
-    """
+def _batch_of(rollouts: Rollouts) -> TokenBatch:
     found = [examples_of(each.turns) for each in rollouts.conversations]
     examples = [one for each in found for one in each]
     if any(one.policy_versions is None for one in examples):
         examples = [replace(one, policy_versions=None) for one in examples]
     batch = collate(examples, logprob_kind=rollouts.kind)
-    if len(batch) == len(found):
-        return batch
-    places = iter(range(len(batch)))
-    return pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+    if len(batch) != len(found):
+        places = iter(range(len(batch)))
+        batch = pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+    hashes = torch.zeros_like(batch.input_ids)
+    hashes[batch.segment_ids > 0] = sampled_hashes(rollouts.conversations)
+    return replace(batch, sampled_hashes=hashes)
+
+
+def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens"]:
+    """Return `token_hashes` of all tokens of conversations, 0 of those that were not sampled."""
+    ids, places, logprobs, sampled = list[int](), list[int](), list[float](), list[bool]()
+    for conversation in conversations:
+        for turns in segments_of(conversation.turns):
+            begin, last = len(ids), turns[-1]
+            ids += [*last.prompt, *last.completion.token_ids]
+            length = len(ids) - begin
+            places += range(length)
+            logprobs += [0.0] * length
+            sampled += [False] * length
+            for turn in turns:
+                said = turn.completion
+                start = begin + len(turn.prompt)
+                end = start + len(said.token_ids)
+                ids[start:end] = said.token_ids
+                logprobs[start:end] = said.logprobs
+                sampled[start:end] = [True] * len(said.token_ids)
+    hashes = token_hashes(
+        torch.tensor([ids]), torch.tensor([places]), torch.tensor([logprobs], dtype=torch.float32)
+    )
+    return torch.where(torch.tensor(sampled), hashes[0], 0)
 
 
 def turn_numbers(rollouts: Rollouts, batch: TokenBatch) -> Int[Tensor, "batch seq"]:
-    """Return the turn, from 1, that sampled each token of `to_token_batch`; 0 of other tokens."""
+    """Return the turn, from 1, that sampled each token of `to_batch`; 0 of other tokens."""
     found = [torch.tensor(turns_of(each.turns)) for each in rollouts.conversations]
     return pad(found, value=0, length=batch.input_ids.shape[1])[0]
 

@@ -33,7 +33,7 @@ class RolloutConfig:
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""
     timeout_s: float = 60.0
-    """Longest call of an environment, in seconds; its conversation fails after it."""
+    """Longest call of an environment or a reward, in seconds; its conversation fails after it."""
     discount: float = 1.0
     """A reward t turns later counts discount^t of its value."""
     workers: int = 0

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +18,17 @@ from torch import Tensor
 
 from nemorl.checks import as_number, closest, require, short, warn
 from nemorl.data.rows import StreamedRows, first_of, for_rows, origin_of
+from nemorl.rollout.calls import (
+    PROMPT,
+    RESPONSE,
+    Call,
+    EventLoop,
+    columns_of,
+    present_call,
+    read_signature,
+)
 from nemorl.rollout.conversation import ConversationFailed, messages_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
-from nemorl.rollout.rounds import EventLoop
-from nemorl.rollout.signature import PROMPT, RESPONSE, columns_of, read_signature
 from nemorl.user_code import exit_is_error
 
 Message = Mapping[str, Any]
@@ -114,6 +121,7 @@ class FunctionalRewardWrapper:
         self.fn = fn
         self.name = self.signature.name
         self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
+        self._has_limit = hasattr(fn, LIMIT) or getattr(fn, "has_own_limit", False)
         kind = "async" if self.signature.awaited else "of a batch"
         plain = self._processes is None or not (self.signature.awaited or self.signature.batch)
         what = "must be a plain function of one response to be judged in processes"
@@ -121,7 +129,7 @@ class FunctionalRewardWrapper:
         require(plain, f"reward {self.name!r}", what, kind, remedy)
         if self.signature.awaited:
             self._loop = EventLoop()  # the same for all calls: it may keep connections
-            weakref.finalize(self, self._loop.free)
+            weakref.finalize(self, self._loop.close)
 
     @property
     def each_alone(self) -> bool:
@@ -253,7 +261,7 @@ class FunctionalRewardWrapper:
             async with free:
                 try:
                     with self._named(_shown(*text)):
-                        return await self.fn(**call)
+                        return await self._in_time(self.fn(**call))
                 except ConversationFailed as error:
                     return error
 
@@ -265,13 +273,29 @@ class FunctionalRewardWrapper:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _in_time(self, work: Awaitable[Any]) -> Any:
+        if self._has_limit:
+            return await work
+        call = Call(f"reward {self.name!r}", present_call().seconds, conversations=0)
+        async with call.limited():
+            call.part()
+            return await work
+
     @contextmanager
     def _named(self, shown: str) -> Iterator[None]:
+        call = present_call()
+        most = 2 * call.seconds if self.signature.awaited else None  # else `_in_time` is earlier
+        call.part(f"reward {self.name!r}", most=math.inf if self._has_limit else most)
         try:
             with exit_is_error(f"reward {self.name!r}"):
                 yield
         except Exception as error:
             error.add_note(f"This was reward {self.name!r} for {shown}.")
+            if "main thread" in str(error):
+                error.add_note(
+                    "Rewards are called in a thread, where limits by signals, as of math-verify,"
+                    " must be off (None): rollout.timeout_s is the limit."
+                )
             if self.signature.response == "completions":
                 error.add_note(
                     "Where the prompt is a conversation, completions are lists of messages, as in"
@@ -290,7 +314,8 @@ class FunctionalRewardWrapper:
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
         with self._named(first):
             result = self.fn(**given)
-            result = self._loop.run(result) if self.signature.awaited else result
+            if self.signature.awaited:
+                result = self._loop.run(self._in_time(result))
         numbers = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping | Set):
             raise ValueError(

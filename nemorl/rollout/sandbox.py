@@ -58,7 +58,7 @@ def parse(text: str, mode: str = "exec") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ProgramLimits:
     """What a program may use."""
 
     cpu: int = 10
@@ -98,7 +98,7 @@ def run_program(
     *,
     stdin: str = "",
     arguments: Sequence[str] = (),
-    limits: Limits | None = None,
+    limits: ProgramLimits | None = None,
     python: str = sys.executable,
     descriptors: Sequence[int] = (),
 ) -> ProgramResult:
@@ -109,7 +109,7 @@ def run_program(
     >>> run_program("print(int(input()) + 1)", stdin="41").stdout
     '42\\n'
     """
-    limits, begin = limits or Limits(), time.monotonic()
+    limits, begin = limits or ProgramLimits(), time.monotonic()
     with TemporaryDirectory(prefix="nemorl-") as folder:
         Path(folder, "empty").mkdir()
         for name, text in (("program.py", source), ("stdin", stdin)):
@@ -150,7 +150,9 @@ def run_program(
     return ProgramResult(out.decode(errors="replace"), stderr, code, cut or "ok", seconds)
 
 
-def _command(folder: str, python: str, arguments: Sequence[str], limits: Limits) -> list[str]:
+def _command(
+    folder: str, python: str, arguments: Sequence[str], limits: ProgramLimits
+) -> list[str]:
     bwrap = shutil.which("bwrap", path=PLACES)
     if bwrap is None:
         raise RuntimeError(

@@ -18,6 +18,7 @@ from torch import nn
 from nemorl.checks import require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.decoding import FILTERS_OFF
 from nemorl.rollout.generation import (
     Completion,
@@ -29,7 +30,6 @@ from nemorl.rollout.generation import (
     text_before,
 )
 from nemorl.rollout.random import derive_seed
-from nemorl.rollout.rounds import blocking
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.rollout.torch_backend import copy_weights
 

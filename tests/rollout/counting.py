@@ -1,6 +1,9 @@
 """Three prompts, and environments of three turns."""
 
-from nemorl.rollout.conversation import Limits, Prompts
+from contextlib import closing
+
+from nemorl.rollout.conversation import Conversation, Limits, Prompts
+from nemorl.rollout.driver import Driver
 from nemorl.rollout.environment import EnvironmentReturn
 from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.generation import SamplingParams
@@ -63,3 +66,11 @@ class Batched:
 
     def global_post_process_and_metrics(self, batch):
         return batch, {}
+
+
+def talks(generator, environment, prompts, sampling, *, seed) -> list[Conversation]:
+    """What `collect` judges, failures included."""
+    with closing(Driver(generator, environment, sampling, seed=seed)) as driver:
+        driver.resume()
+        driver.begin([prompts])
+        return driver.next_ended()[1]

@@ -6,9 +6,9 @@ import pytest
 
 from nemorl.rollout.code_reward import judge_program, program_of, read_tests
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.sandbox import Limits
+from nemorl.rollout.sandbox import ProgramLimits
 
-LIMITS = Limits(cpu=2, wall=20)
+LIMITS = ProgramLimits(cpu=2, wall=20)
 
 
 def reward(response: str, answer, prompt: str = "?", *, settings=None, **columns) -> float:

@@ -386,11 +386,11 @@ async def an_episode(row, policy): ...
 @pytest.mark.parametrize(
     ("environment", "unread", "what"),
     [
-        (exact_match, {"max_turns", "timeout_s", "discount"}, "a reward, which judges one"),
-        ([exact_match, contains_answer], {"max_turns", "timeout_s", "discount"}, "a reward"),
-        (Once(), {"max_turns", "timeout_s", "discount"}, "a reward"),
+        (exact_match, {"max_turns", "discount"}, "a reward, which judges one"),
+        ([exact_match, contains_answer], {"max_turns", "discount"}, "a reward"),
+        (Once(), {"max_turns", "discount"}, "a reward"),
         (Batched(), set(), ""),
-        (an_episode, {"max_turns", "timeout_s"}, "episode 'an_episode'"),
+        (an_episode, {"max_turns"}, "episode 'an_episode'"),
         (Count, set(), ""),
         ("calculator", {"discount"}, "environment 'Calculator'"),
     ],

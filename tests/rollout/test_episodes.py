@@ -8,16 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.context import Context
 from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.episodes import Engine, Sampler, converse
-from nemorl.rollout.generation import Completion, SamplingParams, checked_requests
+from nemorl.rollout.generation import Completion, checked_requests
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER
+from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER, talks
 from tests.tiny_models import tiny_model
 
 
@@ -57,7 +55,7 @@ def test_an_episode_gives_what_an_environment_gives(generator):
     assert found.completions == expected.completions
     assert found.rewards.tolist() == expected.rewards.tolist()
     assert found.answers == [c.text for c in found.completions]
-    assert to_token_batch(found).input_ids.tolist() == to_token_batch(expected).input_ids.tolist()
+    assert found.to_batch().input_ids.tolist() == expected.to_batch().input_ids.tolist()
     members = [(each.group, each.member) for each in found.conversations]
     assert members == [(5 + i, j) for i in range(3) for j in range(3)]
     assert generator.calls == 3
@@ -86,7 +84,7 @@ async def three_turns(row, policy) -> Outcome:
 
 
 def test_turns_are_recorded_as_the_engine_made_them(generator):
-    found = converse(generator, three_turns, PROMPTS, SAMPLING, seed=1)
+    found = talks(generator, three_turns, PROMPTS, SAMPLING, seed=1)
     assert [len(each.turns) for each in found] == [3] * 3 + [2] * 6
     for each in found:
         one, two = each.turns[:2]
@@ -107,7 +105,7 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
         ):
             versions[i] = version
         assert examples[0].policy_versions == versions
-    batch = to_token_batch(collect(generator, three_turns, PROMPTS, SAMPLING, seed=1))
+    batch = collect(generator, three_turns, PROMPTS, SAMPLING, seed=1).to_batch()
     assert batch.segment_ids.amax(-1).tolist() == [2] * 3 + [1] * 6
     for each, row, loss, response in zip(
         found, batch.input_ids, batch.loss_mask, batch.response_mask, strict=True
@@ -121,8 +119,8 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
 
 
 def test_a_conversation_depends_on_no_other(generator):
-    found = converse(generator, three_turns, PROMPTS, SAMPLING, seed=1)
-    alone = converse(
+    found = talks(generator, three_turns, PROMPTS, SAMPLING, seed=1)
+    alone = talks(
         generator, three_turns, replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
     )
 
@@ -140,7 +138,7 @@ def test_a_failure_is_the_conversations_own_until_a_batch_needs_it(generator):
             raise KeyError("lost")
         return outcome
 
-    found = converse(generator, sometimes, PROMPTS, SAMPLING, seed=1)
+    found = talks(generator, sometimes, PROMPTS, SAMPLING, seed=1)
     failed = [isinstance(each.outcome, Failure) for each in found]
     assert failed == [False] * 3 + [True] * 3 + [False] * 3
     assert found[3].outcome.reason == "KeyError: 'lost'" and len(found[3].turns) == 1
@@ -251,7 +249,7 @@ def test_what_was_sampled_from_stays_as_it_was(generator):
             tokens += (await policy.sample(tokens)).token_ids
         return Outcome(reward=0.0)
 
-    found = converse(generator, with_one_list, PROMPTS.take([0]), SAMPLING, seed=1)
+    found = talks(generator, with_one_list, PROMPTS.take([0]), SAMPLING, seed=1)
     first, second = found[0].turns
     assert list(first.prompt) == list(PROMPTS.token_ids[0])
     assert second.prompt == (*first.prompt, *first.completion.token_ids)
@@ -263,7 +261,7 @@ def test_an_episode_that_cancels_itself_fails_alone(generator):
             asyncio.current_task().cancel()
         return await one_turn(row, policy)
 
-    found = converse(generator, cancels, PROMPTS, SAMPLING, seed=1)
+    found = talks(generator, cancels, PROMPTS, SAMPLING, seed=1)
     failed = [isinstance(each.outcome, Failure) for each in found]
     assert failed == [False] * 3 + [True] * 3 + [False] * 3
 
@@ -307,20 +305,22 @@ def test_a_prompt_that_is_text_is_refused():
         check(["1+2="], SAMPLING, vocab_size=42, max_positions=64)
 
 
-def test_turns_are_in_the_order_in_which_they_were_asked_for():
-    class Slow(Engine):
-        def __init__(self):
-            pass
+def test_turns_are_in_the_order_in_which_they_were_asked_for(generator):
+    stops = {}
 
+    class Slow(Counting):
         async def sample(self, prompt, params):
-            await asyncio.sleep(0.05 if prompt == (1,) else 0)
-            text = f"{prompt} {' '.join(params.stop_strings)}"
-            return [Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", text=text)]
+            found = await super().sample(prompt, params)
+            await asyncio.sleep(0.05 if prompt == (3,) else 0)
+            stops[prompt] = params.stop_strings
+            return found
 
-    async def both():
-        await asyncio.gather(policy.sample([1]), policy.sample([2], stop="</a>"))
+    async def both(row, policy) -> Outcome:
+        await asyncio.gather(policy.sample([3]), policy.sample([4], stop="</a>"))
+        return Outcome()
 
-    policy = Sampler(Slow(), Context(TOKENIZER, [], [3]), SamplingParams(), 0)
-    asyncio.run(both())
-    assert [turn.prompt for turn in policy.turns] == [(1,), (2,)]
-    assert policy.turns[1].completion.text == "(2,) </a>", "one stop string, not four"
+    backend = Slow(model=generator.model, tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    (found,) = talks(backend, both, PROMPTS.take([0]), replace(SAMPLING, n=1), seed=1)
+    assert [turn.prompt for turn in found.turns] == [(3,), (4,)]
+    assert stops == {(4,): ("</a>",), (3,): ()} and [*stops] == [(4,), (3,)]

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,9 +164,10 @@ def test_a_cancelled_request_makes_room(make):
 
 def test_after_shutdown_there_is_nothing(make):
     backend = make(tiny_model(scale=3.0))
+    longer = [replace(each, max_new_tokens=200) for each in LONG[1:]]  # not done in one step
 
     async def main():
-        tasks = await in_the_middle(backend)
+        tasks = await in_the_middle(backend, LONG[:1] + longer)
         backend.shutdown()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         failed = [one for one in ended if isinstance(one, Exception)]

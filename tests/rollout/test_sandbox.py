@@ -21,17 +21,17 @@ from nemorl.rollout.environments.toolbox import Calculator, PythonTool, Toolbox
 from nemorl.rollout.sandbox import (
     DESCRIPTORS,
     FILES,
-    Limits,
+    ProgramLimits,
     ProgramResult,
     check_sandbox,
     parse,
     run_program,
 )
 
-SMALL = Limits(cpu=1, wall=10, memory=256 << 20, output=10_000, disk=1 << 20)
+SMALL = ProgramLimits(cpu=1, wall=10, memory=256 << 20, output=10_000, disk=1 << 20)
 
 
-def run(source: str, limits: Limits = SMALL, **options) -> ProgramResult:
+def run(source: str, limits: ProgramLimits = SMALL, **options) -> ProgramResult:
     return run_program(source, limits=limits, **options)
 
 
@@ -159,7 +159,7 @@ def test_without_a_sandbox_the_attack_succeeds(name: str, targets: Targets, tmp_
 )
 def test_a_program_ends_at_its_limits(source: str, outcome: str):
     wall = 2 if outcome == "time" else 60
-    result = run(source, Limits(cpu=1, wall=wall, memory=256 << 20, output=10_000))
+    result = run(source, ProgramLimits(cpu=1, wall=wall, memory=256 << 20, output=10_000))
     assert result.outcome == outcome or (outcome is None and result.outcome != "ok"), result
     assert (result.exit_code == 0) == (outcome == "ok"), result
     assert len(result.stdout) <= 10_000 and len(result.stderr) <= 10_000
@@ -174,7 +174,7 @@ def test_what_a_program_is_given_and_gives():
     result = run(garbage, stdin="\ud800")
     assert "\ufffd" in result.stdout and "UnicodeEncodeError" in result.stderr
     numpy = "import numpy\nprint(numpy.ones(3).sum())"
-    assert run(numpy, Limits()).stdout == "3.0\n"
+    assert run(numpy, ProgramLimits()).stdout == "3.0\n"
 
 
 def test_no_descriptor_but_those_given_and_few():
@@ -246,7 +246,7 @@ print("left")
 
 @pytest.mark.parametrize("fork", [True, False])
 def test_processes_and_threads_are_bounded_together(fork: bool):
-    limits = Limits(cpu=2, wall=20, processes=8)
+    limits = ProgramLimits(cpu=2, wall=20, processes=8)
     assert 4 <= int(run(COUNT.replace("FORK", str(fork)), limits).stdout) <= 8
     thread = "import threading as t; a = t.Thread(target=print, args=[1]); a.start(); a.join()"
     assert run(thread).stdout == "1\n", "solutions raise the stack's size so"
@@ -256,7 +256,7 @@ def test_processes_and_threads_are_bounded_together(fork: bool):
 def test_what_a_program_starts_ends_with_it(wait: str, outcome: str):
     mark = f"nemorl-daemon-{os.getpid()}-{wait}"
     source = DAEMON.replace("MARK", mark).replace("WAIT", wait)
-    result = run(source, Limits(wall=2, processes=8))
+    result = run(source, ProgramLimits(wall=2, processes=8))
     assert result.outcome == outcome, result
     assert not psutil.wait_procs(with_argument(mark), timeout=10)[1]
 
@@ -274,7 +274,7 @@ def test_a_program_ends_with_the_process_that_runs_it(tmp_path: Path):
     script = f"""
 from nemorl.rollout.sandbox import *
 run_program("import time; time.sleep(1000)", arguments=["nemorl-{os.getpid()}"],
-            limits=Limits(wall=1000))
+            limits=ProgramLimits(wall=1000))
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its folder is left
     with subprocess.Popen([sys.executable, "-c", script], env=environment) as run:

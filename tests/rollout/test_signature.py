@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from nemorl.data.datasets import load_rows
+from nemorl.rollout.calls import read_signature
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.signature import read_signature
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 seen: list[tuple] = []

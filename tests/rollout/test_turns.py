@@ -1,5 +1,6 @@
 """Conversations of several turns: contexts, environments of batches and of classes, failures."""
 
+import asyncio
 import threading
 import time
 from dataclasses import fields, replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nemorl.losses import advantages
-from nemorl.rollout.collect import collect, join, to_token_batch, turn_numbers, turn_returns
+from nemorl.rollout.collect import collect, join, turn_numbers, turn_returns
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Limits, Outcome
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -34,7 +35,7 @@ def test_what_a_class_is_told_follows_what_it_heard(generator):
     assert found.num_turns.tolist() == [3] * 9 and Count.opened == Count.closed == 9
     assert found.rewards.tolist() == [6.0] * 9 and found.metrics == {"turn": 3.0}
     assert not found.failed
-    batch = to_token_batch(found)
+    batch = found.to_batch()
     turns = turn_numbers(found, batch)
     assert turns.amax(-1).tolist() == [3] * 9
     assert torch.equal(turns > 0, batch.loss_mask)
@@ -72,7 +73,7 @@ def test_a_limit_on_turns_or_tokens_ends_a_conversation(generator):
         limited = replace(PROMPTS, limits=Limits(max_tokens=13))
         found = collect(generator, environment, limited, SAMPLING, seed=1)
         assert found.truncated.all() and found.num_turns.max() <= 3
-        assert to_token_batch(found).lengths.max() <= 13
+        assert found.to_batch().lengths.max() <= 13
 
 
 def test_an_episode_whose_context_is_full_is_truncated(generator):
@@ -100,7 +101,7 @@ def test_returns_of_turns_and_their_groups(generator):
 
 def test_a_turns_advantage_is_at_its_tokens(generator):
     found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
-    batch = to_token_batch(found)
+    batch = found.to_batch()
     turns = turn_numbers(found, batch)
     values = torch.arange(27.0)
     placed = advantages.to_turns(values, turns, batch.loss_mask)
@@ -244,7 +245,7 @@ def test_batches_of_several_turns_get_the_stop_strings(generator):
     sampling = replace(SAMPLING, stop_strings=tuple("0123456789+="))
     found = collect(generator, Hears(), PROMPTS, sampling, seed=1)
     assert any(text.endswith(sampling.stop_strings) for text in heard)
-    assert len(to_token_batch(found)) == 9, "no turn was tokenized again"
+    assert len(found.to_batch()) == 9, "no turn was tokenized again"
 
 
 class Hushes:
@@ -282,16 +283,98 @@ def test_an_environment_ends_the_next_response_at_a_string(generator, environmen
     assert any(len(each.turns[1].completion.token_ids) < 8 for each in found.conversations)
 
 
-def test_a_reward_has_as_long_as_it_needs(generator):
-    """Also where conversations may have several turns."""
+def test_each_response_has_the_limit_of_a_reward(generator):
+    """All together may take longer."""
 
     def slow(response: str) -> float:
-        time.sleep(0.02)
+        time.sleep(0.12)
         return 1.0
 
-    limited = replace(PROMPTS, limits=Limits(timeout_s=0.01, max_turns=3))
+    limited = replace(PROMPTS, limits=Limits(timeout_s=1.0, max_turns=3))
     found = collect(generator, FunctionalRewardWrapper(slow), limited, SAMPLING, seed=1)
     assert not found.failed and found.rewards.tolist() == [1.0] * 9
+
+
+def waits(response: str) -> float:
+    threading.Event().wait()
+    return 0.0
+
+
+def waits_for_all(prompts: list[str], responses: list[str]) -> list[float]:
+    threading.Event().wait()
+    return []
+
+
+async def awaits(response: str) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+async def awaits_for_all(responses: list[str]) -> list[float]:
+    return [await awaits(each) for each in responses]
+
+
+async def blocks(response: str) -> float:
+    return waits(response)
+
+
+class Processes(FunctionalRewardWrapper):
+    def global_post_process_and_metrics(self, batch):
+        threading.Event().wait()
+
+
+async def talks_on(row, policy) -> Outcome:
+    await policy.sample(policy.prompt)
+    await asyncio.Event().wait()
+    return Outcome()
+
+
+async def blocks_all(row, policy) -> Outcome:
+    await policy.sample(policy.prompt)
+    threading.Event().wait()
+    return Outcome()
+
+
+class Blocks:
+    async def step(self, response):
+        threading.Event().wait()
+
+
+ENDLESS = [
+    *(
+        (make_environment(fn), f"reward '{fn.__name__}' must end within 0.2 s")
+        for fn in (waits, waits_for_all, awaits, awaits_for_all, blocks)
+    ),
+    (make_environment([waits, awaits]), "reward 'waits' must end within 0.2 s"),
+    (Processes(lambda response: 0.0), "'Processes': global_post_process_and_metrics must end"),
+    (talks_on, "episode 'talks_on' must end within 0.2 s"),
+    (blocks_all, "episode 'blocks_all' must not block the event loop for 0.2 s"),
+    (make_environment(Blocks), "environment 'Blocks' must not block the event loop for 0.2 s"),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=lambda each: str(each)[:30])
+def test_code_of_the_users_that_never_ends_ends_the_run(generator, environment, message):
+    limited = replace(PROMPTS, limits=Limits(timeout_s=0.2))
+    with pytest.raises(TimeoutError, match=rf"{message}.*rollout\.timeout_s"):
+        collect(generator, environment, limited, SAMPLING, seed=1)
+
+
+def test_an_async_reward_that_never_ends_fails_its_conversation_alone(generator):
+    async def judge(response: str, answer: str) -> float:
+        return await awaits(response) if answer == "2" else 1.0
+
+    limited = replace(PROMPTS, limits=Limits(timeout_s=0.5))
+    found = collect(generator, FunctionalRewardWrapper(judge), limited, SAMPLING, seed=1)
+    assert found.group_id.tolist() == [0] * 3 + [2] * 3 and len(found.failed) == 3
+
+
+def test_what_takes_long_is_shown(generator, monkeypatch):
+    monkeypatch.setattr("nemorl.rollout.calls.SHOWN_S", 0.1)
+    limited = replace(PROMPTS, limits=Limits(timeout_s=0.3))
+    message = r"waiting for reward 'waits' for 0\.1 s \(9 conversations; rollout\.timeout_s is 0\.3"
+    with pytest.warns(UserWarning, match=message), pytest.raises(TimeoutError):
+        collect(generator, make_environment(waits), limited, SAMPLING, seed=1)
 
 
 def test_an_environment_that_blocks_stops_no_other(generator):

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.generation import Weights
-from nemorl.rollout.rounds import blocking
 
 
 def update(

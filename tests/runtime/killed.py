@@ -173,7 +173,7 @@ def with_prompts_ahead(run: Any, steps: Any) -> None:
         now, following = following, prompts.next(3, ahead=1)
         responses = step.sample(now, n=4)
         step.log({"other": float(step.sample(mixed.next(2)).rewards.mean())})
-        learn(run, step, responses)
+        learn(step, responses)
 
 
 def with_responses_ahead(run: Any, steps: Any) -> None:
@@ -181,7 +181,7 @@ def with_responses_ahead(run: Any, steps: Any) -> None:
     prompts, following = run.prompts(), None
     for step in steps:
         responses = following or step.sample(prompts.next(3), n=4)
-        learn(run, step, responses)
+        learn(step, responses)
         following = step.sample(prompts.next(3, ahead=1), n=4)
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from nemorl.checks import closest, refuse_unused, require
 from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_environment, require_reward
+from nemorl.rollout.calls import is_async, name_of
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import (
     EnvironmentInterface,
@@ -18,7 +19,6 @@ from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import LIMITS, LeadsConversations, limits_read, named
 from nemorl.rollout.episodes import Environment as Environment
-from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import function_of
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
@@ -83,7 +83,7 @@ def check_limits(
 
     by_turn: whether turns have advantages of their own, for which a reward is discounted, too.
     """
-    read = limits_read(environment, rollout.max_turns)
+    read = limits_read(environment)
     read |= {"discount"} if by_turn and "max_turns" in read else set()
     one = isinstance(environment, EnvironmentInterface) and not read
     what = "a reward, which judges one response" if one else named(environment)

@@ -10,19 +10,18 @@ from typing import Any, Protocol, runtime_checkable
 from nemorl.checks import as_number, require, short
 from nemorl.data.rows import Row, own_copy
 from nemorl.data.templates import Message
+from nemorl.rollout.calls import ENVIRONMENT, blocking, name_of
+from nemorl.rollout.cohort import Cohort
 from nemorl.rollout.conversation import (
     DEFAULT_TURNS,
     ContextFull,
     Episode,
-    Limits,
     Outcome,
     Policy,
 )
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
-from nemorl.rollout.episodes import judged, whole
-from nemorl.rollout.rounds import Rounds, blocking, caller
-from nemorl.rollout.signature import ENVIRONMENT, name_of
+from nemorl.rollout.episodes import whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +109,7 @@ class ClassEnvironment:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ("max_turns", "timeout_s", *["discount"] * self.has("step"))
+        return ("max_turns", *["discount"] * self.has("step"))
 
     def has(self, method: str) -> bool:
         return callable(getattr(self.kind, method, None))
@@ -126,19 +125,18 @@ class ClassEnvironment:
         if (check := getattr(self.judge, "check", None)) is not None:
             check([beside(row, self.kind) for row in rows])
 
-    def episode(self, rounds: Rounds, limits: Limits) -> Episode:
-        judge = None if self.judge is None else partial(judged, self.judge)
-        call = caller(rounds, f"environment {self.name!r}", limits.timeout_s)
+    def episode(self, cohort: Cohort) -> Episode:
+        call = cohort.call
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
             async with (
-                rounds.room(self._room()) as make,
+                cohort.room(self._room()) as make,
                 self._opened(make, row, policy, call) as (environment, messages),
             ):
                 usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
                 if self.has("init"):  # some say 1 and have more
                     usual = max(usual, DEFAULT_TURNS)
-                most = limits.max_turns or usual
+                most = cohort.limits.max_turns or usual
                 if self.has("step"):
                     read = _skyrl_result if self.has("init") else turn_result
                     outcome = await _led(environment.step, messages, policy, call, most, read)
@@ -147,10 +145,8 @@ class ClassEnvironment:
                     measured = numbers_in(await call(environment.get_metrics))
                     return replace(outcome, metrics={**outcome.metrics, **measured})
                 log, outcome = await use_tools(environment, messages, policy, call, most)
-                if judge is not None:
-                    after = await rounds.together(
-                        judge, (log, beside(row, environment)), owner=self.judge
-                    )
+                if self.judge is not None:
+                    after = await cohort.ask_together((log, beside(row, environment)))
                     outcome = replace(
                         outcome,
                         reward=after.reward,
@@ -159,7 +155,7 @@ class ClassEnvironment:
                     )
                 if self.has("get_reward"):
                     own, parts = as_number(await call(environment.get_reward)), outcome.components
-                    if judge is not None and not parts:
+                    if self.judge is not None and not parts:
                         parts = {getattr(self.judge, "name", "reward"): outcome.reward}
                     parts = {**parts, "get_reward": own}
                     outcome = replace(outcome, reward=outcome.reward + own, components=parts)

@@ -11,10 +11,10 @@ from threading import Semaphore
 from typing import Any
 
 from nemorl.checks import at_least, short
-from nemorl.rollout.sandbox import Limits, check_sandbox, parse, run_program
+from nemorl.rollout.sandbox import ProgramLimits, check_sandbox, parse, run_program
 
 MAX_BITS, MAX_CHARACTERS = 1024, 1000
-LIMITS = Limits(cpu=5, wall=10.0)
+LIMITS = ProgramLimits(cpu=5, wall=10.0)
 PROGRAMS_AT_A_TIME = Semaphore(len(os.sched_getaffinity(0)))
 PLACE_S = 30.0
 """Longest wait for a place; then the model gets a message that says so."""
@@ -73,7 +73,7 @@ OPERATORS: dict[type, Any] = {
 class PythonTool:
     """A tool that runs programs in the sandbox."""
 
-    limits: Limits = LIMITS
+    limits: ProgramLimits = LIMITS
     longest: int = 2000
     """Characters of a result; longer ones lose their middle."""
 

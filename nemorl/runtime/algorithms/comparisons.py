@@ -22,7 +22,7 @@ from nemorl.losses.preference import sequence_logprobs
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
-from nemorl.runtime.algorithms.common import in_chunks
+from nemorl.runtime.algorithms.sft import in_chunks
 from nemorl.runtime.config.offline import (
     DPOConfig,
     KTOLoss,

@@ -3,7 +3,6 @@
 from nemorl.data.comparisons import collate_together
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import in_chunks
 from nemorl.runtime.algorithms.comparisons import (
     Comparisons,
     baseline,
@@ -15,6 +14,7 @@ from nemorl.runtime.algorithms.comparisons import (
     with_reference,
     with_reference_logprobs,
 )
+from nemorl.runtime.algorithms.sft import in_chunks
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.samples import Samples
 
@@ -48,8 +48,7 @@ def dpo(run: OpenRun) -> None:
             if train.mismatched:
                 kl = baseline(run.trainer, [train.mismatched[i] for i in rows], config)
                 step.log({"kl_baseline": kl})
-        with step.timed("train"):
-            step.log(run.trainer.train_step(batch, make_loss(config, batch, kl)))
+        step.train(batch, make_loss(config, batch, kl))
 
 
 def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Samples]:

@@ -22,8 +22,8 @@ from nemorl.losses.importance import importance_weights, interpolated_logprobs, 
 from nemorl.losses.policy import entropy_bonus, kl_loss, log_ratio_penalty
 from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.rollout.calls import name_of
 from nemorl.rollout.collect import Rollouts, turn_numbers, turn_returns
-from nemorl.rollout.signature import name_of
 from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
 from nemorl.runtime.config.tree import settings_of
 

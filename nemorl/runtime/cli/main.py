@@ -48,10 +48,9 @@ from nemorl.runtime.config.tree import (
 )
 from nemorl.runtime.config.yaml_io import CODE, Trust, read
 from nemorl.runtime.ranks import is_follower, torchrun_size
-from nemorl.runtime.run.receipts import ReceiptError
 from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.files import memory_advice
+from nemorl.runtime.store.files import ReceiptError, memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
 from nemorl.user_code import ExitInUserCode, module_of
 

@@ -18,6 +18,7 @@ from nemorl.models.capabilities import Proof
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.source import ModelSource
 from nemorl.models.tiny import SIZES, tiny_config, tiny_model
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import (
     Completion,
@@ -30,7 +31,6 @@ from nemorl.rollout.generation import (
     seeded,
     text_before,
 )
-from nemorl.rollout.rounds import blocking
 from nemorl.runtime.engines.spec import check_arguments, check_machine, engine_spec
 from nemorl.runtime.engines.weights import Place, current_device, started
 

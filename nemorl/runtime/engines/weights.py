@@ -39,9 +39,9 @@ from nemorl.models.tensor_files import (
     tensor_checksum,
 )
 from nemorl.parallel.backend import InTurns, TrainingBackend
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.conversation import with_last
 from nemorl.rollout.generation import GenerationBackend, InFlight, SamplingParams, WeightSource
-from nemorl.rollout.rounds import blocking
 from nemorl.runtime.store.files import FailedAlone, reason_of
 
 WAYS = {

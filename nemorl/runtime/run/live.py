@@ -23,9 +23,9 @@ from nemorl.parallel.measure import profile_folder
 from nemorl.parallel.planner.sharing import Sharing
 from nemorl.parallel.proving import proved_now
 from nemorl.parallel.world import DTYPES
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend, GenerationTraits
-from nemorl.rollout.rounds import blocking
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.yaml_io import without_secrets
@@ -422,7 +422,7 @@ class Live:
 
     def callbacks(self, run: OpenRun) -> list[Callback]:
         launch = self.launch
-        launch.log.total_steps = run.num_steps
+        launch.log.total_steps = run.progress.last_step
         before, after = own_callbacks(launch, exported(launch, run.view.backends))
         self.stack.enter_context(closing([*before, *after]))
         return [launch.log, *launch.callbacks, *before, *after]

@@ -51,7 +51,7 @@ def open_run(
 
         with open_run(SFTConfig(...)) as run:
             for step in run.steps(100):
-                step.log(run.trainer.train_step(next_batch(), loss_fn))
+                step.train(next_batch(), loss_fn)
     """
     if is_follower():
         _follow(config)

@@ -20,7 +20,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -146,7 +145,7 @@ def begin(
         save_file(tensors, temporary / "rng.safetensors")
         (temporary / "rng.json").write_text(json.dumps(values))
         about = {"algorithm": _algorithm(run), "backends": list(run.backends)}
-        state = {**about, **asdict(run.state)}
+        state = {**about, **run.state.saved()}
         (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return publish
 

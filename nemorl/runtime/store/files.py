@@ -11,24 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from nemorl.user_code import end_fork
+
 TEMPORARY = ".tmp-"
 """Begins the name of a file or folder that is not complete."""
-HOLDERS: dict[str, int] = {}
-"""The process that holds the lock of a run's folder, by the folder: a fork of it has them, too."""
 
 
 def check_writer(path: Path) -> None:
     """End this process if it is a fork of the one that holds the run: two would tear its files."""
-    place = os.path.abspath(path)  # noqa: PTH100, as links stay
-    for folder, holder in list(HOLDERS.items()):
-        if holder != os.getpid() and f"{place}/".startswith(f"{folder}/"):
-            text = (
-                f"process {os.getpid()} ends: it is a fork of process {holder}, whose run writes"
-                f" {folder}, and came back from a reward, a loss or a callback: end forked children"
-                " with os._exit\n"
-            )
-            os.write(2, text.encode(errors="backslashreplace"))
-            os._exit(1)
+    end_fork(os.path.abspath(path))  # noqa: PTH100, as links stay
 
 
 class NotWritten(OSError):
@@ -139,6 +130,10 @@ def _remove_if_dead(mark: Path) -> None:
 
 
 LOG_LINES = 10
+
+
+class ReceiptError(RuntimeError):
+    """Raised where a receipt does not hold."""
 
 
 class WorkerError(RuntimeError):

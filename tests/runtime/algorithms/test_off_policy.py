@@ -14,7 +14,6 @@ import nemorl
 from nemorl.losses import clipped, importance_weights, interpolated_logprobs, log_ratio_penalty
 from nemorl.losses.types import LossOutput, finalize, needs_of
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.conversation import Turn
 from nemorl.runtime.algorithms import grpo
 from nemorl.runtime.algorithms.policy_loss import make_loss
@@ -67,7 +66,7 @@ def stale_batch() -> nemorl.TokenBatch:
             logprobs=logprobs,
         )
         changed.append(replace(each, turns=(Turn(prompt=[3, 4], completion=completion),)))
-    batch = to_token_batch(replace(one, conversations=changed))
+    batch = replace(one, conversations=changed).to_batch()
     weights = batch.loss_mask / batch.loss_mask.sum()
     advantages = torch.where(batch.loss_mask, torch.tensor([[1.0], [-0.5], [-0.5]]), 0.0)
     return replace(batch, advantages=advantages, loss_weights=weights)

@@ -22,15 +22,15 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, 
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.collect import Rollouts, sampled_hashes
 from nemorl.rollout.conversation import Conversation, Outcome, Turn
 from nemorl.rollout.generation import Completion
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms.policy_loss import policy_loss
-from nemorl.runtime.algorithms.receipts import TokenReceipt, sampled_hashes, with_receipts
 from nemorl.runtime.config.grpo import ReceiptsConfig
-from nemorl.runtime.run.receipts import ReceiptError, Receipts
+from nemorl.runtime.run.receipts import Receipts, TokenReceipt, with_receipts
 from nemorl.runtime.run.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
+from nemorl.runtime.store.files import ReceiptError
 from tests.ranks import run_ranks
 from tests.runtime.runs import grpo_config, of_phase, start
 from tests.tiny_models import tiny_model
@@ -158,9 +158,9 @@ def proved(
             total_steps=1,
         )
     )
-    rollouts = conversations()
-    receipt = TokenReceipt(rollouts, torch.tensor([True, True, True, True]))
-    batch = FAULTS[fault](to_token_batch(rollouts))
+    batch, receipt = conversations().to_batch(weights=token_mean_weights), TokenReceipt()
+    receipt.expect(batch)
+    batch = FAULTS[fault](batch)
     batch = replace(
         batch,
         loss_weights=token_mean_weights(batch.loss_mask),
@@ -169,7 +169,7 @@ def proved(
     loss_fn = with_receipts(policy_loss(policy.clipped))
     try:
         metrics = backend.train_step(segments_apart(batch)[0], loss_fn)
-        logged = receipt.add(metrics, torch.arange(4))
+        logged = receipt.add(metrics)
         assert "loss" in logged and not [name for name in logged if "receipts" in name]
         return receipt.check(Receipts(ReceiptsConfig()), 7)
     except ReceiptError as error:
@@ -217,9 +217,8 @@ def test_a_model_in_bfloat16_leaves_the_samplers_logprobs_as_they_are(tmp_path: 
 
 def test_the_sum_is_exact_however_many_parts_there_are():
     """In float64, too, in which parts come from other devices."""
-    rollouts = conversations()
-    hashes, counts = sampled_hashes(rollouts)
-    assert counts.tolist() == [6, 6, 10, 9] and int(hashes.max()) < 2**32
+    hashes = sampled_hashes(conversations().conversations)
+    assert int((hashes > 0).sum()) == 6 + 6 + 10 + 9 and int(hashes.max()) < 2**32
     parts = [Sum(torch.tensor(float(2**32 - 1), dtype=torch.float64))] * 10_000
     total = parts[0]
     for each in parts[1:]:

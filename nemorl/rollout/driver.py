@@ -1,0 +1,214 @@
+"""The driver of conversations: tasks on one event loop, in a thread of its own."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import wait
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from nemorl.checks import warn
+from nemorl.rollout.calls import BatchCalls, EventLoop
+from nemorl.rollout.cohort import Cohort
+from nemorl.rollout.conversation import (
+    Conversation,
+    EnvironmentTimeout,
+    Failure,
+    Limits,
+    Prompts,
+)
+from nemorl.rollout.episodes import (
+    Environment,
+    check_environment,
+    episode_of,
+    judge_of,
+    judged,
+    named,
+)
+from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+
+ATTEMPTS = 3
+"""How often a failed conversation is begun at most, where its group needs it."""
+THREADS = 64
+"""Calls of environments' methods that block, at a time."""
+STOP_S = 30.0
+"""Longest wait for the end of what is in flight."""
+LOOK_S = 1.0
+"""How often one who waits looks whether user code blocks the event loop."""
+Groups = tuple[int, ...]
+
+
+class _Awake:
+    """A generator whose new requests wait while it sleeps."""
+
+    def __init__(self, generator: GenerationBackend) -> None:
+        self.engine, self.awake = generator, asyncio.Event()
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        while not self.awake.is_set():  # it may sleep again before this task goes on
+            await self.awake.wait()
+        return await self.engine.sample(prompt, params)
+
+
+class Driver:
+    """Leads conversations, `sampling.n` about each prompt, while the caller waits or does something
+    else, such as a trainer's step. An engine in this process computes in the driver's thread.
+
+    Prompts that are begun together are a cohort: their conversations are judged together, and end
+    as a whole.
+    """
+
+    def __init__(
+        self,
+        generator: GenerationBackend,
+        environment: Environment,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        most_failed: float = 1.0,
+    ) -> None:
+        """most_failed: share of a cohort that may fail; with more none begins again."""
+        check_environment(environment)
+        self.generator, self.environment = _Awake(generator), environment
+        self.sampling, self.seed, self.most_failed = sampling, seed, most_failed
+        self._name, judge = named(environment), judge_of(environment)
+        self._judge: BatchCalls | None = None
+        if judge is not None:
+            alone = getattr(judge, "each_alone", False)
+            step = f"{named(judge)}: step"
+            self._judge = BatchCalls(partial(judged, judge), step, each_alone=alone)
+        self._free = asyncio.Semaphore(THREADS)
+        self._tasks: dict[Groups, asyncio.Task[None]] = {}
+        self._ended: SimpleQueue[tuple[Groups, list[Conversation] | BaseException]] = SimpleQueue()
+        self._loop = EventLoop("nemorl-rollouts", lambda error: self._ended.put(((), error)))
+        self._limit_s = Limits().timeout_s
+        self._closed = self._blocked = False
+
+    def begin(self, prompts: Sequence[Prompts]) -> None:
+        """Begin a cohort with each of the prompts."""
+        self._do(self._begin(prompts))
+
+    def resume(self) -> None:
+        self._do(self._set_awake(True))
+
+    def pause(self) -> None:
+        self._do(self._set_awake(False))
+
+    def stop(self, groups: Sequence[int]) -> None:
+        """End the cohorts of groups without a result."""
+        self._do(self._stop(lambda cohort: not {*cohort}.isdisjoint(groups)))
+
+    def next_ended(self) -> tuple[Groups, list[Conversation]]:
+        """Wait for a cohort that has ended, and return its groups' numbers and its conversations.
+
+        Raises: an error of the engine; EnvironmentTimeout for user code that blocks the event loop.
+        """
+        while True:
+            try:
+                groups, found = self._ended.get(timeout=LOOK_S)
+            except Empty:
+                self._check_loop()
+                continue
+            if isinstance(found, BaseException):
+                raise found
+            return groups, found
+
+    def ended(self) -> list[tuple[Groups, list[Conversation]]]:
+        return [self.next_ended() for _ in range(self._ended.qsize())]
+
+    def close(self) -> None:
+        """End what is in flight. May be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._blocked:
+            self._do(self._stop(lambda _: True))
+            self._loop.close()
+            self._loop.thread.join(STOP_S)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop.loop)
+        while not wait([future], LOOK_S).done:
+            self._check_loop()
+        future.result()
+
+    def _check_loop(self) -> None:
+        if self._loop.blocked(self._limit_s):
+            self._blocked = True
+            raise EnvironmentTimeout(
+                f"{self._name} must not block the event loop for {self._limit_s:g} s"
+                " (rollout.timeout_s), but did: await what takes long, or call it by"
+                " asyncio.to_thread"
+            )
+
+    async def _set_awake(self, awake: bool) -> None:
+        self.generator.awake.set() if awake else self.generator.awake.clear()
+
+    async def _begin(self, prompts: Sequence[Prompts]) -> None:
+        if self._judge:
+            self._judge.renew()
+        for each in prompts:
+            self._limit_s = each.limits.timeout_s
+            self._tasks[tuple(each.groups)] = asyncio.create_task(self._lead(each))
+
+    async def _stop(self, which: Callable[[Groups], bool]) -> None:
+        tasks = [self._tasks.pop(cohort) for cohort in [*filter(which, self._tasks)]]
+        for task in tasks:
+            task.cancel()
+        late = (await asyncio.wait(tasks, timeout=STOP_S))[1] if tasks else ()
+        if late:
+            warn(
+                f"{len(late)} conversation groups still run {STOP_S:g} s after they were cancelled:"
+                " an environment closes slowly, or catches asyncio.CancelledError and does not"
+                " raise it again"
+            )
+
+    async def _lead(self, prompts: Prompts) -> None:
+        groups, task = tuple(prompts.groups), asyncio.current_task()
+        found: list[Conversation] | BaseException
+        try:
+            found = await self._conversations(prompts)
+        except asyncio.CancelledError as error:
+            if self._tasks.get(groups) is not task:  # `stop` did it
+                raise
+            found = RuntimeError("a conversation was cancelled by its own environment or episode")
+            found.__cause__ = error
+        except BaseException as error:
+            found = error
+        if self._tasks.get(groups) is task:  # else `stop` came before
+            del self._tasks[groups]
+            self._ended.put((groups, found))
+
+    async def _conversations(self, prompts: Prompts) -> list[Conversation]:
+        """Return conversations row by row. One that fails begins again with another seed where less
+        than two members of its group are left.
+        """
+        size = self.sampling.n
+        places = [(index, member) for index in range(len(prompts)) for member in range(size)]
+        found: dict[tuple[int, int], Conversation] = {}
+        attempt, missing = 0, places
+        while missing and attempt < ATTEMPTS:
+            cohort = Cohort(
+                generator=self.generator,
+                prompts=prompts,
+                sampling=self.sampling,
+                seed=self.seed,
+                name=self._name,
+                judge=self._judge,
+                free=self._free,
+                attempt=attempt,
+            )
+            episode = episode_of(self.environment, cohort)
+            timed = episode is self.environment
+            found |= zip(missing, await cohort.run(episode, missing, timed=timed), strict=True)
+            missing, attempt = self._missing(found), attempt + 1
+        return [found[place] for place in places]
+
+    def _missing(self, found: Mapping[tuple[int, int], Conversation]) -> list[tuple[int, int]]:
+        """Return the failed members of groups in which less than two are left to compare."""
+        failed = [place for place, each in found.items() if isinstance(each.outcome, Failure)]
+        if len(failed) > self.most_failed * len(found):
+            return []
+        left = Counter(index for index, _ in found.keys() - {*failed})
+        return [place for place in failed if left[place[0]] < min(2, self.sampling.n)]

@@ -37,6 +37,7 @@ from nemorl.runtime.engines.weights import Place, current_device, started
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+    from transformers import PretrainedConfig
 
     from nemorl.runtime.engines.replicas import Replicas, Request
     from nemorl.runtime.engines.spec import Sample
@@ -277,7 +278,7 @@ ENGINE_SIZES = {
 """Sizes of a tiny model that vLLM's kernels for CPUs take."""
 
 
-def prove_engine(config: Any) -> Proof:
+def prove_engine(config: PretrainedConfig) -> Proof:
     """Start vLLM with a tiny model of a configuration, in about a minute, and compare its logprobs
     with those of transformers' plain code: with the first weights, and with others after an update.
     """
@@ -286,7 +287,7 @@ def prove_engine(config: Any) -> Proof:
     return proof_of(lambda: _sampled(tiny_config(config, ENGINE_SIZES)))
 
 
-def _sampled(config: Any) -> float:
+def _sampled(config: PretrainedConfig) -> float:
     from nemorl.models.adapters import merged_tensors
     from nemorl.parallel.proving import sampled_differ, samples
 

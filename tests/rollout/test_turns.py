@@ -353,7 +353,7 @@ ENDLESS = [
 ]
 
 
-@pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=[each[1] for each in ENDLESS])
 def test_code_of_the_users_that_never_ends_ends_the_run(generator, environment, message):
     limited = replace(PROMPTS, limits=Limits(timeout_s=0.2))
     with pytest.raises(TimeoutError, match=rf"{message}.*rollout\.timeout_s"):

@@ -25,7 +25,7 @@ from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
 from nemorl.runtime.algorithms.common import in_chunks
 from nemorl.runtime.config.dpo import DPOConfig, KTOLoss, ORPOLoss, PreferenceLossConfig, SimPOLoss
 from nemorl.runtime.run.data import within_limit
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples, spread
 from nemorl.runtime.watch.log import waiting
 
@@ -138,7 +138,7 @@ def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> float
 
 
 def samples(
-    run: OpenRun,
+    run: Run,
     examples: Sequence[Example],
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],

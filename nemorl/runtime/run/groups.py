@@ -224,7 +224,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`."""
+        """See `Run.sampling`."""
         run, nested = self.run, self._awake
         generator: GenerationBackend = run.generator
         # Of what is in flight, no token may have the trainer's new weights and the old version:

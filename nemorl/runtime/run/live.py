@@ -33,7 +33,7 @@ from nemorl.runtime.engines.weight_sync import TrainerWeights, check_agreement
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
 from nemorl.runtime.run.launch import Launch, changes, generation_config, kept, model_config_of
-from nemorl.runtime.run.loop import OpenRun, Parts
+from nemorl.runtime.run.loop import Parts, Run
 from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.run.registry import (
     get_generation_backend,
@@ -44,7 +44,7 @@ from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop, ExportCallb
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
 from nemorl.runtime.store.files import writing
-from nemorl.runtime.store.state import POLICY, LoopState, Run
+from nemorl.runtime.store.state import POLICY, LoopState
 from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
 from nemorl.runtime.watch.callbacks import Callback, closing
 from nemorl.runtime.watch.display import make_display
@@ -61,7 +61,7 @@ class Backends:
     """The backends of a run, the policy's and others: on its ranks, or on ranks of their own."""
 
     launch: Launch
-    run: OpenRun
+    run: Run
     found: Path | None
     """The checkpoint to go on from."""
     ranks: Any
@@ -345,7 +345,7 @@ class Live:
         self._fit: tuple[Fit | None] | None = None
         self._sharing: tuple[Sharing | None] | None = None
 
-    def parts(self, run: OpenRun) -> Parts:
+    def parts(self, run: Run) -> Parts:
         """Load the model, start the engine, and take over the last checkpoint."""
         launch, config, directory = self.launch, self.launch.config, self.launch.directory
         check_generation(launch, run)
@@ -393,10 +393,10 @@ class Live:
             shares_weights=shared,
         )
 
-    def prepared(self, run: OpenRun, order: BackendOrder) -> BackendOrder:
+    def prepared(self, run: Run, order: BackendOrder) -> BackendOrder:
         return self._of(run).prepared(order)
 
-    def backend(self, run: OpenRun, order: BackendOrder) -> Any:
+    def backend(self, run: Run, order: BackendOrder) -> Any:
         """Load another backend, as the last checkpoint left it if it trains."""
         own = self._released[order.name] = self.stack.enter_context(ExitStack())
         backend = own.enter_context(self._of(run).other(order))
@@ -408,9 +408,7 @@ class Live:
         """Shut a backend down."""
         self._released.pop(name).close()
 
-    def make_room(
-        self, run: OpenRun, backends: Iterable[Any], *, keep_weights: bool = False
-    ) -> None:
+    def make_room(self, run: Run, backends: Iterable[Any], *, keep_weights: bool = False) -> None:
         """Offload backends, or empty their caches where engines share their GPUs."""
         sharing = self.sharing(run)
         asked = self.launch.config.trainer.offload_during_generation
@@ -421,7 +419,7 @@ class Live:
             elif self._share(run) and has_method(self.launch, backend, "empty_cache"):
                 backend.empty_cache()
 
-    def sharing(self, run: OpenRun) -> Sharing | None:
+    def sharing(self, run: Run) -> Sharing | None:
         """Return how trainer and engines share GPUs, if known."""
         if self._sharing is None:
             launch, engines, found = self.launch, self._engines(run), None
@@ -436,7 +434,7 @@ class Live:
             self._sharing = (found,)
         return self._sharing[0]
 
-    def fit(self, run: OpenRun) -> Fit | None:
+    def fit(self, run: Run) -> Fit | None:
         """Return what was chosen for the memory of the GPUs, if it is known."""
         if self._fit is None:
             launch, found = self.launch, None
@@ -447,24 +445,24 @@ class Live:
             self._fit = (found,)
         return self._fit[0]
 
-    def _share(self, run: OpenRun) -> bool:
+    def _share(self, run: Run) -> bool:
         engines = self._engines(run)
         return engines is not None and self.launch.devices.shares_gpus(engines)
 
-    def _engines(self, run: OpenRun) -> GenerationConfig | None:
+    def _engines(self, run: Run) -> GenerationConfig | None:
         launch = self.launch
         if not run.generates:
             return None
         return generation_config(launch.config, launch.directory, launch.devices)
 
-    def callbacks(self, run: OpenRun) -> list[Callback]:
+    def callbacks(self, run: Run) -> list[Callback]:
         launch = self.launch
         launch.log.total_steps = run.num_steps
-        before, after = own_callbacks(launch, exported(launch, run.view.backends))
+        before, after = own_callbacks(launch, exported(launch, run.backends))
         self.stack.enter_context(closing([*before, *after]))
         return [launch.log, *launch.callbacks, *before, *after]
 
-    def _of(self, run: OpenRun) -> Backends:
+    def _of(self, run: Run) -> Backends:
         if self._backends is None:
             launch, ranks = self.launch, ranks_of(self.launch)
             if ranks is not None:  # they last until the run ends, whichever backend starts them
@@ -533,7 +531,7 @@ def own_callbacks(
     return before, after
 
 
-def check_generation(launch: Launch, run: OpenRun) -> None:
+def check_generation(launch: Launch, run: Run) -> None:
     """Refuse settings about generation that do not fit the run."""
     config = launch.config
     recording = [name for name, traits in TRAITS.items() if traits.records_experts]
@@ -644,13 +642,12 @@ def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> Mod
     return ModelSource(model, device=device, dtype=dtype)
 
 
-def resumed(launch: Launch, run: OpenRun, trainer: Any) -> tuple[LoopState, Path | None]:
+def resumed(launch: Launch, run: Run, trainer: Any) -> tuple[LoopState, Path | None]:
     """Load the last whole checkpoint, if the run is resumed, and return its state and folder."""
     config, directory, state = launch.config, launch.directory, run.state
     found = None
     if config.run.resume:
-        fresh = Run(config, trainer, None, run.tokenizer, state, directory.path)
-        found = checkpoint.load_latest(directory.path, fresh)
+        found = checkpoint.load_latest(directory.path, config, trainer)
     if found is not None:
         state = found[1]
         for change in changes(directory.config, config):

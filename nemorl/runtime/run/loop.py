@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from nemorl.data.rows import Row, RowOrder, StreamedRows
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, finalize, merge
+from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Rollouts, collect
 from nemorl.rollout.conversation import Conversation, Prompts, segments_of
@@ -42,7 +43,7 @@ from nemorl.runtime.run.samples import (
 )
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
-from nemorl.runtime.store.state import LoopState, OpenGroup, Run
+from nemorl.runtime.store.state import POLICY, LoopState, OpenGroup
 from nemorl.runtime.watch.callbacks import (
     Callback,
     StopTraining,
@@ -51,6 +52,10 @@ from nemorl.runtime.watch.callbacks import (
     update_in_progress,
 )
 
+if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
+    from nemorl.parallel.backend import FullTrainingBackend
+
+Config = TypeVar("Config", bound=BaseConfig, covariant=True)
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
 STEP, VALIDATION = 0, 1
@@ -61,7 +66,7 @@ STEP, VALIDATION = 0, 1
 class Parts:
     """What is live from the first use of the trainer on."""
 
-    trainer: Any
+    trainer: TrainingBackend
     generator: GenerationBackend | None
     state: LoopState
     """The state in which the last checkpoint left the loop."""
@@ -75,31 +80,29 @@ class Parts:
 class Maker(Protocol):
     """What makes the parts of a run (`nemorl.runtime.run.live.Live`)."""
 
-    def parts(self, run: "OpenRun") -> Parts:
+    def parts(self, run: "Run") -> Parts:
         """Load the trainer as the last checkpoint left it, and start the generator."""
 
-    def prepared(self, run: "OpenRun", order: BackendOrder) -> BackendOrder:
+    def prepared(self, run: "Run", order: BackendOrder) -> BackendOrder:
         """Check an order before anything is loaded, and return it with what it begins with."""
 
-    def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
+    def backend(self, run: "Run", order: BackendOrder) -> Any:
         """Load another backend, of a prepared order."""
 
     def release(self, name: str) -> None:
         """Shut a backend down."""
 
-    def make_room(
-        self, run: "OpenRun", backends: Iterable[Any], *, keep_weights: bool = False
-    ) -> None:
+    def make_room(self, run: "Run", backends: Iterable[Any], *, keep_weights: bool = False) -> None:
         """Free memory of the backends' devices for engines, before they start or wake.
 
         keep_weights: the generator computes with the backends' own.
         """
 
-    def callbacks(self, run: "OpenRun") -> Sequence[Callback]:
+    def callbacks(self, run: "Run") -> Sequence[Callback]:
         """Return the callbacks of the loop, in the order in which they are called."""
 
 
-class OpenRun:
+class Run(Generic[Config]):
     """A run whose loop is the caller's own (`nemorl.open_run`).
 
     environment: judges responses; None for a config without `reward`. state: the finished steps.
@@ -109,7 +112,7 @@ class OpenRun:
     def __init__(
         self,
         *,
-        config: BaseConfig,
+        config: Config,
         tokenizer: Any,
         environment: Environment | None,
         rows: Sequence[Row],
@@ -119,7 +122,7 @@ class OpenRun:
         generates: bool | None = None,
         num_updates: int | None = None,
     ) -> None:
-        self.config: Any = config
+        self.config = config
         self.tokenizer, self.environment = tokenizer, environment
         self.rows, self.validation_rows, self.directory = rows, validation_rows, directory
         self.state = self.taken = LoopState(config.run.seed)
@@ -153,9 +156,9 @@ class OpenRun:
         return steps and steps * self.config.updates_per_step
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> "FullTrainingBackend":
         """The training backend, with the weights of the last checkpoint; loaded on first use."""
-        return self._live().trainer
+        return cast("FullTrainingBackend", self._live().trainer)  # what it lacks is an error there
 
     @property
     def generator(self) -> GenerationBackend:
@@ -330,11 +333,14 @@ class OpenRun:
         self._maker.make_room(self, self._models.all)
 
     @property
-    def view(self) -> Run:
-        """The run as its callbacks see it."""
-        parts = self._live()
-        live = parts.trainer, parts.generator, self.tokenizer, self.state
-        return Run(self.config, *live, self.directory, self._models.trained)
+    def backends(self) -> "dict[str, FullTrainingBackend]":
+        """All backends that train, by name, the policy first."""
+        return {POLICY: self.trainer, **self._models.trained}
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of all backends."""
+        return sum(backend.step for backend in self.backends.values())
 
     def begin(self) -> None:
         self._models.require_all_of(self._live().resumed_from)
@@ -356,7 +362,7 @@ class OpenRun:
         if advice := memory_advice(error):
             error.add_note(advice)
         if self.callbacks:
-            notify_of_error(self.callbacks, self.view, error)
+            notify_of_error(self.callbacks, self, error)
         return error
 
     def close(self) -> None:
@@ -378,7 +384,7 @@ class OpenRun:
 
 
 def _answered(
-    run: OpenRun, prompts: Prompts, environment: Environment
+    run: Run, prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
     params = run.config.generation.sampling_params(greedy=True)
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
@@ -399,7 +405,7 @@ def _answered(
 class RowStream:
     """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
 
-    def __init__(self, run: OpenRun, order: RowOrder | StreamedRows, name: str) -> None:
+    def __init__(self, run: Run, order: RowOrder | StreamedRows, name: str) -> None:
         self.run, self.order, self.name = run, order, name
 
     @property
@@ -461,7 +467,7 @@ class PromptStream:
 class Step:
     """One step of a run: what it samples and logs. number: counted from 1."""
 
-    def __init__(self, run: OpenRun) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.number = run, run.state.step + 1
         self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
@@ -473,7 +479,7 @@ class Step:
         """How often the generator was given new weights."""
         self._oldest = 0
         """Steps by which the weights of its tokens may be older."""
-        self._before, self._updates = run.taken, run.view.updates
+        self._before, self._updates = run.taken, run.updates
         if (generator := run._live().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
 
@@ -585,7 +591,7 @@ class Step:
     @property
     def used(self) -> bool:
         """Whether anything has been logged, learned or taken."""
-        learned = self.run.view.updates != self._updates
+        learned = self.run.updates != self._updates
         return learned or bool(self._logged) or self.run.taken != self._before
 
     def metrics(self) -> dict[str, float]:
@@ -614,7 +620,7 @@ class Step:
 class Steps(Iterator[Step]):
     """The iterator of a training loop."""
 
-    def __init__(self, run: OpenRun, last_step: int, validate: Validate | None) -> None:
+    def __init__(self, run: Run, last_step: int, validate: Validate | None) -> None:
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None
         self._stop = self._ended = self.begun = False
@@ -634,8 +640,8 @@ class Steps(Iterator[Step]):
             self._passed = epoch
             self._call("on_epoch_begin", epoch)
         self._call("on_step_begin", self.run.state.step + 1)
-        self.step, before = Step(self.run), self.run.view.updates
-        begun = update_in_progress(lambda: self.run.view.updates != before)
+        self.step, before = Step(self.run), self.run.updates
+        begun = update_in_progress(lambda: self.run.updates != before)
         self._update.enter_context(begun)
         return self.step
 
@@ -650,7 +656,7 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        trained = self.run.view.updates > self._updates
+        trained = self.run.updates > self._updates
         # A loop that counts its updates has itself decided against them.
         if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
             warn(
@@ -675,7 +681,7 @@ class Steps(Iterator[Step]):
     def _begin(self) -> None:
         self.run.begin()
         self.begun = True
-        self._first, self._updates = self.run.state.step, self.run.view.updates
+        self._first, self._updates = self.run.state.step, self.run.updates
         self._validated = self._first
         if self._first >= self.last_step:
             warn(
@@ -747,6 +753,6 @@ class Steps(Iterator[Step]):
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
-            notify(self.run.callbacks, hook, self.run.view, *args)
+            notify(self.run.callbacks, hook, self.run, *args)
         except StopTraining:
             self._stop = True

@@ -14,7 +14,7 @@ from nemorl.runtime.store.state import POLICY
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOrder:
-    """What `OpenRun.backend` was asked for."""
+    """What `Run.backend` was asked for."""
 
     name: str
     model: str | Path | nn.Module | None

@@ -11,7 +11,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run.launch import Launch, launched
 from nemorl.runtime.run.live import Live
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.run.result import TrainResult, final_metrics
 from nemorl.runtime.store import checkpoint
@@ -32,7 +32,7 @@ def open_run(
     generates: bool | None = None,
     num_updates: int | None = None,
     **given: Any,
-) -> Iterator[OpenRun]:
+) -> Iterator[Run]:
     """Open the run in the folder `config.run.dir`, for a training loop in the block.
 
     Everything is as the run's last checkpoint left it, if `config.run.resume`: a loop that was
@@ -112,10 +112,10 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 @contextmanager
 def opened(
     launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
-) -> Iterator[OpenRun]:
+) -> Iterator[Run]:
     """Open a launched run for the block."""
     with ExitStack() as stack:
-        run = OpenRun(
+        run = Run(
             config=launch.config,
             tokenizer=launch.tokenizer,
             environment=launch.environment,

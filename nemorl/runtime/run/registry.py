@@ -24,12 +24,12 @@ from nemorl.user_code import check_function
 if TYPE_CHECKING:
     from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
     from nemorl.rollout.generation import GenerationBackend
-    from nemorl.runtime.run.loop import OpenRun
+    from nemorl.runtime.run.loop import Run
     from nemorl.runtime.watch.loggers import LoggerFactory
 
 
 Registered = TypeVar("Registered")
-Loop = Callable[["OpenRun"], None]
+Loop = Callable[["Run"], None]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from nemorl.runtime.store.checkpoint import CheckpointError, RandomState
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
-from nemorl.runtime.store.state import POLICY, Run
+from nemorl.runtime.store.state import POLICY, RunView
 from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
 
 LOGGER = logging.getLogger(__name__)
@@ -36,16 +36,16 @@ class EarlyStop(Callback):
         self.condition, self.directory, self.quiet = condition, directory, quiet
         self.watch = MetricWatch("run.stop_when", condition.metric)
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         step, name = trainer.state.step, self.condition.metric.removeprefix(VALIDATION)
         for line in self.directory.read_metrics() if step else ():
             if line.get("step") == step and name in line:
                 self._check(step, line, validation=line.get("phase") == "validation")
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=True)
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=False)
 
     def _check(self, step: int, metrics: dict[str, Any], *, validation: bool) -> None:
@@ -111,7 +111,7 @@ class CheckpointCallback(Callback):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Publication | None = None
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
         self.whole = WholeStep(trainer.state.step, trainer.updates, RandomState.now(), {})
         if trainer.state.step:  # a kill may have come between the checkpoint and its ranking
@@ -119,11 +119,11 @@ class CheckpointCallback(Callback):
             here = [line for line in lines if line["step"] == trainer.state.step]
             self._rank(trainer.state.step, final_metrics(here))
 
-    def on_step_begin(self, trainer: Run, step: int) -> None:
+    def on_step_begin(self, trainer: RunView, step: int) -> None:
         self.metrics, self.is_among_the_best = {}, False
         self.settle(trainer, wait=False)
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         found = {VALIDATION + name: value for name, value in metrics.items()}
         self.metrics = {**self.metrics, **found}
         if self.whole and self.whole.step == step:  # of a run that ended early, after the step
@@ -139,7 +139,7 @@ class CheckpointCallback(Callback):
             best = self.ranking.best({**rivals, step: self.metrics}, self.keep)
             self.is_among_the_best = step in best
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self.metrics = {**self.metrics, **metrics}
         self.whole = WholeStep(step, trainer.updates, RandomState.now(), self.metrics)
         if self.watch:
@@ -148,13 +148,13 @@ class CheckpointCallback(Callback):
         if self.is_among_the_best or (self.period and step % self.period == 0):
             self._save(trainer)
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.settle(trainer, wait=True)
         if self.saved_step != trainer.state.step:
             self._save(trainer)
             self.settle(trainer, wait=True)
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
+    def on_exception(self, trainer: RunView, error: BaseException) -> None:
         """Save the last whole step, unless an update has begun since, and note how to go on."""
         if self.saved_step is None or self.whole is None:
             return  # it never began
@@ -186,7 +186,7 @@ class CheckpointCallback(Callback):
     def close(self) -> None:
         self.thread.shutdown()
 
-    def settle(self, trainer: Run, *, wait: bool) -> None:
+    def settle(self, trainer: RunView, *, wait: bool) -> None:
         """Notify observers of a checkpoint that was being written, if it is done or, with `wait`,
         when it is. Raises CheckpointError if it failed.
         """
@@ -209,7 +209,7 @@ class CheckpointCallback(Callback):
                 self.directory.path, step, metrics, keep=self.keep, ranking=self.ranking
             )
 
-    def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
+    def _save(self, trainer: RunView, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
         for file in (directory.metrics, directory.groups, directory.samples_file(step)):
@@ -240,7 +240,7 @@ class ExportCallback(Callback):
     ) -> None:
         self.directory, self.models, self.adapter = directory, models, adapter
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         tokenizer = trainer.tokenizer
         for name, model in self.models.items():
             hf = self.directory.hf if name == POLICY else self.directory.path / f"hf-{name}"

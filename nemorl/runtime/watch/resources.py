@@ -4,7 +4,7 @@ import psutil
 import torch
 
 from nemorl.parallel.measure import GIGABYTE, gpu_peaks
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 
@@ -21,7 +21,7 @@ class ResourceMeter(Callback):
         self.process.cpu_percent()  # the first reading is what later ones count from
         self.gpu = self.can_ask = torch.cuda.is_available()
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self.read())
 
     def read(self) -> dict[str, float]:

@@ -247,7 +247,7 @@ def co_trained(folder: Path, *steps: int, critic: bool = True, **options: Any) -
                 if critic:
                     metrics = second.train_step(batch, LOSS)
                     step.log({"critic_loss": metrics["loss"], "critic_lr": metrics["lr"]})
-            weights = {name: dict(each.weights()) for name, each in run.view.backends.items()}
+            weights = {name: dict(each.weights()) for name, each in run.backends.items()}
             copies = {
                 name: {key: value.clone() for key, value in found.items()}
                 for name, found in weights.items()

@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.runtime.config.base import Condition, MetricWatch, Ranking, RunConfig
+from nemorl.runtime.config.base import BaseConfig, Condition, MetricWatch, Ranking, RunConfig
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
-from tests.runtime.tiny import in_a_process, recorder, tiny_run
+from tests.runtime.tiny import TinyRun, TinyTrainer, in_a_process, recorder, tiny_run
 
 
 @pytest.fixture
@@ -220,7 +219,7 @@ def test_rules_about_a_validation_need_one():
 
 def fail_after(
     directory: RunDirectory, step: int, **options
-) -> tuple[Run, CheckpointCallback, RuntimeError]:
+) -> tuple[TinyRun, CheckpointCallback, RuntimeError]:
     """The saver has seen `step`, and then there was an error."""
     saver, run = CheckpointCallback(directory, **options), tiny_run(step=step)
     notify([saver], "on_train_begin", tiny_run())
@@ -244,7 +243,7 @@ def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
     expected = torch.get_rng_state()
     torch.rand(5)  # what the failed step drew
     notify([saver], "on_exception", run, error)
-    checkpoint.load(directory.checkpoints / "step_3", tiny_run())
+    checkpoint.load(directory.checkpoints / "step_3", BaseConfig(), TinyTrainer())
     assert torch.equal(torch.get_rng_state(), expected)
 
 

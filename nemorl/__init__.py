@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.run.registry import register_loss as register_loss
     from nemorl.runtime.run.registry import register_reward as register_reward
     from nemorl.runtime.run.registry import register_training_backend as register_training_backend
-    from nemorl.runtime.run.result import TrainResult as TrainResult
+    from nemorl.runtime.run.saving import TrainResult as TrainResult
     from nemorl.runtime.store.state import RunView as RunView
     from nemorl.runtime.watch.callbacks import Callback as Callback
     from nemorl.runtime.watch.callbacks import StopTraining as StopTraining
@@ -202,7 +202,7 @@ _NAMES = {
         "register_reward",
         "register_training_backend",
     ],
-    "nemorl.runtime.run.result": ["TrainResult"],
+    "nemorl.runtime.run.saving": ["TrainResult"],
     "nemorl.runtime.store.state": ["RunView"],
     "nemorl.runtime.engines.weight_sync": ["sync_weights"],
     "nemorl.runtime.workers.group": ["RayWorkerGroup"],

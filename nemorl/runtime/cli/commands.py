@@ -30,7 +30,7 @@ from nemorl.runtime.cli.settings import (
     ReportConfig,
     VerifyConfig,
 )
-from nemorl.runtime.run.live import print_lengths
+from nemorl.runtime.run.data import print_lengths
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,19 +4,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require, warn
 from nemorl.data.datasets import load_rows, stream_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.rows import Places, Row, RowOrder, StreamedRows, first_of, origin_of, split_rows
 from nemorl.data.sources import DataModule, has_splits, known_set, sources_of
-from nemorl.data.statistics import Lengths
+from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import require_tools
-from nemorl.runtime.config.base import DataConfig, require_files
+from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
@@ -116,7 +119,7 @@ def _parts(*sources: Rows) -> list[Any]:
 
 
 def tokenised_prompts(
-    config: Any, rows: Sequence[Any], tokenizer: Any, environment: Any = None
+    config: BaseConfig, rows: Sequence[Any], tokenizer: Any, environment: Any = None
 ) -> tuple[Prompts, Lengths]:
     """Return prompts, with an environment's tools, as token ids that leave room for an answer, and
     their lengths.
@@ -157,7 +160,7 @@ def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], token
 
 
 def within_limit(
-    what: str, config: Any, rows: Sequence[Any], items: Any, *, room: int = 0
+    what: str, config: BaseConfig, rows: Sequence[Any], items: Any, *, room: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any], Lengths]:
     """Return the items that leave `room` tokens of the longest sequence, their rows and lengths."""
     limit = max(1, config.data.max_total_sequence_length - room)
@@ -191,10 +194,43 @@ def within_limit(
 
 
 def row_order(
-    config: Any, rows: Sequence[Any], *, weighted: bool = True
+    config: BaseConfig, rows: Sequence[Any], *, weighted: bool = True
 ) -> RowOrder | StreamedRows:
     """Return the order in which training visits rows."""
     if isinstance(rows, StreamedRows):
         return rows
     weights = config.data.weights if weighted else ()
     return RowOrder.of(rows, weights=weights, seed=config.run.seed, shuffle=config.data.shuffle)
+
+
+def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
+    """Print the lengths of a run's data sets, and return the contents of data.json."""
+    statistics = {name: length_statistics(given) for name, given in lengths.items()}
+    statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
+    if statistics and not quiet:
+        from rich.console import Console
+
+        print_lengths(Console(highlight=False), statistics)
+    return {name: s.to_dict() for name, s in statistics.items()}
+
+
+def print_lengths(console: "Console", statistics: Mapping[str, LengthStatistics]) -> None:
+    """Print a line for each data set."""
+    from rich.table import Table
+
+    table = Table("data", title="lengths in tokens", title_justify="left")
+    for name in ("sequences", "total", "mean", "median", "95 %", "max", "limit"):
+        table.add_column(name, justify="right")
+    for name, s in statistics.items():
+        values = (s.count, s.total_tokens, f"{s.mean:.1f}", f"{s.median:g}", f"{s.p95:g}", s.max)
+        table.add_row(name, *map(str, values), str(s.limit))
+    console.print(table)
+    for name, s in statistics.items():
+        parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
+        taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        if s.num_over_limit:
+            console.print(
+                f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
+                + (f" ({taken})" if taken else ""),
+                style="yellow",
+            )

@@ -354,7 +354,7 @@ def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
         runs.to(step)
     assert steps_of(directory) == [] and runs.told == []
     runs.may_write.set()
-    runs.saver.pending.path.result(10)
+    runs.saver.pending[-1].result(10)
     assert steps_of(directory) == [2] and runs.told == []
     runs.saver.on_step_begin(runs.run, 4)
     assert runs.told == [2]
@@ -372,7 +372,7 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
     runs.may_write.clear()
     runs.to(2)
     runs.may_write.set()
-    runs.saver.pending.path.exception(10)
+    runs.saver.pending[-1].exception(10)
     with pytest.raises(
         checkpoint.CheckpointError,
         match=r"step_2 could not be written \(no space\).*The previous one, if any, is intact",

@@ -25,7 +25,7 @@ from train_step import batch_of, our_step, plain_step
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.measure import peak_memory
+from nemorl.parallel.measure import main_memory_peak
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms.sft import loss_fn
 
@@ -131,9 +131,9 @@ def measure(
     torch.set_num_threads(1)
     if plan.num_ranks > 1:
         become_rank(rank, plan.num_ranks, port)
-        from nemorl.parallel.dtensor import mesh  # noqa: F401  # imports are not counted
+        from nemorl.parallel.dtensor import titan  # noqa: F401  # imports are not counted
     backend = DTensorBackend()
-    before = peak_memory(torch.device("cpu"))
+    before = main_memory_peak()
     config = BackendConfig(
         model=ModelConfig(path=str(folder)),
         trainer=TrainerConfig(device="cpu"),
@@ -155,7 +155,7 @@ def measure(
         sum(map(nbytes, tensors))
         for tensors in (parameters, [p.grad for p in parameters if p.grad is not None], states)
     ]
-    found[rank] = (*sizes, peak_memory(torch.device("cpu")) - before)
+    found[rank] = (*sizes, main_memory_peak() - before)
 
 
 def nbytes(tensor: Tensor) -> int:

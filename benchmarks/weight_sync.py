@@ -93,14 +93,13 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from transformers import AutoModelForCausalLM
 
     from nemorl import SamplingParams
-    from nemorl.models.digest import checksum
+    from nemorl.models.tensor_files import tensor_checksum
     from nemorl.rollout.config import GenerationConfig
     from nemorl.rollout.generation import Weights
     from nemorl.rollout.wrapped import blocking
     from nemorl.runtime.engines.backend import VLLMGenerationBackend
-    from nemorl.runtime.engines.transport import own_place
     from nemorl.runtime.engines.weight_sync import sync_weights
-    from nemorl.runtime.engines.weights import WeightSender, expected_weights
+    from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
 
     model = AutoModelForCausalLM.from_config(config_of(megabytes)).to(options.device)
     weights = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
@@ -127,7 +126,7 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
             target.copy_(tensor)
 
     def receipt() -> None:
-        torch.stack([checksum(tensor) for _, tensor in weights]).tolist()
+        torch.stack([tensor_checksum(tensor) for _, tensor in weights]).tolist()
 
     def first_token() -> None:
         sync_weights(trainer, generator)

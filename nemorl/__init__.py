@@ -113,7 +113,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.watch.report import write_report as write_report
     from nemorl.runtime.workers.cluster import Bundle as Bundle
     from nemorl.runtime.workers.cluster import RayVirtualCluster as RayVirtualCluster
-    from nemorl.runtime.workers.group import RayWorkerGroup as RayWorkerGroup
+    from nemorl.runtime.workers.worker import RayWorkerGroup as RayWorkerGroup
 
     __version__: str
 
@@ -205,7 +205,7 @@ _NAMES = {
     "nemorl.runtime.run.saving": ["TrainResult"],
     "nemorl.runtime.store.state": ["RunView"],
     "nemorl.runtime.engines.weight_sync": ["sync_weights"],
-    "nemorl.runtime.workers.group": ["RayWorkerGroup"],
+    "nemorl.runtime.workers.worker": ["RayWorkerGroup"],
     "nemorl.runtime.watch.report": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

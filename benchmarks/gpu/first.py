@@ -19,7 +19,7 @@ from benchmarks.gpu.part import Measurements, Row, require_memory, row
 from nemorl.losses.types import finalize
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.memory import PlannedStep
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.runtime.algorithms.sft import loss_fn
 
@@ -90,7 +90,7 @@ def step(small: bool) -> Iterator[Row]:
     shape, width, device = ("small", 128, "cpu") if small else ("0.5B", 8192, "cuda")
     config, plan = config_of(shape), ParallelPlan().with_precision(accelerator=True).on(1)
     work = PlanConfig(gpus=1, seq_len=width)
-    require_memory(Step(model_shape(config), plan, work).training_memory().total, small)
+    require_memory(PlannedStep(model_shape(config), plan, work).training_memory().total, small)
     made = trainer(random_model(config, device), width)
     data, measured = batch_of([width // 8] * 8 * 4), []
     interleaved(

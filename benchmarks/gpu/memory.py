@@ -18,7 +18,7 @@ from nemorl.losses.policy import clipped
 from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.memory import PlannedStep
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.runtime.algorithms.sft import loss_fn
 from tests.parallel.measured_steps import Allocations
@@ -51,7 +51,7 @@ def largest(kind: str, work: PlanConfig, small: bool) -> Iterator[Row]:
 
     def deep(layers: int) -> tuple[Any, float]:
         config = config_of(shape, num_hidden_layers=layers)
-        predicted = Step(model_shape(config), PLAN, work).training_memory().total
+        predicted = PlannedStep(model_shape(config), PLAN, work).training_memory().total
         return config, predicted
 
     layers = 1

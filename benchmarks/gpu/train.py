@@ -26,7 +26,7 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.memory import PlannedStep
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.runtime.algorithms.sft import loss_fn
 
@@ -65,7 +65,7 @@ def fitting_trainer(shape: str, plan: ParallelPlan, small: bool) -> DTensorBacke
     """Raises Skip where the planner says that the model does not fit."""
     width, config = 128 if small else 8192, config_of(shape)
     work = PlanConfig(gpus=1, seq_len=width)
-    memory = Step(model_shape(config), plan.on(1), work).training_memory()
+    memory = PlannedStep(model_shape(config), plan.on(1), work).training_memory()
     require_memory(memory.total, small)
     return trainer(random_model(config, "cpu" if small else "cuda"), width, parallel=plan)
 

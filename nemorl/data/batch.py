@@ -90,6 +90,8 @@ def to_device(values: Any, device: torch.device) -> Any:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
     if is_accelerator(device) and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # torch keeps it until the copy is done
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Packing of several sequences into one row, by a plan of which share it, and back."""
+"""Packing of several sequences into one row by a plan, and back."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -35,7 +35,7 @@ SCALES = ("group_std", "leave_one_out_std", "batch_std", "none")
 EPSILON = 1e-6
 
 
-class Group(NamedTuple):
+class GroupStatistics(NamedTuple):
     """At every reward about its group."""
 
     labels: Tensor
@@ -48,7 +48,7 @@ class Group(NamedTuple):
     high: Tensor
 
 
-def members(rewards: PerResponse, group_id: ResponseIds) -> Group:
+def members(rewards: PerResponse, group_id: ResponseIds) -> GroupStatistics:
     """Return the statistics of each reward's group.
 
     >>> members(torch.tensor([1.0, 5.0]), torch.tensor([0, 0])).mean.tolist()
@@ -59,10 +59,12 @@ def members(rewards: PerResponse, group_id: ResponseIds) -> Group:
     low, high = group_extremes(rewards, labels)
     mean = torch.where(low == high, rewards, group_sum(rewards, labels) / size)
     centred = rewards - mean
-    return Group(labels, size, mean, centred, group_sum(centred.square(), labels), low, high)
+    return GroupStatistics(
+        labels, size, mean, centred, group_sum(centred.square(), labels), low, high
+    )
 
 
-def _others_equal(rewards: Tensor, group: Group) -> Tensor:
+def _others_equal(rewards: Tensor, group: GroupStatistics) -> Tensor:
     """Whether the *other* members all have the same reward: all are low or all high."""
 
     def among_others(end: Tensor) -> Tensor:
@@ -76,8 +78,8 @@ def _others_equal(rewards: Tensor, group: Group) -> Tensor:
 
 def _baseline(
     rewards: Tensor,
-    group: Group,
-    everything: Group,
+    group: GroupStatistics,
+    everything: GroupStatistics,
     name: str,
     lengths: Tensor | None,
     greedy_rewards: Tensor | None,
@@ -97,7 +99,9 @@ def _baseline(
     return torch.zeros_like(rewards)
 
 
-def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: int) -> Tensor:
+def _scale(
+    rewards: Tensor, group: GroupStatistics, everything: GroupStatistics, name: str, ddof: int
+) -> Tensor:
     if name == "none":
         return torch.ones_like(rewards)
     if name == "leave_one_out_std":

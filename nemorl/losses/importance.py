@@ -3,14 +3,18 @@ is from the trainer.
 """
 
 import builtins
+import math
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from nemorl.checks import at_least, require
 from nemorl.losses.types import (
     MAX_LOG_RATIO,
     Metrics,
     PerToken,
+    Sum,
     TokenIds,
     TokenMask,
     at_least_float32,
@@ -30,6 +34,22 @@ MODES = ("truncate", "mask", "sequence_mask")
 Bounds = tuple[float, float]
 
 
+SOURCES = """
+TIS (Yao et al. 2025): token + truncate, max 2. verl: `rollout_correction.rollout_is` = level,
+`rollout_is_threshold` = max ("low_high": mask); `rollout_rs`: token_k1 = token_bounds,
+seq_mean_k1 = geometric_bounds (of the inverse ratio). IcePop (Ling team 2025): token + mask, 0.5
+and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF `vllm_is_correction_type`: tis,
+icepop, and seq-mask-tis = token + sequence_mask. MIS: TRL `vllm_importance_sampling_mode`
+token_mask and sequence_mask = level + mask, `vllm_importance_sampling_clip_min/max` = min, max (NaN
+from the sampler is w = 1 there). AReaL `rejection_sampling` (decoupled PPO): level sequence =
+geometric, action clamp|mask = truncate|mask, lower, upper = min, max. prime-rl: `dppo_mask_low`,
+`dppo_mask_high` = probability_bounds with advantages, `ipo_threshold` = both without; until 2026-02
+`token_mask_*`, `sequence_mask_*`, `geo_mask_*` = token_, extreme_ and geometric_bounds,
+`sequence_clip_high` = max with level="sequence", else w is unbounded there: max=inf.
+"""
+"""The options of papers and other systems that `importance_weights` reproduces."""
+
+
 def importance_weights(
     prev_logprobs: PerToken,
     generation_logprobs: PerToken,
@@ -46,80 +66,57 @@ def importance_weights(
     geometric_bounds: Bounds | None = None,
     probability_bounds: Bounds | None = None,
 ) -> tuple[PerToken, Metrics]:
-    """Return w = π_prev/π_gen [batch, seq], by which a token's loss is multiplied, and its metrics.
+    """Return w = ratio · clamp · masks [batch, seq], by which a token's loss is multiplied, and its
+    metrics.
 
-    With d_t = log π_prev − log π_gen over a sequence's trained tokens, w_t = exp d_t
-    (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"). Outside [min, max] w is
-    clamped (mode="truncate") or 0 ("mask"); with "sequence_mask" it is 0 in every sequence whose
-    *geometric* ratio is outside, and other sequences keep their w, however large. Ratios are
-    bounded at e²⁰ (`masked.bounded_exp`), which a long sequence's product soon exceeds.
+    With d_t = log π_prev − log π_gen of a sequence's trained tokens, the ratio is exp d_t
+    (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"), at most e²⁰
+    (`bounded_exp`), which a long sequence's product soon exceeds. Outside of [min, max] it is
+    clamped (mode="truncate") or w = 0 ("mask"); with "sequence_mask" w = 0 in every sequence whose
+    *geometric* ratio is outside, and others keep theirs, however large. Whatever level and mode,
+    w = 0 outside of these bounds (low, high):
 
-    Further bounds (low, high) drop (w = 0) what is outside, whatever the level and the mode:
-        token_bounds: tokens by their own ratio exp d_t.
-        extreme_bounds: sequences with any token whose ratio is outside.
+        token_bounds: tokens by exp d_t.
+        extreme_bounds: sequences with any such token.
         geometric_bounds: sequences by exp mean d_t.
-        probability_bounds: tokens by the difference π_prev − π_gen, where it is below −low or above
-            high; with `advantages` [batch, seq] only where the update would move it further: above
-            high where A > 0, below −low elsewhere.
+        probability_bounds: tokens by π_prev − π_gen, below −low or above high; with `advantages`
+            [batch, seq] only where the update moves it further: above high where A > 0, else below.
 
     A trained token whose sampler logprob is not finite has w = 0 and no part in its sequence's
     ratio. A NaN in prev_logprobs is passed on. Weights are constants, 0 off the mask; dropped
     tokens still count in the denominators of `loss_weights`. `segment_ids`: 0 = padding, 1.. = the
-    sequences of a row; None = one sequence a row.
+    sequences of a row; None = one sequence a row. `SOURCES` has the options of other systems.
 
     Metrics: `importance_ratio_mean/min/max` (before `mode`); shares of the trained tokens:
     `importance_outside_fraction` (of any bounds), `generation_nonfinite_fraction`.
-    Raises: ValueError for an unknown level or mode, unless 0 ≤ min ≤ max, and likewise for further
-    bounds (of probabilities: both at least 0).
-    Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl
-    `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max ("low_high": mask).
-    verl `rollout_rs`: token_k1 = token_bounds, seq_mean_k1 = geometric_bounds (of the inverse
-    ratio). IcePop (Ling team 2025) = token + mask, 0.5 and 5. NeMo RL
-    `truncated_importance_sampling_type` and OpenRLHF `vllm_is_correction_type`: tis, icepop, and
-    seq-mask-tis = token + sequence_mask. MIS: TRL `vllm_importance_sampling_mode="token_mask"` and
-    `"sequence_mask"` = token and sequence + mask, `vllm_importance_sampling_clip_min/max` = min,
-    max (NaN from the sampler is w = 1 there). AReaL `rejection_sampling` (decoupled PPO): level
-    sequence = geometric, action clamp|mask = truncate|mask, lower, upper = min, max. prime-rl:
-    `dppo_mask_low`, `dppo_mask_high` = probability_bounds with advantages, `ipo_threshold` = both
-    without; until 2026-02 `token_mask_*`, `sequence_mask_*`, `geo_mask_*` = token_, extreme_ and
-    geometric_bounds, `sequence_clip_high` = max with level="sequence". Else there w is unbounded:
-    max=inf.
+    Raises: ValueError for an unknown level or mode, unless 0 ≤ min ≤ max, and likewise for bounds.
 
     >>> prev = torch.tensor([[0.5, 0.3, 0.4]]).log()
     >>> generation, mask = torch.tensor([[0.5, 0.1, 0.8]]).log(), torch.tensor([[True, True, True]])
     >>> importance_weights(prev, generation, mask, max=2.0)[0]
     tensor([[1.0000, 2.0000, 0.5000]])
-    >>> importance_weights(prev, generation, mask, level="sequence")[0]
-    tensor([[1.5000, 1.5000, 1.5000]])
     >>> importance_weights(prev, generation, mask, max=4.0, probability_bounds=(0.3, 0.3))[0]
     tensor([[1., 3., 0.]])
     """
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
     require(0 <= min <= max, "(min, max)", "must be 0 <= min <= max", (min, max), "1 = on policy")
-    _check_bounds(token_bounds, extreme_bounds, geometric_bounds, probability_bounds)
+    _check_bounds(token_bounds, extreme_bounds, geometric_bounds)
     usable = loss_mask & generation_logprobs.isfinite()
     prev = masked(usable, prev_logprobs.detach())
     generation = masked(usable, generation_logprobs.detach())
-    log_weight = prev - generation
-    total = segment_sum(log_weight, segment_ids)
-    geometric = total / segment_sum(usable, segment_ids).clamp(min=1)
-    logs = {"token": log_weight, "sequence": total, "geometric": geometric}
-    ratios = {name: bounded_exp(values) for name, values in logs.items()}
-    weight = ratios[level]
-
-    outside = _outside(ratios["geometric"] if mode == "sequence_mask" else weight, (min, max))
-    dropped = torch.zeros_like(outside) if mode == "truncate" else outside
-    if token_bounds is not None:
-        dropped = dropped | _outside(ratios["token"], token_bounds)
-    if extreme_bounds is not None:
-        extreme = _outside(ratios["token"], extreme_bounds) & usable
-        dropped = dropped | (segment_sum(extreme, segment_ids) > 0)
-    if geometric_bounds is not None:
-        dropped = dropped | _outside(ratios["geometric"], geometric_bounds)
-    if probability_bounds is not None:
-        dropped = dropped | _moved(prev, generation, usable, advantages, probability_bounds)
-    bounded = weight.clamp(min, max) if mode == "truncate" else weight
+    ratio = _ratios(prev - generation, usable, segment_ids)
+    weight = ratio[level]
+    outside = _outside(ratio["geometric" if mode == "sequence_mask" else level], (min, max))
+    extreme = _outside(ratio["token"], extreme_bounds) & usable
+    dropped = (
+        (outside & (mode != "truncate"))
+        | _outside(ratio["token"], token_bounds)
+        | (segment_sum(extreme, segment_ids) > 0)
+        | _outside(ratio["geometric"], geometric_bounds)
+        | _moved(prev, generation, usable, advantages, probability_bounds)
+    )
+    clamped = weight.clamp(min, max) if mode == "truncate" else weight
     metrics: Metrics = {
         "importance_ratio_mean": mean_of(weight, usable),
         "importance_ratio_min": min_of(weight, usable),
@@ -127,25 +124,29 @@ def importance_weights(
         "importance_outside_fraction": share_of((outside | dropped) & usable, loss_mask),
         "generation_nonfinite_fraction": share_of(~usable, loss_mask),
     }
-    return torch.where(usable & ~dropped, bounded, 0.0), metrics
+    return torch.where(usable & ~dropped, clamped, 0.0), metrics
 
 
-def _check_bounds(
-    token_bounds: Bounds | None,
-    extreme_bounds: Bounds | None,
-    geometric_bounds: Bounds | None,
-    probability_bounds: Bounds | None,
-) -> None:
-    for name, bounds in (
-        ("token_bounds", token_bounds),
-        ("extreme_bounds", extreme_bounds),
-        ("geometric_bounds", geometric_bounds),
-    ):
+def _check_bounds(*given: Bounds | None) -> None:
+    names = ("token_bounds", "extreme_bounds", "geometric_bounds")
+    for name, bounds in zip(names, given, strict=True):
         fits = bounds is None or 0 <= bounds[0] <= bounds[1]
         require(fits, name, "must be 0 <= low <= high", bounds, "1 = on policy")
-    fits = probability_bounds is None or builtins.min(probability_bounds) >= 0
-    remedy = "(0.2, 0.2) is prime-rl's"
-    require(fits, "probability_bounds", "must both be at least 0", probability_bounds, remedy)
+
+
+def _ratios(
+    log_ratio: PerToken, usable: TokenMask, segment_ids: TokenIds | None
+) -> dict[str, PerToken]:
+    """Return the ratio of each level, bounded."""
+    total = segment_sum(log_ratio, segment_ids)
+    mean = total / segment_sum(usable, segment_ids).clamp(min=1)
+    logs = {"token": log_ratio, "sequence": total, "geometric": mean}
+    return {name: bounded_exp(values) for name, values in logs.items()}
+
+
+def _outside(ratio: PerToken, bounds: Bounds | None) -> TokenMask:
+    low, high = (-math.inf, math.inf) if bounds is None else bounds
+    return (ratio < low) | (ratio > high)
 
 
 def _moved(
@@ -153,17 +154,20 @@ def _moved(
     generation: PerToken,
     usable: TokenMask,
     advantages: PerToken | None,
-    bounds: Bounds,
+    bounds: Bounds | None,
 ) -> TokenMask:
+    """Return where the difference of probabilities is outside of `probability_bounds`."""
+    if bounds is None:
+        return torch.zeros_like(usable)
+    remedy = "(0.2, 0.2) is prime-rl's"
+    require(
+        builtins.min(bounds) >= 0, "probability_bounds", "must both be at least 0", bounds, remedy
+    )
     change, (low, high) = bounded_exp(prev) - bounded_exp(generation), bounds
     fell, rose = change < -low, change > high
     if advantages is None:
         return fell | rose
     return torch.where(masked(usable, advantages.detach()) > 0, rose, fell)
-
-
-def _outside(ratio: PerToken, bounds: Bounds) -> TokenMask:
-    return (ratio < bounds[0]) | (ratio > bounds[1])
 
 
 def interpolated_logprobs(
@@ -244,3 +248,128 @@ def sampler_gap(
         },
         "generation_nonfinite_fraction": share_of(~usable, loss_mask),
     }
+
+
+BITS = 0xFFFFFFFF
+"""Hashes are integers from 0 to 2^32 − 1, in int64: no product below overflows."""
+FIRST_DEPTHS = tuple(4**power for power in range(12))
+"""Where the parts of a response begin that `gap_by_depth` measures apart."""
+
+
+def _mixed(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+    """Return a permutation of 0 … 2^32 − 1 in which each bit depends on all (xorshift-multiply)."""
+    for _ in range(2):
+        values = ((values ^ (values >> 16)) * 0x45D9F3B) & BITS
+    return values ^ (values >> 16)
+
+
+def token_hashes(
+    input_ids: TokenIds, position_ids: TokenIds, generation_logprobs: PerToken
+) -> Int[Tensor, "batch seq"]:
+    """Return a 32-bit hash of each token, as int64: of all ids of its sequence up to it with their
+    positions, and of the bits of its own log-probability in float32.
+
+    With m a mixing permutation of 32-bit integers, h_t = m(Σ_{s ≤ t} m(m(x_s) + s) ⊕ m(bits of
+    log π_t)), sums modulo 2^32.
+
+    >>> row = torch.tensor([[5, 6, 5, 6]]), torch.tensor([[0, 1, 0, 1]]), torch.zeros(1, 4)
+    >>> hashes = token_hashes(*row)  # of two equal sequences
+    >>> torch.equal(hashes[:, :2], hashes[:, 2:])
+    True
+    """
+    positions = position_ids.long()
+    own = _mixed((_mixed(input_ids.long() & BITS) + positions) & BITS)
+    through = own.cumsum(-1)
+    place = torch.arange(own.shape[-1], device=own.device)
+    first = (place - positions).clamp(0, max(own.shape[-1] - 1, 0))
+    before = (through - own).gather(-1, first)
+    bits = generation_logprobs.detach().float().contiguous().view(torch.int32).long() & BITS
+    return _mixed(((through - before) & BITS) ^ _mixed(bits))
+
+
+def token_receipt(
+    input_ids: TokenIds,
+    position_ids: TokenIds,
+    generation_logprobs: PerToken,
+    loss_mask: TokenMask,
+) -> Metrics:
+    """Return the number of tokens in `loss_mask` and the sum of their hashes modulo 2^32, as the
+    metrics `receipts/tokens` and `receipts/hash`.
+
+    Both add over microbatches and ranks, exactly. Compare hashes modulo 2^32.
+
+    >>> ids, places = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]])
+    >>> logprobs, mask = torch.tensor([[0.0, -0.5, -0.25]]), torch.tensor([[False, True, True]])
+    >>> found = token_receipt(ids, places, logprobs, mask)
+    >>> found["receipts/tokens"].finalize()
+    2.0
+    """
+    hashes = token_hashes(input_ids, position_ids, generation_logprobs)
+    total = torch.where(loss_mask, hashes, 0).sum() & BITS
+    return {"receipts/tokens": _exact(loss_mask.sum()), "receipts/hash": _exact(total)}
+
+
+def _exact(count: Int[Tensor, ""]) -> Sum:
+    """In main memory where the device has no float64 (mps)."""
+    return Sum((count.cpu() if count.device.type == "mps" else count).double())
+
+
+def support_ratio(
+    prev_logprobs: PerToken, generation_logprobs: PerToken, loss_mask: TokenMask
+) -> Metrics:
+    """Return means of w = π_prev/π_gen and of (w − 1)² over the tokens whose sampler logprob is
+    finite, as `receipts/support_ratio` and `receipts/support_square`.
+
+    E[w] over tokens that π_gen draws is Σ π_prev over what π_gen can draw: 1 where both keep the
+    same tokens, less where the trainer keeps more.
+    Source: TRL issue 7269, where supports that differ gave 0.896.
+
+    >>> prev, generation = torch.tensor([[0.45, 0.45]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    >>> found = support_ratio(prev, generation, torch.ones(1, 2, dtype=torch.bool))
+    >>> round(found["receipts/support_ratio"].finalize(), 6)
+    0.9
+    """
+    usable = loss_mask & generation_logprobs.isfinite()
+    gap = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
+    ratio = bounded_exp(gap)
+    return {
+        "receipts/support_ratio": mean_of(ratio, usable),
+        "receipts/support_square": mean_of((ratio - 1).square(), usable),
+    }
+
+
+def gap_by_depth(
+    prev_logprobs: PerToken,
+    generation_logprobs: PerToken,
+    loss_mask: TokenMask,
+    response_mask: TokenMask,
+    segment_ids: TokenIds,
+) -> Metrics:
+    """Return the mean of eᵈ − 1 − d, with d = log π_prev − log π_gen, for tokens at several depths:
+    `receipts/kl_from_1` of the first three tokens of responses, `receipts/kl_from_4` of the next
+    twelve, `receipts/kl_from_16`, …, each part four times as long as the one before.
+
+    >>> row, ones = torch.zeros(1, 6), torch.ones(1, 6, dtype=torch.long)
+    >>> list(gap_by_depth(row, row, ones > 0, ones > 0, ones))
+    ['receipts/kl_from_1', 'receipts/kl_from_4']
+    """
+    usable = loss_mask & generation_logprobs.isfinite()
+    gap = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
+    error = gap.clamp(max=MAX_LOG_RATIO).expm1() - gap
+    real = segment_ids > 0
+    begins = [first for first in FIRST_DEPTHS if first <= max(segment_ids.shape[1] - 1, 1)]
+    inside = (real & response_mask).long().cumsum(-1)
+    start = real & response_mask & ~_after_response(response_mask, segment_ids)
+    before = torch.where(start, inside - 1, 0).cummax(-1).values
+    depth = inside - before
+    ends = [*begins[1:], math.inf]
+    return {
+        f"receipts/kl_from_{first}": mean_of(error, usable & (depth >= first) & (depth < end))
+        for first, end in zip(begins, ends, strict=True)
+    }
+
+
+def _after_response(response_mask: TokenMask, segment_ids: TokenIds) -> TokenMask:
+    before = torch.nn.functional.pad(response_mask[:, :-1], (1, 0))
+    same = torch.nn.functional.pad(segment_ids[:, :-1], (1, 0)) == segment_ids
+    return before & same & (segment_ids > 0)

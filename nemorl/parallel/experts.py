@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,16 +101,11 @@ class _Pulled(torch.autograd.Function):
         return grads[0], pulled.to(logits.dtype), None, None
 
 
-def with_routes(batch: TokenBatch, config: Any, *, layers: int, replay: bool) -> TokenBatch:
-    """Return a batch with the sampler's experts if they are to be replayed, else without.
-
-    Raises: ValueError if they are missing, or another model's.
-    """
-    if not replay:
-        return replace(batch, routed_experts=None)
+def require_routes(batch: TokenBatch, config: Any, *, layers: int) -> None:
+    """Raise ValueError where a batch has no experts of the sampler, or another model's."""
     experts, field = batch.routed_experts, "routed_experts"
     if isinstance(experts, RankRoutes):
-        return batch  # checked where it was cut
+        return  # checked where it was cut
     require(
         experts is not None,
         field,
@@ -127,4 +122,3 @@ def with_routes(batch: TokenBatch, config: Any, *, layers: int, replay: bool) ->
     require(shape == sizes, field, requirement, tuple(experts.shape), remedy)
     requirement = f"must be numbers of the model's {count} experts"
     require(most < count, field, requirement, most, remedy)
-    return batch

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.models.digest import grid, sampled_box
-from nemorl.models.tensor_files import shapes_of, stored_names
+from nemorl.models.tensor_files import grid, sampled_box, shapes_of, stored_names
 from nemorl.parallel.dtensor.pieces import boxes_in_files, replicas
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World

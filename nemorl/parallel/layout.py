@@ -20,7 +20,7 @@ from nemorl.data.packing import (
     unpack,
 )
 from nemorl.parallel.config import MICRO_BATCH_TOKENS, TrainerConfig
-from nemorl.parallel.experts import with_routes
+from nemorl.parallel.experts import require_routes
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.tokens import once
 
@@ -102,8 +102,12 @@ class Cutting:
         Raises: ValueError for routes that are missing, or another model's.
         """
         replay = replay and self.trainer.router_replay
+        if replay:
+            require_routes(batch, self.model, layers=self.layers)
+        elif batch.routed_experts is not None:
+            batch = replace(batch, routed_experts=None)
         return cut(
-            with_routes(batch, self.model, layers=self.layers, replay=replay),
+            batch,
             self.trainer,
             num_ranks=self.plan.data_ranks,
             multiple_of=self.plan.row_multiple,
@@ -205,11 +209,11 @@ def cut(
 
 
 def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
-    """Return the rows of each prompt and of those that go on with it, each beside one with which it
-    shares most. A prompt is what stands before the first token of `response_mask`.
+    """Group rows by prompt, the longest common prefix first. A prompt ends before the first token
+    of `response_mask`.
 
-    None where it is not worth a worse balance of rows: unless copies are a quarter of all tokens,
-    and no prompt has more than twice as many rows as the mean.
+    Returns None where this is not worth a worse balance of rows: where copies are less than a
+    quarter of all tokens, or a prompt has more than twice as many rows as the mean.
     """
     found = once(replace(batch, routed_experts=None))
     if found is None or 4 * len(found[0]) > 3 * batch.num_tokens:

@@ -154,17 +154,21 @@ class StepMeter:
         self.model_config, self.device, self.num_ranks = model_config, device, num_ranks
         self.weights = weights_per_token(model_config)
         self.frozen_weights, self.peak_flops = frozen_weights, peak_flops(device)
+        self.accelerated = is_accelerator(device)
         self.started = 0.0
 
     def begin(self) -> None:
-        if is_accelerator(self.device):
+        if self.accelerated:
             module_of(self.device).synchronize(self.device)
             gpu_peaks.restart(self.device)
         self.started = time.perf_counter()
 
     def end(self, batches: Sequence[TokenBatch], *, copied: float = 0) -> Metrics:
-        if is_accelerator(self.device):
-            module_of(self.device).synchronize(self.device)
+        memory = main_memory_peak
+        if self.accelerated:
+            module = module_of(self.device)
+            module.synchronize(self.device)
+            memory = partial(module.max_memory_allocated, self.device)
 
         def number(value: float) -> torch.Tensor:
             return torch.tensor(value, dtype=torch.float64)
@@ -177,7 +181,7 @@ class StepMeter:
         tokens = number(sum(lengths) / self.num_ranks)
         metrics: dict[str, Any] = {
             "trainer/seconds": Mean(seconds, number(1.0)),
-            "trainer/memory_gb": Max(number(peak_memory(self.device) / GIGABYTE)),
+            "trainer/memory_gb": Max(number(memory() / GIGABYTE)),
             "trainer/tflops_per_device": Mean(number(work / 1e12), seconds),
             "trainer/shared_fraction": Mean(number(copied), tokens),
         }
@@ -214,10 +218,8 @@ def _numbered(device: torch.device) -> torch.device:
 gpu_peaks = GpuPeaks()
 
 
-def peak_memory(device: torch.device) -> int:
-    """Return peak bytes: of a GPU's tensors since `begin`, else of this process's main memory."""
-    if is_accelerator(device):
-        return module_of(device).max_memory_allocated(device)
+def main_memory_peak() -> int:
+    """Return the peak bytes of this process's main memory."""
     status = Path("/proc/self/status")
     if not status.exists():
         return psutil.Process().memory_info().rss

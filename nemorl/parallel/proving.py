@@ -152,7 +152,7 @@ def proof_of(attempt: Callable[[], float]) -> Proof:
 
 
 def samples(vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and responses, of which each two share a prompt."""
+    """Return prompts and responses: two responses to each prompt."""
     generator = torch.Generator().manual_seed(5)
 
     def tokens(count: int) -> list[int]:
@@ -358,7 +358,7 @@ def _of_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> dict[Capabi
 
 
 def on_ranks(config: Any) -> dict[Capability, Proof]:
-    """Prove what takes two ranks, of which this process is one, of a tiny configuration."""
+    """Prove what takes two ranks on a tiny configuration, in one of them."""
     model, rows = tiny_model(config), samples(config.vocab_size)
     of = expected(model, rows, 1.0)
     trainer = TrainerConfig(device="cpu", share_prompts=False)

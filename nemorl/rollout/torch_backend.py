@@ -15,10 +15,9 @@ from nemorl.checks import warn
 from nemorl.models.adapters import has_adapters
 from nemorl.models.capabilities import Proof, known
 from nemorl.models.causal_lm import Logits, blocks_of, decoder_of, end_tokens, head_weight, recorded
-from nemorl.models.digest import check_held, misfits, sampled
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
-from nemorl.models.tensor_files import Stored, as_stored, stored_names
+from nemorl.models.tensor_files import Stored, as_stored, check_held, misfits, sampled, stored_names
 from nemorl.rollout.decoding import Decoding, Pass, decoding, draw_tokens
 from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend

@@ -11,17 +11,7 @@ from torch import Tensor
 from nemorl.losses import advantages as adv
 from nemorl.losses import advantages as rewards_module
 from nemorl.losses import distillation as distill
-from nemorl.losses import (
-    importance,
-    kl,
-    logprobs,
-    masks,
-    policy,
-    preference,
-    receipts,
-    supervised,
-    value,
-)
+from nemorl.losses import importance, kl, logprobs, masks, policy, preference, supervised, value
 from nemorl.losses.types import LossOutput, Mean, same_segment, segment_starts
 from tests.helpers import Case
 
@@ -219,18 +209,20 @@ def _importance_cases() -> list[Case]:
         prev: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor
     ) -> LossOutput:
         response = same_segment(segment_ids)
-        first, *rest = receipts.gap_by_depth(prev, generation, mask, response, segment_ids).values()
+        first, *rest = importance.gap_by_depth(
+            prev, generation, mask, response, segment_ids
+        ).values()
         deeper = sum(rest, start=Mean(torch.zeros(()), torch.zeros(())))  # the wider, the more
         depths = {"first": first, "deeper": deeper}
         return LossOutput(
-            torch.zeros(()), {**depths, **receipts.support_ratio(prev, generation, mask)}
+            torch.zeros(()), {**depths, **importance.support_ratio(prev, generation, mask)}
         )
 
     def of_tokens(ids: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor) -> LossOutput:
         place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         begin = torch.where(segment_starts(segment_ids), place, 0).cummax(-1).values
         positions = torch.where(segment_ids > 0, place - begin, 0)
-        metrics = receipts.token_receipt(ids, positions, generation, mask)
+        metrics = importance.token_receipt(ids, positions, generation, mask)
         return LossOutput(torch.zeros(()), {"tokens": metrics["receipts/tokens"]})
 
     of_ids = ("input_ids", *inputs[1:4])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nemorl.losses.receipts import gap_by_depth, support_ratio, token_hashes, token_receipt
+from nemorl.losses.importance import gap_by_depth, support_ratio, token_hashes, token_receipt
 from nemorl.losses.types import finalize
 
 IDS = torch.tensor([[5, 6, 7, 8]])

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from nemorl.models.digest import sampled, sampled_box
+from nemorl.models.tensor_files import sampled, sampled_box
 
 CUTS = {
     (): [()],

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nemorl.losses.types import finalize
+from nemorl.parallel.accumulation import local_part
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.optimizer import local_part
 from tests.parallel.batches import nll_loss, random_batch
 
 FIRST, SECOND = random_batch([9, 2, 30, 17]), random_batch([4, 12], seed=1)

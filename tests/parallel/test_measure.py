@@ -13,7 +13,7 @@ from nemorl.parallel import measure
 from nemorl.parallel.measure import (
     StepMeter,
     flops_per_step,
-    peak_memory,
+    main_memory_peak,
     segment_lengths,
 )
 from nemorl.runtime.watch.resources import ResourceMeter
@@ -110,10 +110,10 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name, peak, monkeypatch):
 @pytest.mark.slow
 def test_the_peak_is_this_process_own():
     taken = torch.ones(100_000_000)
-    before = peak_memory(CPU)
+    before = main_memory_peak()
     assert before > 4e8
     del taken
-    assert peak_memory(CPU) > 0.99 * before  # Linux counts to a few pages
+    assert main_memory_peak() > 0.99 * before  # Linux counts to a few pages
 
 
 @pytest.mark.gpu

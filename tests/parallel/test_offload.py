@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.parallel import accumulation
+from nemorl.parallel.accumulation import Offloaded
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.optimizer import Offloaded
 from tests.parallel.batches import nll_loss
 from tests.parallel.offloaded import FIRST, SECOND, generations, held
 from tests.parallel.ways import set_up

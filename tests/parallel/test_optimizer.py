@@ -16,13 +16,13 @@ from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_of
+from nemorl.parallel.accumulation import learning_rate
 from nemorl.parallel.config import (
     OptimizerConfig,
 )
 from nemorl.parallel.dtensor import optimizers
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
-from nemorl.parallel.optimizer import learning_rate
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import contents
 from tests.parallel.ways import set_up

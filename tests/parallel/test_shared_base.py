@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nemorl.losses.types import finalize
+from nemorl.parallel.accumulation import storage_of
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.optimizer import storage_of
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.ways import set_up
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from nemorl.models.digest import sampled
+from nemorl.models.tensor_files import sampled
 from nemorl.rollout import torch_backend as module
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.decoding import Decoding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.capabilities import known
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported, loading, read_config
-from nemorl.parallel.accumulation import Accumulating
+from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import (
     ATTENTION_NAME,
     Kernel,
@@ -39,7 +40,6 @@ from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import limits, mesh
 from nemorl.parallel.dtensor.build import build
 from nemorl.parallel.dtensor.experts import Mixtures
-from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import (
     adapters_off,
     add_adapters,
@@ -53,8 +53,7 @@ from nemorl.parallel.experts import require_one_batch
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
-from nemorl.parallel.optimizer import Offloaded, storage_of
-from nemorl.parallel.tokens import Work, planned
+from nemorl.parallel.tokens import Work, plain_outputs, planned, sharded_outputs
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
@@ -121,7 +120,8 @@ class DTensorBackend(Accumulating):
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if shares:
             share_base(self)
-        self._mixtures = Mixtures(self.model, self.world, config.trainer)
+        mixtures = Mixtures(self.model, self.world, config.trainer)
+        self._mixtures = mixtures if mixtures.routers or mixtures.blocks else None
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
@@ -192,9 +192,9 @@ class DTensorBackend(Accumulating):
 
     @property
     def cutting(self) -> Cutting:
-        hf, layers = self._loaded().config, len(self._mixtures.blocks)
-        trainer = self.config.trainer
-        return Cutting(trainer=trainer, plan=self.world.plan, model=hf, layers=layers)
+        layers = len(self._mixtures.blocks) if self._mixtures else 0
+        trainer, plan = self.config.trainer, self.world.plan
+        return Cutting(trainer=trainer, plan=plan, model=self._loaded().config, layers=layers)
 
     def _gradients(
         self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
@@ -209,8 +209,9 @@ class DTensorBackend(Accumulating):
         forward = partial(_forward, model, config=self.config, world=world)
         layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
-        with gathering(model), self._mixtures.watched():
-            _balance(self, batch, parts, forward)
+        with self._gathered(model), self._watched():
+            if self._mixtures:
+                _balance(self, self._mixtures, batch, parts, forward)
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
@@ -220,12 +221,21 @@ class DTensorBackend(Accumulating):
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         if world.data_group is not None:
             dist.all_reduce(loss, group=world.data_group)
+        if self._mixtures is None:
+            return metrics, loss
         of_experts, more = self._mixtures.end_batch()
         return {**metrics, **of_experts}, loss + more
 
+    def _gathered(self, model: nn.Module) -> AbstractContextManager[None]:
+        return gathering(model) if self.world.sharded else nullcontext()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._mixtures is None else self._mixtures.watched()
+
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return adapters.full_tensor(nn.utils.get_total_norm(gradients, foreach=True).detach())
+        norm = nn.utils.get_total_norm(gradients, foreach=True).detach()
+        return adapters.full_tensor(norm) if self.world.sharded else norm
 
     def _update(self, grad_norm: Tensor, lr: float) -> None:
         if (limit := self.config.optimizer.max_grad_norm) is not None:
@@ -233,7 +243,8 @@ class DTensorBackend(Accumulating):
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
         self.optimizer.set_lr(lr)
         self.optimizer.step()
-        self._mixtures.move_biases()
+        if self._mixtures is not None:
+            self._mixtures.move_biases()
 
     def weights(
         self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
@@ -305,8 +316,8 @@ class DTensorBackend(Accumulating):
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         rank = self.world.data_rank
-        special = adapters_off(model) if reference else self._mixtures.watched()
-        with torch.no_grad(), gathering(model), special:
+        special = adapters_off(model) if reference else self._watched()
+        with torch.no_grad(), self._gathered(model), special:
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
             found = [forward(*_next(self, x, x.response_mask)) for x in layout.parts(rank)]
         model.train(was_training)
@@ -329,16 +340,21 @@ def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[To
     """Return the microbatch that is computed next and its work, on the device."""
     work, mixtures = _work(backend, part, wanted), backend._mixtures
     rows = replace(part, routed_experts=None, route_ids=None)
-    moved = to_device((rows, work, mixtures.tokens(part, work)), backend.device)
-    mixtures.follow(moved[2])
-    return moved[:2]
+    tokens = None if mixtures is None else mixtures.tokens(part, work)
+    rows, work, tokens = to_device((rows, work, tokens), backend.device)
+    if mixtures is not None:
+        mixtures.follow(tokens)
+    return rows, work
 
 
 def _balance(
-    backend: DTensorBackend, batch: TokenBatch, parts: Sequence[TokenBatch], forward: Any
+    backend: DTensorBackend,
+    mixtures: Mixtures,
+    batch: TokenBatch,
+    parts: Sequence[TokenBatch],
+    forward: Any,
 ) -> None:
     """Prepare the gradient of the loss that balances experts, if there is one."""
-    mixtures = backend._mixtures
     if not backend._batches:
         mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):

@@ -34,11 +34,11 @@ from nemorl.parallel.attention import (
     segment_attention,
 )
 from nemorl.parallel.config import BackendConfig, LoRAConfig
-from nemorl.parallel.dtensor.head import install_head
 from nemorl.parallel.dtensor.lora import add_adapters, fresh_adapters
 from nemorl.parallel.dtensor.pieces import fill
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.tokens import install_head
 from nemorl.parallel.world import DTYPES, World
 
 
@@ -83,8 +83,8 @@ def build(
 
 def shard(model: Any, world: World) -> None:
     """Spread a model over the mesh, in place; it needs no memory for that (meta device)."""
-    from nemorl.parallel.dtensor.mesh import checkpoint_activations
     from nemorl.parallel.dtensor.tensor_parallel import apply_tensor_parallel
+    from nemorl.parallel.dtensor.titan import checkpoint_activations
 
     plan, decoder = world.plan, decoder_of(model)
     if plan.cp > 1:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.models.adapters import PREFIX, adapted_layers, linear_layers, live_tensors
 from nemorl.models.hub import CONFIG
+from nemorl.parallel.accumulation import local_part, storage_of
 from nemorl.parallel.config import LoRAConfig, matching
-from nemorl.parallel.optimizer import local_part, storage_of
 
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that files give to experts' matrices, which are fused in a live model."""

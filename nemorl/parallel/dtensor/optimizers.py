@@ -15,39 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nemorl.checks import require
 from nemorl.models.adapters import full_tensor
 from nemorl.models.causal_lm import blocks_of, head_of
+from nemorl.parallel.accumulation import Optimizers, State, make_adamw
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.optimizer import make_adamw
 
 BLOCK = 256
 """Numbers of a row that bitsandbytes scales together."""
-State = dict[nn.Parameter, dict[str, Tensor]]
-
-
-class Optimizers:
-    """Several optimizers as one, each of parameters of its own."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    @property
-    def state(self) -> State:
-        return {key: value for part in self.parts for key, value in part.state.items()}
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-    def set_lr(self, lr: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = lr
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
 
 
 class Muon(torch.optim.Optimizer):

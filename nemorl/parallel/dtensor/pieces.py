@@ -92,7 +92,7 @@ def _is_one(groups: Groups, tensor: Tensor) -> bool:
 
 
 def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
-    """Return the tensors of whose part this rank, of all that hold it, is the one that writes."""
+    """Return the tensors that this rank writes."""
     sizes: dict[Hashable, dict[str, int]] = {}
     places: dict[Hashable, tuple[int, int]] = {}
     found = set[str]()

@@ -29,10 +29,9 @@ from nemorl.models.causal_lm import (
     unused_of,
     warn_of_unused,
 )
-from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading, weight_files, weights_folder
-from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, stored_names
-from nemorl.parallel.accumulation import Accumulating
+from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, sampled, stored_names
+from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
@@ -50,7 +49,7 @@ from nemorl.parallel.fingerprint import Box, check_base, hash_of, samples_of
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
 from nemorl.parallel.megatron import limits
-from nemorl.parallel.megatron.engine import Engine, Order
+from nemorl.parallel.megatron.engine import MegatronEngine, Order
 from nemorl.parallel.megatron.routing import balancing
 from nemorl.parallel.megatron.weights import (
     Shapes,
@@ -59,7 +58,6 @@ from nemorl.parallel.megatron.weights import (
     own_moments,
     own_weights,
 )
-from nemorl.parallel.optimizer import Offloaded, storage_of
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.generation import Completion
 
@@ -79,7 +77,7 @@ class MegatronBackend(Accumulating):
         self._given = model
         self._stages: Any = None
         self._reference: Any = None
-        self._engine: Engine | None = None
+        self._engine: MegatronEngine | None = None
         self._writer: CheckpointWriter | None = None
 
     def setup(self, config: BackendConfig) -> None:
@@ -239,7 +237,7 @@ class MegatronBackend(Accumulating):
         options: of `Decoding`.
         """
         records = self.config.trainer.router_replay
-        self._engine = Engine(self._stages, self.world, records_experts=records, **options)
+        self._engine = MegatronEngine(self._stages, self.world, records_experts=records, **options)
         return self.conversion.shapes
 
     def decode(self, order: Order) -> tuple[dict[int, list[Completion]], float]:

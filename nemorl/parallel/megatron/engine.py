@@ -34,7 +34,7 @@ class Order:
     asleep: bool = False
 
 
-class Engine:
+class MegatronEngine:
     """This rank's share of the decoding: each replica of the model takes its share of the requests,
     and its ranks compute the same passes in lockstep.
     """

@@ -34,7 +34,7 @@ PLACE = {"layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "pg
 
 
 @dataclass
-class Rows(core.PackedSeqParams):
+class PackedRows(core.PackedSeqParams):
     """What attention needs to know of a microbatch, in the place that megatron-core passes on."""
 
     segments: Segments | None = None
@@ -87,7 +87,7 @@ class CoreAttention(core.MegatronModule):
         value: Float[Tensor, "part batch kv_heads dim"],
         attention_mask: None = None,
         *,
-        packed_seq_params: Rows,
+        packed_seq_params: PackedRows,
         attn_mask_type: Any = None,
         attention_bias: None = None,
     ) -> Float[Tensor, "part batch width"]:
@@ -202,7 +202,7 @@ class Stage(core.GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, :, None],
-            packed_seq_params=Rows(qkv_format="sbhd", cached=cached, **rows),
+            packed_seq_params=PackedRows(qkv_format="sbhd", cached=cached, **rows),
         )
         if not self.post_process:
             return hidden.contiguous()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nemorl.parallel.accumulation import make_adamw
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.megatron import core
-from nemorl.parallel.optimizer import make_adamw
 from nemorl.parallel.world import DTYPES, World
 
 

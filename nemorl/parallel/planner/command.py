@@ -14,8 +14,8 @@ from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.limits import settled
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.megatron import Stage
-from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step, engine_memory
+from nemorl.parallel.planner.megatron import PlannedStage
+from nemorl.parallel.planner.memory import BYTES, STATE, Memory, PlannedStep, engine_memory
 from nemorl.parallel.planner.model_shape import ModelShape, read_shape, shard_ranks
 from nemorl.parallel.planner.sharing import (
     GB,
@@ -55,20 +55,20 @@ class Sent:
         return self.nbytes * out
 
 
-def traffic(stage: Step | Stage) -> tuple[float, float]:
+def traffic(stage: PlannedStep | PlannedStage) -> tuple[float, float]:
     """Return the bytes that a device sends in a step, and of these over the slow link."""
-    step = stage.step if isinstance(stage, Stage) else stage
+    step = stage.step if isinstance(stage, PlannedStage) else stage
     gpus, machine = step.work.gpus, step.work.gpus_per_node
     found = sends(stage)
     total = sum(each.nbytes for each in found)
     return total, sum(each.slow(machine) for each in found) if gpus > machine else total
 
 
-def sends(stage: Step | Stage) -> list[Sent]:
+def sends(stage: PlannedStep | PlannedStage) -> list[Sent]:
     """Return what a device sends in a step. Ranks of tp are neighbors, then those of cp, dp_shard,
     dp_replicate and pp; experts are divided between neighbors.
     """
-    if isinstance(stage, Stage):
+    if isinstance(stage, PlannedStage):
         return _of_stage(stage)
     step, plan, model = stage, stage.plan, stage.model
     if not plan.needs_ranks:
@@ -87,7 +87,7 @@ def sends(stage: Step | Stage) -> list[Sent]:
     ]
 
 
-def _of_stage(stage: Stage) -> list[Sent]:
+def _of_stage(stage: PlannedStage) -> list[Sent]:
     """Return the same with megatron-core, which reduces gradients at a step's end."""
     step, plan, model = stage.step, stage.step.plan, stage.step.model
     count, layers = step.micro_batches, stage.num_layers
@@ -116,7 +116,7 @@ def _part(array: float, devices: int) -> float:
     return array * (devices - 1) / devices
 
 
-def _tensor_sends(step: Step) -> int:
+def _tensor_sends(step: PlannedStep) -> int:
     """Return how often a layer sends its tokens over tp."""
     parts, how = step.plan.sequence_parallel, step.plan.recomputes
     if not step.shards_optimizer:
@@ -133,7 +133,7 @@ def _tensor_sends(step: Step) -> int:
     return 2 * half + (4 if how == "full" else 2 * selected)
 
 
-def _context(step: Step, layers: int) -> Sent:
+def _context(step: PlannedStep, layers: int) -> Sent:
     """Return what attention exchanges over cp."""
     plan, (q, kv, _), how = step.plan, step.heads_width, step.plan.recomputes
     gathers = plan.cp_method == "allgather"
@@ -219,7 +219,7 @@ def _flags(**sections: Any) -> str:
 class Planned:
     """What `nemorl plan` found, as `ranked` orders it."""
 
-    step: Step
+    step: PlannedStep
     """The step of some plan."""
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
@@ -249,7 +249,7 @@ def find_plans(config: PlanConfig) -> Planned:
             problems.append(str(error))
         refused |= dict.fromkeys(problems)
         if not problems:
-            steps.append(Step(model, plan, config))
+            steps.append(PlannedStep(model, plan, config))
     if not steps:
         given = (
             f"the degrees given do not multiply to a divisor of {config.gpus}, with tp a divisor of"
@@ -317,7 +317,7 @@ def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
 
-def estimate(step: Step) -> Candidate:
+def estimate(step: PlannedStep) -> Candidate:
     """Return a plan with its memory on the fullest device, and the bytes that it sends."""
     stages = stages_of(step)
     sent, slow = map(max, zip(*map(traffic, stages), strict=True))
@@ -414,7 +414,7 @@ def _other_flags(config: PlanConfig) -> str:
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
-    """Return the error for a model of which no plan fits, with the smallest plan."""
+    """Return the error for a model that no plan fits, with the smallest plan."""
     given, needed = config.gpu_memory, smallest.fullest.total
     traits = limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"

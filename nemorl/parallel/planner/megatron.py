@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step, layer_backward
+from nemorl.parallel.planner.memory import BYTES, STATE, Memory, PlannedStep, layer_backward
 from nemorl.parallel.planner.model_shape import Layer, Matrix
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """The layers of a device: whole parameters and gradients, and a share of the optimizer."""
 
-    step: Step
+    step: PlannedStep
     index: int
     num_layers: int
 

@@ -48,7 +48,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """An optimizer step on each device."""
 
     model: ModelShape
@@ -249,7 +249,7 @@ class Step:
         return q if self.kv_heads % plan.cp else kv
 
 
-def saved_of(step: Step, layer: Layer) -> int:
+def saved_of(step: PlannedStep, layer: Layer) -> int:
     """Return what a layer keeps for its backward pass without recomputation, op by op.
 
     Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
@@ -275,7 +275,7 @@ def saved_of(step: Step, layer: Layer) -> int:
     return step.tokens * (numbers + _experts_width(step, layer) * size)
 
 
-def _kept_of_block(step: Step, block: Block, read: bool) -> int:
+def _kept_of_block(step: PlannedStep, block: Block, read: bool) -> int:
     """Return the bytes of a token; read: whether the last product's input is kept."""
     plan, (outs, taken) = step.plan, block.widths(step.plan)
     if not block.mixes:
@@ -286,7 +286,7 @@ def _kept_of_block(step: Step, block: Block, read: bool) -> int:
     return (outs + taken * (1 + (reordered and read)) + more) * step.dtype_size
 
 
-def _experts_width(step: Step, layer: Layer) -> int:
+def _experts_width(step: PlannedStep, layer: Layer) -> int:
     """Return the numbers that experts keep of a token; frozen ones no inputs of products."""
     model, trained = step.model, not step.work.lora.rank
     if not layer.experts:
@@ -296,7 +296,7 @@ def _experts_width(step: Step, layer: Layer) -> int:
     return model.expert_rows * width
 
 
-def kept_of(step: Step, layer: Layer) -> int:
+def kept_of(step: PlannedStep, layer: Layer) -> int:
     """Return `saved_of`, or with recomputation the input and maybe some products."""
     how = step.plan.recomputes
     if how == "none":
@@ -307,7 +307,7 @@ def kept_of(step: Step, layer: Layer) -> int:
     return step.tokens * (kept + selective)
 
 
-def layer_backward(step: Step, layer: Layer) -> int:
+def layer_backward(step: PlannedStep, layer: Layer) -> int:
     """Return the gradients held at a time."""
     widest = _experts_width(step, layer)
     for block in layer.blocks:
@@ -316,7 +316,7 @@ def layer_backward(step: Step, layer: Layer) -> int:
     return step.tokens * step.dtype_size * (widest + 2 * step.model.hidden_size)
 
 
-def engine_memory(step: Step, sequences: int) -> int:
+def engine_memory(step: PlannedStep, sequences: int) -> int:
     """Return the bytes that an engine takes of a device, with a cache for so many sequences."""
     model, generation = step.model, step.work.generation
     tp, pp = generation.tensor_parallel_size, generation.pipeline_parallel_size
@@ -325,7 +325,7 @@ def engine_memory(step: Step, sequences: int) -> int:
     return step.dtype_size * numbers + ENGINE
 
 
-def _kept_products(step: Step, layer: Layer) -> int:
+def _kept_products(step: PlannedStep, layer: Layer) -> int:
     """Return the width kept of attention's output, and of half of the products."""
     adapted, products, attention = step.adapted(layer), [], 0
     for block in layer.blocks:

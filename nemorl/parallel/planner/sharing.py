@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
-from nemorl.parallel.planner.megatron import Stage
-from nemorl.parallel.planner.memory import STATE, Memory, Step, engine_memory
+from nemorl.parallel.planner.megatron import PlannedStage
+from nemorl.parallel.planner.memory import STATE, Memory, PlannedStep, engine_memory
 
 GB = 1e9
 
@@ -69,31 +69,31 @@ class Sharing:
         return f"{said}; trainer.offload_during_generation is {on}: the {both} {why}"
 
 
-def stages_of(step: Step) -> Sequence[Step | Stage]:
+def stages_of(step: PlannedStep) -> Sequence[PlannedStep | PlannedStage]:
     """Return the stages of a pipeline, or the step alone."""
     if not step.shards_optimizer:
         return [step]
     parts, pp = step.plan.stage_layers(step.model.num_hidden_layers), step.plan.pp
-    return [Stage(step, index, sum(map(len, parts[index::pp]))) for index in range(pp)]
+    return [PlannedStage(step, index, sum(map(len, parts[index::pp]))) for index in range(pp)]
 
 
-def states_of(step: Step) -> Memory:
+def states_of(step: PlannedStep) -> Memory:
     """Return the memory of weights and optimizer state, of the fullest stage."""
     return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
 
 
-def training_of(step: Step) -> int:
+def training_of(step: PlannedStep) -> int:
     """Return the bytes of a training step, of the fullest stage."""
     return max(stage.training_memory().total for stage in stages_of(step))
 
 
-def cache_of(step: Step, *, can_empty: bool) -> int:
+def cache_of(step: PlannedStep, *, can_empty: bool) -> int:
     """Return the bytes that PyTorch's allocator keeps after a step."""
     states = states_of(step)
     return 0 if can_empty else max(0, training_of(step) - states.total + states.gradients)
 
 
-def host_of(step: Step) -> int:
+def host_of(step: PlannedStep) -> int:
     """Return the bytes that a process moves to main memory."""
     if step.plan.cpu_offload:
         resident = replace(step, plan=replace(step.plan, cpu_offload=False))
@@ -103,7 +103,7 @@ def host_of(step: Step) -> int:
     return max(kept.total - kept.gradients for kept in (x.states() for x in stages_of(step)))
 
 
-def check_states(step: Step, card: float) -> None:
+def check_states(step: PlannedStep, card: float) -> None:
     """Refuse a plan whose parameters, gradients and optimizer take more than a GPU's bytes."""
     states = states_of(step)
     gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
@@ -118,7 +118,7 @@ def check_states(step: Step, card: float) -> None:
     )
 
 
-def smaller(step: Step) -> str:
+def smaller(step: PlannedStep) -> str:
     """Return in words what lets a step take less of each GPU."""
     if step.shards_optimizer:
         return "take more devices (--parallel.tp or --parallel.pp)"
@@ -129,7 +129,7 @@ def smaller(step: Step) -> str:
 
 
 def sharing(
-    step: Step,
+    step: PlannedStep,
     *,
     card: float,
     can_offload: bool,
@@ -178,7 +178,7 @@ def sharing(
     )
 
 
-def with_offloading(step: Step, offloads: bool) -> Step:
+def with_offloading(step: PlannedStep, offloads: bool) -> PlannedStep:
     """Return the step with or without offloading during generation."""
     trainer = replace(step.work.trainer, offload_during_generation=offloads)
     return replace(step, work=replace(step.work, trainer=trainer))

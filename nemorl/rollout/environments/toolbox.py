@@ -17,7 +17,7 @@ MAX_BITS, MAX_CHARACTERS = 1024, 1000
 LIMITS = Limits(cpu=5, wall=10.0)
 PROGRAMS_AT_A_TIME = Semaphore(len(os.sched_getaffinity(0)))
 PLACE_S = 30.0
-"""Longest wait for a place, after which the model is told so."""
+"""Longest wait for a place; then the model gets a message that says so."""
 
 
 class Calculator:

@@ -105,7 +105,7 @@ def _outcome(answer: str | None, used: int, failed: int, *, truncated: bool) -> 
 
 
 def as_json(found: Any) -> str:
-    """Return what a tool returned as the model is told it."""
+    """Return the message to the model about what a tool returned."""
     return json.dumps(
         found,
         ensure_ascii=False,

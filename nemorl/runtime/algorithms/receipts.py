@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.receipts import (
+from nemorl.losses.importance import (
     BITS,
     gap_by_depth,
     support_ratio,

@@ -47,7 +47,7 @@ from nemorl.runtime.config.tree import (
     yaml_layer,
 )
 from nemorl.runtime.config.yaml_io import CODE, Trust, read
-from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.runtime.ranks import is_follower, torchrun_size
 from nemorl.runtime.run.receipts import ReceiptError
 from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.runtime.store.directory import RunDirectory

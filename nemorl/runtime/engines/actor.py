@@ -25,7 +25,7 @@ from nemorl.runtime.engines.engine import (
     start_errors,
 )
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
-from nemorl.runtime.workers.group import begin_worker, free_port
+from nemorl.runtime.workers.worker import begin_worker, free_port
 
 
 class EngineActor:
@@ -132,7 +132,7 @@ def own_address() -> str:
     return address
 
 
-class Stage:
+class StageWorkers:
     """The workers of one stage, by vLLM's executor for further nodes. Raises EngineStartError."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -152,7 +152,7 @@ class Stage:
 
 
 class StageActor:
-    make = Stage
+    make = StageWorkers
 
     def __init__(self, name: str, log: str) -> None:
         begin_worker(name, Path(log))

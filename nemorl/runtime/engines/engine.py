@@ -21,7 +21,7 @@ import torch
 
 from nemorl.checks import closest
 from nemorl.models.adapters import write_adapters
-from nemorl.models.digest import checksum
+from nemorl.models.tensor_files import tensor_checksum
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
@@ -245,7 +245,7 @@ class Engine:
             self._llm.collective_rpc("finish_weight_update")
             workers = self._llm.collective_rpc("nemorl_checksums")
         self._updating = False
-        own = [(name, int(checksum(tensor))) for name, tensor in unpacked(adapters or [])]
+        own = [(name, int(tensor_checksum(tensor))) for name, tensor in unpacked(adapters or [])]
         arrived = [each for i, each in enumerate(workers) if each not in workers[:i]] or [[]]
         self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))

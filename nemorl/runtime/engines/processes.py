@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor, StageActor
 from nemorl.runtime.engines.engine import environment
 from nemorl.runtime.engines.limits import check_shares
-from nemorl.runtime.engines.routing import Broke, ProcessId, Router, Started
+from nemorl.runtime.engines.routing import Broke, ProcessId, RequestRouter, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
-from nemorl.runtime.engines.transport import cards_of, own_place
-from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, death, temporary_folder, with_log
+from nemorl.runtime.engines.weights import cards_of, own_place
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, temporary_folder, with_log
 from nemorl.runtime.workers.cluster import (
     DRIVER,
     Bundle,
@@ -32,38 +31,32 @@ from nemorl.runtime.workers.cluster import (
     connect,
     release,
 )
+from nemorl.runtime.workers.worker import Worker
 
 SHUTDOWN_S = 10.0
+START = "generation.start_timeout_s"
 WITHOUT_TRAINER = "add --generation.trainer-gpus 0: engines may then get any of its GPUs"
 
 
 @dataclass(eq=False)
 class EngineProcess:
     id: ProcessId
-    actor: Any
-    log: Path
+    worker: Worker
     place: Place | None = None
     """None: it is not up yet."""
     busy_s: float = 0.0
-    stages: list[Any] = field(default_factory=list)
-    """Actors of the pipeline's later stages."""
-    runs: list[Any] = field(default_factory=list)
+    stages: list[Worker] = field(default_factory=list)
+    """The pipeline's later stages."""
+    runs: list[asyncio.Future[None]] = field(default_factory=list)
     """Their calls, which end only where a stage does."""
 
     @property
-    def name(self) -> str:
-        where = f"process {self.place.pid} on {self.place.host}, " if self.place else ""
-        return f"replica-{self.id.rank} ({where}log {self.log})"
-
-    def log_of(self, stage: int) -> Path:
-        return self.log.with_stem(f"{self.log.stem}-stage-{stage}") if stage else self.log
-
-    def died(self, said: str, stage: int = 0) -> WorkerDied:
-        log = self.log_of(stage)
-        return death(f"{log.stem} (log {log})" if stage else self.name, said, log)
+    def actor(self) -> Any:
+        return self.worker.actor
 
     def refused(self, said: str) -> WorkerDied:
-        return WorkerDied(with_log(f"{self.name} did not take the new weights: {said}", self.log))
+        text = f"{self.worker} did not take the new weights: {said}"
+        return WorkerDied(with_log(text, self.worker.log))
 
 
 class EngineProcesses:
@@ -106,7 +99,7 @@ class EngineProcesses:
             release()
         return cluster, cluster.placement("generation")
 
-    async def start_all(self, router: Router) -> None:
+    async def start_all(self, router: RequestRouter) -> None:
         self._router = router
         ids = [one.process for one in router.state.replicas]
         await asyncio.gather(*map(self._start, ids))
@@ -131,54 +124,40 @@ class EngineProcesses:
 
     async def _start(self, id: ProcessId) -> None:
         """Start a process with an engine, and those of its other stages."""
-        timeout_s, log = self.config.start_timeout_s, self._log_dir / f"replica-{id.rank}.log"
-        process = self.running[id] = EngineProcess(id, self.launched(id.rank, log), log)
-        try:
-            async with asyncio.timeout(timeout_s):
-                spec = await self._staged(process)
-                process.place = await self._unless_broken(process, process.actor.start.remote(spec))
-        except TimeoutError:
-            late = f"was not up within {timeout_s:g} s (generation.start_timeout_s)"
-            raise WorkerTimeout(f"{process.name} {late}") from None
-        except RayError as error:
-            raise process.died(str(error)) from None
+        process = self.running[id] = EngineProcess(id, self.launched(id.rank))
+        worker, first = process.worker, self.spec
+        up = partial(
+            worker.answer, doing="its start", timeout_s=self.config.start_timeout_s, setting=START
+        )
+        stages = range(1, first.pipeline_parallel_size)
+        if stages:
+            first = await up(worker.actor.meet.remote(first))
+        for number in stages:
+            stage = self.launched(id.rank, number)
+            run = stage.answer(stage.actor.run.remote(replace(first, stage=number)))
+            process.stages.append(stage)
+            process.runs.append(asyncio.ensure_future(run))
+        start = up(worker.actor.start.remote(first))
+        place = process.place = await self._unless_broken(process, start)
+        worker.host, worker.pid = place.host, place.pid
 
-    async def _staged(self, process: EngineProcess) -> EngineSpec:
-        rank, spec = process.id.rank, self.spec
-        if spec.pipeline_parallel_size == 1:
-            return spec
-        spec = await process.actor.meet.remote(spec)
-        for number in range(1, spec.pipeline_parallel_size):
-            actor = self.launched(rank, process.log_of(number), number)
-            process.stages.append(actor)
-            process.runs.append(
-                asyncio.ensure_future(actor.run.remote(replace(spec, stage=number)))
-            )
-        return spec
-
-    async def _unless_broken(self, process: EngineProcess, call: Any) -> Any:
+    async def _unless_broken(self, process: EngineProcess, call: Awaitable[Any]) -> Any:
         """Return a call's result, or raise what ended a stage before."""
-        own, stage = asyncio.ensure_future(call), 0
+        own = asyncio.ensure_future(call)
         try:
             await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)
-            for number, run in enumerate(process.runs, 1):
+            for stage, run in zip(process.stages, process.runs, strict=True):
                 if run.done():
-                    stage = number
                     run.result()  # or its error
-                    raise process.died("one of its workers ended", stage)
+                    raise stage.died("one of its workers ended")
             return await own
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayError as error:
-            raise process.died(str(error), stage) from None
         finally:
             with suppress(RuntimeError):  # the event loop is closed where another start failed
                 own.cancel()
 
-    def launched(self, rank: int, log: Path, stage: int = 0) -> Any:
+    def launched(self, rank: int, stage: int = 0) -> Worker:
         placement, config = self._placement, self.config
         number = rank * config.pipeline_parallel_size + stage
-        bundle = placement.bundles[number]
         eager = self.spec.engine.get("enforce_eager", True)
         variables = environment(config.cpus_per_replica, eager=eager, cuda=self.spec.on_gpus)
         if self.beside:  # Ray counts these GPUs as the ranks', and must not hide them
@@ -189,47 +168,42 @@ class EngineProcesses:
         runtime: dict[str, Any] = {"env_vars": variables}
         if config.python is not None:
             runtime["py_executable"] = config.python
-        where = PlacementGroupSchedulingStrategy(
-            placement.group, placement_group_bundle_index=placement.indices[number]
-        )
+        name = f"replica-{rank}" + (f"-stage-{stage}" if stage else "")
+        log = self._log_dir / f"{name}.log"
         actor: Any = ray.remote(self.stage_actor if stage else self.actor)
-        return actor.options(
-            num_cpus=bundle.cpus,
-            num_gpus=bundle.gpus,
-            max_concurrency=2 * config.max_batch_size + 100,
-            scheduling_strategy=where,
-            runtime_env=runtime,
-        ).remote(log.stem, str(log))
+        options = placement.options(number) | {
+            "max_concurrency": 2 * config.max_batch_size + 100,
+            "runtime_env": runtime,
+        }
+        return Worker(actor.options(**options).remote(name, str(log)), name, log)
 
     async def _watch(self, process: EngineProcess) -> None:
         """Raise where a process died, or makes no progress for timeout_s though it has work."""
-        before, idle = -1, 0
+        before, idle, worker = -1, 0, process.worker
         period = self.config.timeout_s / 4  # counted: the driver itself may be stopped for a while
         while True:
             await self._unless_broken(process, asyncio.sleep(period))
+            call = worker.answer(worker.actor.progress.remote(), timeout_s=period)
             try:
-                async with asyncio.timeout(period):
-                    now = await self._unless_broken(process, process.actor.progress.remote())
-                late = 0
-            except TimeoutError:
+                now, late = await self._unless_broken(process, call), 0
+            except WorkerTimeout:
                 now, late = before, 1
             works = self._router.state.works(process.id)
             idle = idle + 1 + late if now == before and works else 0
             before = now
             if idle >= 4:
                 hangs = f"made no progress for {self.config.timeout_s:g} s (generation.timeout_s)"
-                raise WorkerTimeout(f"{process.name} {hangs}")
+                raise WorkerTimeout(f"{worker} {hangs}")
 
     async def everywhere(self, method: str) -> None:
         """One that fails or is late breaks its process."""
 
         async def call(process: EngineProcess) -> None:
+            limit, start = self.config.timeout_s, process.actor.call
             try:
-                async with asyncio.timeout(self.config.timeout_s):
-                    await process.actor.call.remote(method)
-            except TimeoutError:
-                late = f"{method} took more than {self.config.timeout_s:g} s (generation.timeout_s)"
-                self._router.note(Broke(process.id, WorkerTimeout(f"{process.name}: {late}")))
+                await process.worker.answer(
+                    start.remote(method), method, timeout_s=limit, setting="generation.timeout_s"
+                )
             except Exception as error:
                 self._router.note(Broke(process.id, error))
 
@@ -241,9 +215,8 @@ class EngineProcesses:
         if process := self.running.pop(id, None):
             for run in process.runs:
                 run.cancel()
-            for actor in (process.actor, *process.stages):
-                with suppress(Exception):  # Ray may be gone
-                    ray.kill(actor)
+            for worker in (process.worker, *process.stages):
+                worker.kill()
 
     async def end_all(self) -> None:
         """In bounded time."""

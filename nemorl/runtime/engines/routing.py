@@ -1,7 +1,7 @@
 """Which replica answers which request: a function of a frozen state and an event.
 
-`decide` starts no process, reads no clock and sends no weights: the `Router` feeds it events, and
-`replicas` executes its actions.
+`decide` starts no process, reads no clock and sends no weights: the `RequestRouter` feeds it
+events, and `replicas` executes its actions.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class ProcessId(NamedTuple):
     """How many starts came before."""
 
 
-class Request(NamedTuple):
+class RoutedRequest(NamedTuple):
     number: int
     """Requests are numbered in order of arrival."""
     n: int
     """Samples to make of it."""
 
 
-def _put(waiting: tuple[Request, ...], request: Request) -> tuple[Request, ...]:
+def _put(waiting: tuple[RoutedRequest, ...], request: RoutedRequest) -> tuple[RoutedRequest, ...]:
     place = bisect_left(waiting, request)
     return (*waiting[:place], request, *waiting[place:])
 
 
-def _without(waiting: tuple[Request, ...], number: int) -> tuple[Request, ...]:
+def _without(waiting: tuple[RoutedRequest, ...], number: int) -> tuple[RoutedRequest, ...]:
     place = bisect_left(waiting, (number,))
     there = place < len(waiting) and waiting[place].number == number
     return waiting[:place] + waiting[place + 1 :] if there else waiting
@@ -52,7 +52,7 @@ class Replica:
     """down: it has ended, and starts again once engines are awake."""
     version: int | None = None
     """Version of its weights. None: it has none, or not all."""
-    open: Mapping[int, Request] = field(default_factory=dict)
+    open: Mapping[int, RoutedRequest] = field(default_factory=dict)
     """Requests that it was given and has not answered, by number."""
     samples: int = 0
     partial: int = 0
@@ -69,7 +69,7 @@ class Replica:
         """Return how many samples it decodes; of an open request, at least one."""
         return max(self.samples - self.partial, len(self.open))
 
-    def given(self, request: Request) -> Replica:
+    def given(self, request: RoutedRequest) -> Replica:
         open = {**self.open, request.number: request}
         return replace(self, open=open, samples=self.samples + request.n)
 
@@ -89,7 +89,7 @@ class Routing:
     max_restarts: int
     """A replica whose processes end more often in a row is given up."""
     replicas: tuple[Replica, ...]
-    waiting: tuple[Request, ...] = ()
+    waiting: tuple[RoutedRequest, ...] = ()
     """In the order of their numbers."""
     arrived: int = 0
     """Number of the next request."""
@@ -119,7 +119,7 @@ class Routing:
         return tuple(one.process for one in self.replicas if one.status == "up" and not one.ready)
 
     @property
-    def _next(self) -> Request | None:
+    def _next(self) -> RoutedRequest | None:
         first = self.waiting[0] if self.waiting else None
         held = first and self.held_from is not None and first.number >= self.held_from
         return None if held else first
@@ -301,7 +301,7 @@ def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
             return state, ()
     match event:
         case Arrived(n):
-            waiting = _put(state.waiting, Request(state.arrived, n))
+            waiting = _put(state.waiting, RoutedRequest(state.arrived, n))
             state = replace(state, waiting=waiting, arrived=state.arrived + 1)
         case Cancelled(number):
             return _cancelled(state, number)
@@ -388,7 +388,7 @@ def _emptied(state: Routing) -> Routing:
     return replace(state, replicas=tuple(replace(one, version=None) for one in state.replicas))
 
 
-class Router:
+class RequestRouter:
     """Notes events and has the actions executed, on its event loop.
 
     Args:

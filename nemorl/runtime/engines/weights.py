@@ -5,32 +5,313 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import pickle
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nemorl.checks import require
 from nemorl.models.adapters import PREFIX, live_tensors, merged_tensors
-from nemorl.models.digest import WeightsDiffer, checksum, misfits
-from nemorl.models.tensor_files import Stored, as_stored, shapes_of, stored_names
-from nemorl.runtime.engines.direct import DEVICE, EnginesFailed, send_by_ipc, send_by_nccl
-from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.engines.transport import (
-    Transport,
-    cards_of,
-    choose_transport,
-    places_of_ranks,
+from nemorl.models.tensor_files import (
+    Stored,
+    WeightsDiffer,
+    as_stored,
+    misfits,
+    shapes_of,
+    stored_names,
+    tensor_checksum,
 )
+from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.store.files import FailedAlone, reason_of
+
+WAYS = {
+    "cuda_ipc": "by CUDA IPC, each rank's to engines on its own GPU",
+    "nccl": "by NCCL from rank 0's GPU, on which they are gathered one by one",
+    "object_store": "through rank 0's main memory and Ray's object store",
+}
+"""From the fastest."""
+NEEDS = {
+    "cuda_ipc": "every GPU of an engine to be a rank's",
+    "nccl": "engines on other GPUs than rank 0",
+}
+REQUIRED = "as set, or as adapter_rank or pipeline_parallel_size requires"
+"""Why a way is taken that `auto` did not choose."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A value of generation.weight_transport, and why no faster one was taken."""
+
+    name: str
+    reason: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do where it can't work, to be added to an error."""
+        if self.name == "object_store":
+            return ""
+        return f" (if {self.name} fails again: set generation.weight_transport object_store)"
+
+    def __str__(self) -> str:
+        return f"new weights go {WAYS[self.name]} ({self.name}{self.reason and ': '}{self.reason})"
+
+
+def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Place]) -> Transport:
+    """Return how weights get from ranks to engines, by generation.weight_transport.
+
+    ranks: all ranks of the trainer, in order, each with its GPU. Ranks that compute on a CPU of a
+    machine with GPUs all have the first one.
+
+    >>> here, beside = Place("node", "host", 1, ("0",)), Place("node", "host", 2, ("1",))
+    >>> print(choose_transport("auto", [here, beside], [here, beside]))
+    new weights go by CUDA IPC, each rank's to engines on its own GPU (cuda_ipc)
+    >>> choose_transport("auto", [here], [beside]).name
+    'nccl'
+    """
+    cards, theirs = cards_of(ranks), cards_of(engines)
+    on_gpus = all(each.gpus for each in (*ranks, *engines))
+    works = {
+        "cuda_ipc": on_gpus and theirs <= cards and len(cards) == len(ranks),
+        "nccl": on_gpus and not theirs & ranks[0].cards,
+        "object_store": True,
+    }
+    if setting != "auto":
+        needs = NEEDS.get(setting, "")
+        require(works[setting], "generation.weight_transport", f"needs {needs}", setting,
+                "remove it")  # fmt: skip
+        return Transport(setting, "as set" if setting in NEEDS else REQUIRED)
+    name = next(name for name, can in works.items() if can)
+    faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
+    return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
+
+
+def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
+    """Return the GPUs of places."""
+    return frozenset().union(*(place.cards for place in places))
+
+
+def places_of_ranks() -> list[Place]:
+    """In order; a collective call if there are several."""
+    places: list[Place] = [own_place()]
+    if num_ranks() > 1:
+        places = places * num_ranks()
+        dist.all_gather_object(places, own_place())
+    return places
+
+
+def num_ranks() -> int:
+    """Return how many ranks train."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_place() -> Place:
+    """With the one GPU that this process computes on."""
+    import ray
+
+    gpus = uuids = tuple[str, ...]()
+    if torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = torch.cuda.current_device()
+        gpus = (visible.split(",")[index] if visible else str(index),)
+        uuids = (uuid_of(index),)
+    node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+    return Place(node, socket.gethostname(), os.getpid(), gpus, uuids)
+
+
+def uuid_of(device: torch.device | int) -> str:
+    """Return a GPU's UUID."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+DEVICE = "cuda"
+ROUND_BYTES = 2**28
+"""So many are sent at a time."""
+
+
+class EnginesFailed(Exception):
+    """Engines that died, hung or raised. Its argument says why, by their rank."""
+
+
+def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]], *, opened: bool = True) -> None:
+    """Hand out weights in this rank's GPU to engines on the same; a collective call of all ranks.
+
+    opened: whether an engine is on this GPU.
+
+    Raises: EnginesFailed, once all ranks are through; what the weights raise, on all ranks alike.
+    """
+    client = _Client(sender)
+    transfer, key = _connected("cuda_ipc", sender, client)
+    transfer.client, transfer.source = client, _Source(sender.dtype, weights)
+    with nullcontext() if opened else _given_back(transfer):
+        transfer.send_weights()
+    if client.error is not None:
+        raise client.error
+    _CONNECTED[key] = transfer
+
+
+@contextmanager
+def _given_back(transfer: Any) -> Iterator[None]:
+    """Give the buffer of a transfer back, as an engine does that has opened it."""
+    gather, found = transfer._all_gather_and_merge_handles, list[Any]()
+
+    def gathered(handles: list[dict[str, Any]]) -> Any:
+        if not found:  # all rounds of a transfer share it
+            found.extend(handles[0].values())
+            for *_, counter, offset, _, _ in found:
+                torch.UntypedStorage._release_ipc_counter(counter, offset, device=DEVICE)
+        return gather(handles)
+
+    transfer._all_gather_and_merge_handles = gathered
+    try:
+        yield
+    finally:
+        del transfer._all_gather_and_merge_handles
+
+
+def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Broadcast weights from this GPU to engines on other ones.
+
+    Engines hear before each round which weights it has: backends yield them in orders of their own.
+    """
+    transfer, key = _connected("nccl", sender, sender)
+    transfer.client = _Rounds(sender)
+    sender.start_weight_update()
+    for part in _rounds(weights):
+        transfer.source = _Source(sender.dtype, part)
+        # vLLM packs on streams of its own, which do not wait for the one that gathers and casts.
+        torch.get_device_module(DEVICE).synchronize()
+        transfer.send_weights()
+        part.clear()  # or it would stay on the GPU until the next round, or the next update
+    sender.finish_weight_update()
+    _CONNECTED[key] = transfer
+
+
+def _rounds(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    part, size = list[tuple[str, Tensor]](), 0
+    for name, tensor in weights:
+        part.append((name, tensor))
+        size += tensor.nbytes
+        if size >= ROUND_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _connected(transport: str, sender: Any, client: Any) -> tuple[Any, Any]:
+    """Return vLLM's transfer engine, to be put back after a transfer, and its key."""
+    key = (transport, *sender.places.values())
+    transfer = _CONNECTED.pop(key, None)
+    if transfer is None:
+        while _CONNECTED:
+            _, old = _CONNECTED.popitem()  # its end may wait for engines that are gone
+            threading.Thread(target=old.shutdown, daemon=True).start()
+        transfer = _connect(transport, sender, client)
+    return transfer, key
+
+
+_CONNECTED: dict[Any, Any] = {}
+
+
+def _connect(transport: str, sender: Any, client: Any) -> Any:
+    import ray
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    from nemorl.runtime.workers.worker import free_port
+
+    info: Any
+    if transport == "cuda_ipc":
+        rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
+        sizes = [math.prod(shape) * sender.dtype.itemsize for shape in sender.expected.values()]
+        largest = max([ROUND_BYTES, *sizes])  # every tensor has to fit in the shared buffer
+        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=largest)
+    else:
+        world = 1 + sender.processes * len(sender.actors)
+        size = {"packed": True, "packed_buffer_size_bytes": ROUND_BYTES // 4}
+        info = NCCLTrainerInitInfo(
+            rank=0,
+            world_size=world,
+            master_address=ray.util.get_node_ip_address(),
+            master_port=free_port(),
+            **size,
+        )
+    source = _Source(sender.dtype, ())
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+@dataclass
+class _Client:
+    """Calls engines until one fails, after which the ranks' collectives go on without them."""
+
+    sender: Any
+    error: EnginesFailed | None = None
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, info: Any) -> None:
+        self._call("update_weights", info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, *args: Any) -> None:
+        try:
+            if self.error is None:
+                getattr(self.sender, method)(*args)
+        except EnginesFailed as error:
+            self.error = error
+
+
+@dataclass
+class _Rounds:
+    """Calls engines for one round of an update."""
+
+    sender: Any
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, info: Any) -> None:
+        self.sender.update_weights(info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+@dataclass
+class _Source:
+    """What vLLM's transfer engines call a WeightSource."""
+
+    dtype: torch.dtype
+    weights: Iterable[tuple[str, Tensor]]
+
+    def metadata(self) -> list[Any]:
+        """Of a round, which is a list."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, self.dtype, tuple(each.shape)) for name, each in self.weights]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights:
+            yield name, tensor.detach().to(DEVICE, self.dtype)
+
 
 BUCKET_BYTES = 2**26
 """While engines load a bucket of about so much, the next one is gathered."""
@@ -98,7 +379,7 @@ def checked_weights(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class UpdateReceipt:
     """How an update ended, by the engines' ranks."""
 
     version: int
@@ -148,7 +429,7 @@ class WeightSender:
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
     arrived: dict[int, list[list[tuple[str, int]]]] = field(default_factory=dict)
 
-    def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+    def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> UpdateReceipt:
         """Return how it went, by checksums of what was sent and of what engines got.
 
         Raises ValueError for weights of another model.
@@ -161,7 +442,7 @@ class WeightSender:
         if sends and self.sealed:
             self = replace(self, actors=pickle.loads(self.sealed), sealed=b"")
         if not sends and transport.name != "cuda_ipc":
-            return Receipt(version=version, failed={}, transport=transport)
+            return UpdateReceipt(version=version, failed={}, transport=transport)
         sent: dict[str, Tensor] = {}
         adapters: dict[str, Tensor] = {}
         base = _without_adapters(as_stored(weights, self.stored), adapters)
@@ -181,7 +462,7 @@ class WeightSender:
                 self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
             failed = {rank: f"{why}{transport.remedy}" for rank, why in error.args[0].items()}
-            return Receipt(version=version, failed=failed, transport=transport)
+            return UpdateReceipt(version=version, failed=failed, transport=transport)
         return replace(self._receipt(sent), transport=transport)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,13 +502,13 @@ class WeightSender:
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Cast weights as engines are to have them, and keep a checksum of each."""
+        """Cast weights as engines are to have them, and keep a tensor_checksum of each."""
         for name, tensor in weights:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
-            sent[name] = checksum(cast)
+            sent[name] = tensor_checksum(cast)
             yield name, cast
 
-    def _receipt(self, sent: Mapping[str, Tensor]) -> Receipt:
+    def _receipt(self, sent: Mapping[str, Tensor]) -> UpdateReceipt:
         sums = [each.to(next(iter(sent.values())).device) for each in sent.values()]
         expected = dict(zip(sent, torch.stack(sums).tolist() if sums else (), strict=True))
         wrong = {}
@@ -235,7 +516,7 @@ class WeightSender:
             for worker in self.arrived.get(rank) or [[]]:
                 if said := _otherwise(expected, worker):
                     wrong[rank] = said
-        return Receipt(version=self.version, failed={}, wrong=wrong, num_weights=len(sent))
+        return UpdateReceipt(version=self.version, failed={}, wrong=wrong, num_weights=len(sent))
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
         """Call a method of each engine; return the calls by rank."""

@@ -1,6 +1,30 @@
 """One training backend on many ranks: Ray actors, or the processes of torchrun.
 
 Others use `trainer.make_trainer` (a `TrainingBackend` that stands for all ranks),
-`generator.RankedGenerator` (the same ranks as a `GenerationBackend`),
-`environment.is_follower` and `torchrun.follow`.
+`generator.RankedGenerator` (the same ranks as a `GenerationBackend`), `rank.follow`, and what says
+which of torchrun's processes this is, here.
 """
+
+import os
+from collections.abc import Mapping
+
+
+def torchrun_size(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many processes torchrun has started; None where this is not one of them.
+
+    Any other launcher counts that sets RANK and WORLD_SIZE.
+
+    >>> torchrun_size({"RANK": "1", "WORLD_SIZE": "2"}), torchrun_size({})
+    (2, None)
+    """
+    started = "RANK" in environment and "WORLD_SIZE" in environment
+    return int(environment["WORLD_SIZE"]) if started else None
+
+
+def is_follower(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this is a process of torchrun other than rank 0.
+
+    >>> is_follower({"RANK": "1", "WORLD_SIZE": "2"}), is_follower({})
+    (True, False)
+    """
+    return torchrun_size(environment) is not None and environment["RANK"] != "0"

@@ -22,8 +22,8 @@ from nemorl.parallel.world import RanksLost
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, Rank, dumps, loads
-from nemorl.runtime.store.files import WorkerTimeout, raised
+from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, Rank, RankAnswer, dumps, loads
+from nemorl.runtime.store.files import raised
 from nemorl.runtime.workers.cluster import (
     Bundle,
     RayVirtualCluster,
@@ -32,7 +32,7 @@ from nemorl.runtime.workers.cluster import (
     most_on_a_node,
     release,
 )
-from nemorl.runtime.workers.group import RayWorkerGroup
+from nemorl.runtime.workers.worker import RayWorkerGroup, late
 
 TICK_S = 0.5
 ALONE_S = 10.0
@@ -122,7 +122,7 @@ class RayRanks:
         payload: list[Any],
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
-    ) -> Answer:
+    ) -> RankAnswer:
         """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
 
         parts: of the batch's routes, by rank. Raises WorkerDied, WorkerTimeout, and what a rank
@@ -148,7 +148,7 @@ class RayRanks:
                 )
                 for rank in range(self.size)
             }
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RankAnswer] = {}
         left, alone = limit_s + GRACE_S, ALONE_S
         while len(answers) < self.size and alone > 0:
             before = time.monotonic()
@@ -159,16 +159,14 @@ class RayRanks:
             left -= passed
             alone -= passed * any(answer.error for answer in answers.values())
             if left <= 0 and calls:
-                who = " and ".join(str(self.workers.info(rank)) for rank in sorted(calls))
-                raise WorkerTimeout(
-                    f"no answer to {phase} within {limit_s:g} s (runtime.{limit}) from {who}: the"
-                    " logs say where in the code they were"
-                )
+                who = self.workers.named(sorted(calls))
+                who += ": the logs say where in the code they were"
+                raise late(phase, limit_s, f"runtime.{limit}", who)
         return self._together(answers, phase, background=method in BACKGROUND)
 
     def _together(
-        self, answers: Mapping[int, Answer], phase: str, *, background: bool = False
-    ) -> Answer:
+        self, answers: Mapping[int, RankAnswer], phase: str, *, background: bool = False
+    ) -> RankAnswer:
         failed = {rank: answer for rank, answer in sorted(answers.items()) if answer.error}
         steps = {answer.step for answer in answers.values()}
         # In the background of an optimizer step some ranks answer before it and others after.
@@ -183,7 +181,7 @@ class RayRanks:
         if alike and not lost:
             return answers[cause]
         error = raised(answers[cause].error or {}, cause)
-        where = " and ".join(str(self.workers.info(rank)) for rank in failed)
+        where = self.workers.named(failed)
         alone = "" if len(failed) == self.size else ", but not by the other ranks"
         error.add_note(f"raised by {where} in {phase}{alone}: all were ended")
         raise error

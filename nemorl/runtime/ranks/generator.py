@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from nemorl.models.causal_lm import end_tokens
-from nemorl.models.digest import check_held, sampled
+from nemorl.models.tensor_files import check_held, sampled
 from nemorl.parallel.megatron.engine import Order
-from nemorl.rollout.config import TRAITS
+from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.runtime.engines.weight_sync import TrainerWeights
 from nemorl.runtime.engines.weights import checked_weights
+from nemorl.runtime.ranks.trainer import RankedTrainer
 
 STEP_S = 0.05
 """Seconds that a call of the ranks is to take: an event loop waits so long."""
@@ -29,7 +30,7 @@ class RankedGenerator(ScheduledBackend):
 
     traits = TRAITS["megatron"]
 
-    def __init__(self, *, trainer: Any, tokenizer: Any = None) -> None:
+    def __init__(self, *, trainer: RankedTrainer, tokenizer: Any = None) -> None:
         super().__init__(self._step, tokenizer)
         self.trainer = trainer
         self._numbers, self._open = count(), dict[Request, int]()
@@ -37,7 +38,7 @@ class RankedGenerator(ScheduledBackend):
         """What the ranks must do before the next pass."""
         self._passes = 1
 
-    def setup(self, config: Any) -> None:
+    def setup(self, config: GenerationConfig) -> None:
         model = self.trainer.model
         self.limits(model.config)
         self._expected = self.trainer.open_engine(

@@ -24,8 +24,8 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.ranks.environment import torchrun_size
-from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Coordinates, dumps
+from nemorl.runtime.ranks import torchrun_size
+from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, RankAnswer, TorchrunRanks, dumps
 from nemorl.runtime.store.files import raised
 
 SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         payload: list[Any],
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
-    ) -> Answer: ...
+    ) -> RankAnswer: ...
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None: ...
 
@@ -63,8 +63,6 @@ def make_trainer(
 
     def start() -> Ranks:
         if torchrun_size() is not None:
-            from nemorl.runtime.ranks.torchrun import TorchrunRanks
-
             return TorchrunRanks(make, plan.num_ranks, config)
         try:
             from nemorl.runtime.ranks.actors import RayRanks

@@ -13,14 +13,14 @@ from nemorl.parallel.backends import OwnLimits, check_training, limits_of
 from nemorl.parallel.config import MICRO_BATCH_TOKENS
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.memory import PlannedStep
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.parallel.planner.sharing import GB, Sharing, check_states, sharing, smaller, training_of
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Machine
 from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.engines.limits import check_shares
-from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.runtime.ranks import is_follower, torchrun_size
 from nemorl.runtime.run.registry import check_generation
 
 
@@ -365,7 +365,7 @@ LARGE_CHUNK = 4096
 class Fit:
     """A run's step on GPUs of `card` bytes, with what was chosen so that training fits."""
 
-    step: Step
+    step: PlannedStep
     card: float
     micro_batch_tokens: int | None = None
     """trainer.micro_batch_tokens, if it is not left open."""
@@ -401,7 +401,7 @@ def fitted(
         shape = None if model is None else model_shape(model)
     if shape is None or card is None or (registered and engines is None):
         return None
-    step = Step(shape, devices.plan, workload(config, devices, engines))
+    step = PlannedStep(shape, devices.plan, workload(config, devices, engines))
     check_states(step, card)
     room, trainer = card * (1 - step.work.reserve), step.work.trainer
     longest = max(config.longest_row, trainer.packed_row_tokens or 0)
@@ -429,7 +429,9 @@ def fitted(
     )
 
 
-def _tries(step: Step, model: Any, longest: int, *, chunks: Sequence[int | None]) -> Iterator[Step]:
+def _tries(
+    step: PlannedStep, model: Any, longest: int, *, chunks: Sequence[int | None]
+) -> Iterator[PlannedStep]:
     """Yield a step with what may be chosen, the fastest first."""
     trainer, plans, tokens = step.work.trainer, [step.plan], MICRO_BATCH_TOKENS
     proofs = known(model) if limits_of(trainer.backend).traits.proves else ASSUMED

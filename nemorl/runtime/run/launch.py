@@ -33,7 +33,7 @@ from nemorl.rollout.environments.classes import Workers
 from nemorl.runtime.config.base import BaseConfig, RunConfig, require_rows
 from nemorl.runtime.config.tree import construct, dump_yaml, flat, to_dict, yaml_layer
 from nemorl.runtime.config.yaml_io import Trust, without_secrets
-from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.ranks import is_follower
 from nemorl.runtime.run.data import Reward, Rows, first_of_each, print_known, read_data, reward_for
 from nemorl.runtime.run.devices import Devices
 from nemorl.runtime.run.registry import (

@@ -8,7 +8,7 @@ from typing import Any
 from nemorl.checks import warn
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.ranks import is_follower
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.run.launch import Config, Launch, launched
 from nemorl.runtime.run.loop import Run
@@ -145,7 +145,7 @@ def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | No
 
 
 def _follow(config: BaseConfig) -> TrainResult:
-    from nemorl.runtime.ranks.torchrun import follow
+    from nemorl.runtime.ranks.rank import follow
 
     return follow(training_backend_class(config.trainer.backend), config)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nemorl.checks import require, warn
-from nemorl.data.statistics import Lengths
+from nemorl.data.statistics import Lengths, show_lengths
 from nemorl.models.capabilities import Proofs, known
 from nemorl.models.hub import check_supported, check_vocabulary, model_folder
 from nemorl.models.source import ModelSource
@@ -31,7 +31,6 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.engines.weight_sync import TrainerWeights, check_agreement
 from nemorl.runtime.ranks.trainer import make_trainer
-from nemorl.runtime.run.data import show_lengths
 from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
 from nemorl.runtime.run.launch import Launch, changes, generation_config, kept, model_config_of
 from nemorl.runtime.run.registry import (

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -51,8 +50,6 @@ ATTACHED = {
 PROBES, PROBE_S = 3, 2.0
 LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Longest path of Ray's folder, in bytes, as the path of a Unix socket has at most 107."""
-LITTLE = 1 << 30
-"""Free bytes below which a disk counts as full."""
 GUARD = """
 import contextlib, os, select, signal, sys
 group, watched, *others = map(int, sys.argv[1:])
@@ -198,43 +195,30 @@ def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int
             if late and time.monotonic() - begin < timeout_s:
                 continue  # Ray itself gives some parts 30 s
             os.close(owner)
-            raise RayClusterError(_reason(error, folder, late, timeout_s, setting)) from error
+            did = f"did not start within {timeout_s:g} s" if late else "cannot be started"
+            remedy = f"raise {setting}, or " if late else ""
+            raise RayClusterError(
+                f"a local Ray cluster {did} ({_first_line(error)}): {remedy}make room in"
+                f" {folder.parent} and /dev/shm, if they are full; its logs are in"
+                f" {folder / 'r' / 'session_latest' / 'logs'}"
+            ) from error
         _SESSION.callback(os.close, owner)
         return owner
-
-
-def _reason(error: Exception, folder: Path, late: bool, timeout_s: float, setting: str) -> str:
-    logs, first = folder / "r" / "session_latest" / "logs", _first_line(error)
-    full = [
-        place
-        for place in (folder.parent, Path("/dev/shm"))
-        if place.exists() and shutil.disk_usage(place).free < LITTLE
-    ]
-    room = [f"make room in {' and '.join(map(str, full))}"] if full else []
-    longer = [f"raise {setting}"] if late else []
-    remedy = "; ".join([*room, *longer, f"its logs are in {logs}"])
-    if late:
-        return f"a local Ray cluster did not start within {timeout_s:g} s ({first}): {remedy}"
-    return f"a local Ray cluster cannot be started ({first}): {remedy}"
 
 
 def _private_folder() -> Path:
     """Make a folder of this user alone: Ray opens its own to everybody."""
     chosen = os.environ.get("RAY_TMPDIR")
     places = [chosen] if chosen else [tempfile.gettempdir(), "/tmp"]
-    length = len(os.fsencode(f"/{OURS.replace('*', '12345678')}/r"))
-    fitting = [each for each in places if len(os.fsencode(each)) + length <= LONGEST_PATH]
-    if not fitting:
-        raise RayClusterError(
-            f"RAY_TMPDIR must have at most {LONGEST_PATH - length} bytes, as Ray's sockets are"
-            f" below it, but it is {chosen!r}: choose a shorter path"
-        )
+    longest = LONGEST_PATH - len(f"/{OURS.replace('*', '12345678')}/r")
+    fitting = [each for each in places if len(os.fsencode(each)) <= longest]
     try:
         return Path(tempfile.mkdtemp(prefix=OURS.rstrip("*"), dir=fitting[0]))
-    except OSError as error:
+    except (IndexError, OSError) as error:
         raise RayClusterError(
-            f"a local Ray cluster needs a folder that can be written to, but {fitting[0]} can't"
-            f" ({error}): name another one in RAY_TMPDIR"
+            "RAY_TMPDIR must be a folder that can be written to, with a path of at most"
+            f" {longest} bytes, as Ray's sockets are below it, but it is {places[0]!r} ({error}):"
+            " name another one"
         ) from error
 
 
@@ -244,18 +228,19 @@ def _attach(address: str) -> None:
             socket.create_connection(_endpoint(address), timeout=2 * PROBE_S).close()
         _initialize(address, ATTACHED)
     except Exception as error:
-        message = f"the Ray cluster at {address} cannot be reached ({_first_line(error)}): "
         if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
-            message += (
+            remedy = (
                 "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head"
                 " in RAY_AUTH_TOKEN or ~/.ray/auth_token"
             )
         else:
-            message += (
+            remedy = (
                 "is it running (`ray status`), is RAY_ADDRESS right, and does a firewall let"
                 " this machine through?"
             )
-        raise RayClusterError(message) from error
+        raise RayClusterError(
+            f"the Ray cluster at {address} cannot be reached ({_first_line(error)}): {remedy}"
+        ) from error
 
 
 def _initialize(address: str, variables: Mapping[str, str], **options: Any) -> None:
@@ -275,14 +260,13 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: os.environ.get(name, value) for name, value in values.items()})
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
@@ -368,6 +352,18 @@ class Placement:
     group: PlacementGroup
     indices: tuple[int, ...]
     nodes: tuple[str, ...]
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Return Ray's options of a worker in a bundle."""
+        bundle, where = self.bundles[number], self.indices[number]
+        return {
+            "num_cpus": bundle.cpus,
+            "num_gpus": bundle.gpus,
+            "resources": dict(bundle.resources),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=where
+            ),
+        }
 
 
 class RayVirtualCluster:
@@ -513,20 +509,20 @@ def most_on_a_node(resource: str) -> float:
 
 def could_fit(bundles: Sequence[Bundle]) -> bool:
     """Return whether each bundle fits on one of the present nodes, and all in their sum."""
-    nodes = _nodes()
-    alone = all(
-        any(
-            all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.amounts.items())
-            for node in nodes
-            if bundle.node in (None, node["NodeID"])
-        )
-        for bundle in bundles
-    )
-    return alone and all(
-        sum(bundle.amounts.get(name, 0) for bundle in bundles)
-        <= sum(node["Resources"].get(name, 0) for node in nodes)
-        for name in {name for bundle in bundles for name in bundle.amounts}
-    )
+    nodes, asked = _nodes(), Counter[str]()
+
+    def fits(amounts: Mapping[str, float], resources: Mapping[str, float]) -> bool:
+        return all(resources.get(name, 0) >= amount for name, amount in amounts.items())
+
+    for bundle in bundles:
+        places = [one for one in nodes if bundle.node in (None, one["NodeID"])]
+        if not any(fits(bundle.amounts, one["Resources"]) for one in places):
+            return False
+        asked.update(bundle.amounts)
+    there = Counter[str]()
+    for node in nodes:
+        there.update(node["Resources"])
+    return fits(asked, there)
 
 
 def _nodes() -> list[Any]:
@@ -542,18 +538,11 @@ def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int
         RayVirtualCluster({"asked": bundles}, timeout_s=timeout_s) as cluster,
     ):
         placement = cluster.placement("asked")
-        first = dict(zip(reversed(placement.nodes), reversed(placement.indices), strict=True))
+        numbers = {node: number for number, node in enumerate(placement.nodes)}
+        one = {"num_cpus": 0, "num_gpus": 1, "resources": {}}
         asked = [
-            ray.remote(_gpu_memory)
-            .options(
-                num_cpus=0,
-                num_gpus=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement.group, placement_group_bundle_index=index
-                ),
-            )
-            .remote()
-            for index in first.values()
+            ray.remote(_gpu_memory).options(**placement.options(number) | one).remote()
+            for number in numbers.values()
         ]
         return min(ray.get(asked, timeout=timeout_s)) or None
     return None

@@ -7,8 +7,10 @@ import atexit
 import inspect
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
@@ -16,11 +18,11 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from nemorl.checks import require
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.runtime.config.yaml_io import without_secrets
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
 from nemorl.runtime.workers.cluster import (
     TOO_LITTLE,
     Bundle,
@@ -32,60 +34,45 @@ from nemorl.runtime.workers.cluster import (
     release,
     table,
 )
+from nemorl.runtime.workers.worker import Worker, host
 
 PACKAGE = Path(__file__).parents[2]
 DEFAULTS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Ray's options of a worker; rollout.worker adds to them."""
 START_S = 600.0
 """Longest start of a worker."""
-DIED = (RayActorError, OutOfMemoryError)
 
 
-class Places:
-    """At most `count` blocks run at a time, `async with places:`, whichever threads' event loops
-    they are on; the others wait in turn.
-    """
+class Turns:
+    """At most `count` blocks run at a time, `async with turns:`, on event loops of any threads."""
 
     def __init__(self, count: int) -> None:
-        self._free = count
+        self._free, self._waiting = count, deque[Future[None]]()
         self._lock = threading.RLock()  # a task may be collected, and so end, within it
-        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
 
     async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                return
-            turn = loop.create_future()
-            self._waiting[turn] = loop
+        turn = Future[None]()
+        self._waiting.append(turn)
+        self._serve(0)
         try:
-            await turn
+            await asyncio.wrap_future(turn)
         except BaseException:
-            with self._lock:
-                given = self._waiting.pop(turn, None) is None
-            if given:
-                self._leave()
+            if not turn.cancel():  # it has just got a place
+                self._serve(1)
             raise
 
     async def __aexit__(self, *exception: object) -> None:
-        self._leave()
+        self._serve(1)
 
-    def _leave(self) -> None:
-        """Give the place to the first that waits: it has it once it is no longer in the list."""
+    def _serve(self, more: int) -> None:
+        """Give the free places, and `more`, to those that wait."""
         with self._lock:
-            while self._waiting:
-                turn = next(iter(self._waiting))
-                loop = self._waiting.pop(turn)
-                with suppress(RuntimeError):  # the loop was closed
-                    loop.call_soon_threadsafe(_set, turn)
-                    return
-            self._free += 1
-
-
-def _set(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+            self._free += more
+            while self._free and self._waiting:
+                turn = self._waiting.popleft()
+                if turn.set_running_or_notify_cancel():
+                    self._free -= 1
+                    turn.set_result(None)
 
 
 class RayWorkers:
@@ -98,12 +85,12 @@ class RayWorkers:
 
     def __init__(self, count: int, options: Mapping[str, Any]) -> None:
         try:
-            self._actor = ray.remote(_host()).options(**{**DEFAULTS, **options})
+            self._actor = ray.remote(host()).options(**{**DEFAULTS, **options})
         except ValueError as error:
             must = f"must be options of a Ray actor ({error})"
             require(False, "rollout.worker", must, without_secrets(options), "see ray.remote")
-        self._count, self._options, self._free = count, options, list[Any]()
-        self._places, self._connecting = Places(count), threading.Lock()
+        self._count, self._options, self._free = count, options, list[Worker]()
+        self._turns, self._connecting = Turns(count), threading.Lock()
         self._connected = False
         self._refused: ResourcesError | None = None
 
@@ -114,7 +101,7 @@ class RayWorkers:
         Raises RayClusterError, and ResourcesError where the processes don't fit.
         """
         self._connect()
-        async with self._places:
+        async with self._turns:
             if self._refused is not None:
                 raise self._refused
             process = _Process(self._worker())
@@ -123,10 +110,9 @@ class RayWorkers:
                 yield partial(_made, process, _sent(make, kind), kind)
             finally:
                 if process.busy:
-                    with suppress(RayError):
-                        ray.kill(process.actor)
+                    process.worker.kill()
                 else:
-                    self._free.append(process.actor)
+                    self._free.append(process.worker)
 
     def _connect(self) -> None:
         with self._connecting:
@@ -138,17 +124,16 @@ class RayWorkers:
             if is_local() and not could_fit(self._bundles()):
                 self._refused = self._refusal(TOO_LITTLE)
 
-    def _worker(self) -> Any:
+    def _worker(self) -> Worker:
         try:
             return self._free.pop()
         except IndexError:  # another thread may take the last one at any time
-            return self._actor.remote()
+            return Worker(self._actor.remote(), "the process of this environment")
 
-    async def _started(self, process: "_Process") -> None:
+    async def _started(self, process: _Process) -> None:
         try:
-            async with asyncio.timeout(START_S):
-                await process.ask("ready")
-        except TimeoutError:
+            await process.answer(partial(process.worker.actor.run.remote, int), START_S)
+        except WorkerTimeout:
             check()
             self._refused = self._refusal(f"a process was not up within {START_S:g} s")
             raise self._refused from None
@@ -168,48 +153,45 @@ class RayWorkers:
 
 
 class _Process:
-    def __init__(self, actor: Any) -> None:
-        self.actor, self.busy = actor, False
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.busy = worker, False
         """busy: whether a call has not returned; it can't be used then, or after its death."""
         self.environment: Any = None
-        self._end = "is lost"
+        self._end = f"{worker} is lost"
 
-    async def ask(self, method: str, *args: Any) -> Any:
-        if self.busy:
-            raise self.failure()
-        self.busy = True
-        try:
-            found = await getattr(self.actor, method).remote(*args)
-        except RayTaskError as error:
-            self.busy = False
-            raise error.cause from None
-        except DIED as error:
-            raise self.failure(error) from None
-        self.busy = False
-        return found
+    async def answer(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        with self._call():
+            return await self.worker.answer(call(), timeout_s=timeout_s)
 
     def attribute(self, name: str) -> Any:
-        if self.busy:
-            raise self.failure()
-        try:
-            return ray.get(self.actor.attribute.remote(name))
-        except RayTaskError as error:
-            raise error.cause from None
-        except DIED as error:
-            raise self.failure(error) from None
+        with self._call(), self.worker.failures():
+            return ray.get(self.worker.actor.attribute.remote(name))
 
-    def failure(self, error: Exception | None = None) -> ConversationFailed:
-        """error: what ended the process just now."""
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        if self.busy:
+            raise self._failure()
         self.busy = True
-        if error is not None:
-            self._end = f"ended: {error}"
-        failed = ConversationFailed(f"the process of this environment {self._end}")
+        try:
+            yield
+        except WorkerDied as error:
+            self._end = str(error)
+            raise self._failure() from None
+        except WorkerTimeout:
+            raise
+        except Exception:  # of the method
+            self.busy = False
+            raise
+        self.busy = False
+
+    def _failure(self) -> ConversationFailed:
+        failed = ConversationFailed(self._end)
         failed.environment = self.environment
         return failed
 
 
 async def _made(process: _Process, make: bytes, kind: type, *args: Any, **named: Any) -> Any:
-    await process.ask("make", make, args, named)
+    await process.answer(partial(process.worker.actor.make.remote, make, args, named))
     return _class_of(kind)(process)
 
 
@@ -225,7 +207,8 @@ def _class_of(kind: type) -> type:
         async def call(self: Any, *args: Any, **named: Any) -> Any:
             if name == "close" and self._process.busy:
                 return None  # it ends with its process
-            return await self._process.ask("call", name, args, named)
+            start = self._process.worker.actor.call.remote
+            return await self._process.answer(partial(start, name, *args, **named))
 
         said = plain.replace(parameters=[*own, *plain.parameters.values()])
         vars(call)["__signature__"] = said
@@ -261,36 +244,3 @@ def _sent(make: Callable[..., Any], kind: type) -> bytes:
 def _is_own(module: ModuleType) -> bool:
     file = Path(getattr(module, "__file__", None) or "/site-packages/")
     return "site-packages" not in file.parts and PACKAGE not in file.parents
-
-
-def _host() -> type:
-    """Return the class of the actors, which needs nothing of ours in their processes."""
-
-    class EnvironmentWorker:
-        def ready(self) -> None:
-            pass
-
-        def make(self, make: bytes, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            import pickle
-
-            self.environment = pickle.loads(make)(*args, **named)
-
-        def call(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-            import asyncio
-            import inspect
-
-            found = getattr(self.environment, method)(*args, **named)
-            if not inspect.isawaitable(found):
-                return found
-            if not hasattr(self, "runner"):
-                self.runner = asyncio.Runner()
-
-            async def awaited() -> Any:
-                return await found
-
-            return self.runner.run(awaited())
-
-        def attribute(self, name: str) -> Any:
-            return getattr(self.environment, name)
-
-    return EnvironmentWorker

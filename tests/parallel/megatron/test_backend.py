@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemorl.models.digest import sampled
+from nemorl.models.tensor_files import sampled
 from nemorl.parallel.fingerprint import hash_of
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch

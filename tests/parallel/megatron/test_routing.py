@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.parallel.config import TrainerConfig
-from nemorl.parallel.experts import with_routes
+from nemorl.parallel.experts import require_routes
 from nemorl.parallel.megatron.routing import Routes
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.ways import start
@@ -75,4 +75,4 @@ def test_batches_that_do_not_fit_the_model(experts: Tensor | None, message: str)
     if experts is not None:
         batch = replace(batch, routed_experts=experts.to(torch.int16))
     with pytest.raises(ValueError, match=message):
-        with_routes(batch, model, layers=2, replay=True)
+        require_routes(batch, model, layers=2)

@@ -131,11 +131,11 @@ def any_prompt() -> AbstractContextManager[Any]:
 @contextmanager
 def own_vocabulary_alone() -> Iterator[None]:
     """The gradient of the last hidden states comes from this rank's part of the vocabulary only."""
-    from nemorl.parallel.dtensor import head
+    from nemorl.parallel import tokens
     from nemorl.parallel.megatron import model
 
     with (
-        patch.object(head, "sum_backward", lambda values, _: values),
+        patch.object(tokens, "sum_backward", lambda values, _: values),
         patch.object(model, "sum_backward", lambda values, _: values),
     ):
         yield

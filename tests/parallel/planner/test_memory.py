@@ -24,7 +24,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.command import find_plans, traffic
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
+from nemorl.parallel.planner.memory import ENGINE, PlannedStep, engine_memory
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape, read_shape
 from nemorl.parallel.planner.sharing import host_of, stages_of
 from nemorl.runtime.cli.api import from_keywords
@@ -126,7 +126,9 @@ def test_the_shards_of_a_70_b_model_on_1024_devices():
     one, split = Plan(dp_shard=1024), Plan(dp_replicate=4, dp_shard=8, tp=8, cp=4)
     cases = [(LLAMA_70B, one), (LLAMA_70B, split), (ODD, Plan(dp_shard=128, tp=8)), (MOE, split)]
     (found,) = run_ranks(1, shards_of_1024, cases, process_group=False)
-    assert found == [4 * Step(shape_of(sizes), plan, WORK).whole_shard for sizes, plan in cases]
+    assert found == [
+        4 * PlannedStep(shape_of(sizes), plan, WORK).whole_shard for sizes, plan in cases
+    ]
 
 
 WORK = workload(train_micro_batch_size=2, seq_len=256, sequence_packing=False, logprob_chunk=128)
@@ -160,7 +162,7 @@ def test_the_peak_of_one_process(name: str, tmp_path: Path):
     kind, plan, work = ALONE[name]
     folder, shape = small_folder(tmp_path, kind)
     peak, sent = measure_steps(folder, plan, work)
-    step = Step(shape, plan, work)
+    step = PlannedStep(shape, plan, work)
     assert step.training_memory().total == pytest.approx(peak, rel=0.15)
     assert sent == 0 == traffic(step)[0]
 
@@ -201,7 +203,7 @@ def test_the_peaks_of_two_ranks_and_what_they_send(tmp_path: Path):
     measured = run_ranks(2, on_ranks, work)[0]
     for (name, (_, plan, work)), (peak, sent) in zip(SPREAD.items(), measured, strict=True):
         rows = 2 * work.micro_batch_rows * plan.data_ranks
-        step = Step(folders[name][1], plan, replace(work, batch_rows=rows))
+        step = PlannedStep(folders[name][1], plan, replace(work, batch_rows=rows))
         memory = step.training_memory().total + host_of(step)
         assert memory == pytest.approx(peak, rel=0.15), name
         assert traffic(step)[0] == pytest.approx(sent, rel=0.15), name
@@ -257,7 +259,7 @@ def test_the_peaks_of_megatrons_stages_and_what_they_send(tmp_path: Path):
     measured = run_ranks(2, on_ranks, work)
     for number, (name, (_, plan, task)) in enumerate(STAGES.items()):
         rows = 2 * task.micro_batch_rows * plan.data_ranks
-        stages = stages_of(Step(folders[name][1], plan, replace(task, batch_rows=rows)))
+        stages = stages_of(PlannedStep(folders[name][1], plan, replace(task, batch_rows=rows)))
         for rank, found in enumerate(measured):
             stage, (peak, sent) = stages[rank if plan.pp > 1 else 0], found[number]
             assert stage.training_memory().total == pytest.approx(peak, rel=0.15), (name, rank)
@@ -269,7 +271,7 @@ def test_what_a_step_of_8_billion_parameters_sends():
     shape, sent = shape_of({**LLAMA_70B, **dict(sizes)}), []
     for plan in (Plan(dp_shard=8), Plan(dp_shard=4, tp=2)):
         work = workload(seq_len=8192, batch_rows=plan.data_ranks)
-        sent.append(round(traffic(Step(shape, plan, work))[0] / 1e9))
+        sent.append(round(traffic(PlannedStep(shape, plan, work))[0] / 1e9))
     assert sent == [82, 53]
 
 
@@ -282,7 +284,7 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
     add_adapters(model, LoRAConfig(rank=8, target_modules=targets))
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     work = workload(seq_len=8, lora__rank=8, target_modules=targets)
-    step = Step(shape, Plan(), work)
+    step = PlannedStep(shape, Plan(), work)
     numbers = sum(rows * columns for rows, columns in trained.values())
     assert numbers == step.trained() == step.adapter_parameters()
     first = sorted(sizes for name, sizes in trained.items() if ".layers.0." in name)
@@ -308,7 +310,7 @@ def test_states_of_optimizers_are_as_large_as_said(name: str, kind: str, rank: i
     backend.train_step(random_batch([9, 5]), nll_loss)
     states = (x for each in backend.optimizer.state.values() for x in each.values() if x.ndim)
     work = workload(seq_len=8, optimizer=config.optimizer, lora=config.lora)
-    planned = Step(shape, Plan(), work).states().optimizer
+    planned = PlannedStep(shape, Plan(), work).states().optimizer
     assert planned == pytest.approx(sum(each.nbytes for each in states), rel=0.01)
 
 
@@ -317,7 +319,7 @@ def test_a_generator_takes_weights_and_a_cache():
     engine = {"generation__backend": "vllm", "tensor_parallel_size": 8}
     for pp in (1, 2):
         work = workload(gpus=64, seq_len=1, pipeline_parallel_size=pp, **engine)
-        step = Step(shape, plan, work)
+        step = PlannedStep(shape, plan, work)
         cache = 2 * 80 // pp * 128 * 2 * 1000
         assert engine_memory(step, 1000) == 2 * (shape.num_parameters // (8 * pp)) + cache + ENGINE
     memory = step.generation_memory(step.states(), generation=7)
@@ -328,7 +330,7 @@ def test_a_generator_has_the_device_while_the_model_is_offloaded():
     """But for the largest weight, which is handed over in float32."""
     shape, plan = shape_of(LLAMA_70B), Plan(dp_shard=8)
     options = {"generation__backend": "vllm", "tensor_parallel_size": 8, "keep_reference": True}
-    beside = Step(shape, plan, workload(gpus=8, **options))
+    beside = PlannedStep(shape, plan, workload(gpus=8, **options))
     alone = replace(beside, work=workload(gpus=8, offload_during_generation=True, **options))
     one, other = (step.generation_memory(step.states()) for step in (beside, alone))
     assert other.total == 4 * 8192 * max(28672, shape.vocab_size)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan, TrainingTraits
-from nemorl.parallel.planner.memory import Step, engine_memory
+from nemorl.parallel.planner.memory import PlannedStep, engine_memory
 from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing, states_of
 from tests.parallel.planner.plans import config_of, models, read_once, shown
 
@@ -18,16 +18,16 @@ __all__ = ["models"]
 BYTES = st.integers(0, 10**12)
 
 
-def step_of(models: Path, name: str, *, gpus: int = 1, **options: Any) -> Step:
+def step_of(models: Path, name: str, *, gpus: int = 1, **options: Any) -> PlannedStep:
     """A step with bfloat16 and the defaults of a run."""
     settings = {"generation__backend": "vllm", "seq_len": 2048, **options}
     config = config_of(models, name, gpus=gpus, **settings)
     shape = read_once(str(models / name))
     plan = ParallelPlan(dp_shard=gpus, param_dtype="bfloat16")
-    return Step(shape, plan, config)
+    return PlannedStep(shape, plan, config)
 
 
-def shared(step: Step, card: float = 80e9, **options: Any) -> Sharing:
+def shared(step: PlannedStep, card: float = 80e9, **options: Any) -> Sharing:
     options = {"can_offload": True, "can_empty": True, **options}
     return sharing(step, card=card, **options)
 

@@ -8,7 +8,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +27,7 @@ from nemorl.runtime.engines.replicas import Replicas
 from nemorl.runtime.engines.routing import ProcessId
 from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
 from nemorl.runtime.engines.weights import WeightSender, expected_weights
+from nemorl.runtime.workers.worker import Worker
 from tests import tiny_models as models
 from tests.ray_session import ENDS, ray_cpus
 
@@ -156,8 +156,8 @@ class SharedProcesses(EngineProcesses):
     def reserved(self) -> tuple[Any, Any]:
         return Session(), None
 
-    def launched(self, rank: int, log: Path) -> Any:
-        return shared_actor(self.first + rank)
+    def launched(self, rank: int, stage: int = 0) -> Worker:
+        return Worker(shared_actor(self.first + rank), f"replica-{rank}")
 
     def end(self, id: ProcessId) -> None:
         number = self.first + id.rank

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nemorl.models.digest import WeightsDiffer, checksum, differences, sampled
+from nemorl.models.tensor_files import WeightsDiffer, differences, sampled, tensor_checksum
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.weight_sync import AGREEMENT
@@ -49,20 +49,20 @@ def test_a_number_that_is_not_finite_differs_from_one_that_is(found):
 @pytest.mark.parametrize("shape", [(), (7,), (6, 4), (3, 5, 4)])
 def test_a_checksum_is_of_every_bit_and_its_row(shape, dtype):
     tensor = torch.arange(1, torch.Size(shape).numel() + 1).view(shape).to(dtype)
-    found = int(checksum(tensor))
-    assert found == int(checksum(tensor.clone()))
+    found = int(tensor_checksum(tensor))
+    assert found == int(tensor_checksum(tensor.clone()))
     if shape:
         apart = torch.stack([tensor, tensor], -1)
         assert (
             found
-            == int(checksum(apart[..., 1]))
-            == int(checksum(torch.cat([tensor[:1], tensor])[1:]))
+            == int(tensor_checksum(apart[..., 1]))
+            == int(tensor_checksum(torch.cat([tensor[:1], tensor])[1:]))
         )
-        assert found != int(checksum(tensor.flip(0)))
+        assert found != int(tensor_checksum(tensor.flip(0)))
     for i in range(tensor.numel()):
         other = tensor.clone()
         other.view(-1).view(torch.uint8)[i * tensor.element_size()] ^= 1
-        assert int(checksum(other)) != found
+        assert int(tensor_checksum(other)) != found
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def with_a_runner(engines: Any) -> list[list[int]]:
     """What a recorder keeps of passes of a runner that is not there."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
-    from nemorl.runtime.engines.recording import Recorder
+    from nemorl.runtime.engines.receiver import ExpertRecorder
 
     shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     window = KVCacheGroupSpec([], SlidingWindowSpec(**shape, sliding_window=4))
@@ -192,7 +192,7 @@ def with_a_runner(engines: Any) -> list[list[int]]:
             get_model=torch.nn.Module,
             execute_model=lambda scheduled: recorder._saw(0, torch.tensor(seen)[:, None]),
         )
-        recorder = Recorder(runner)
+        recorder = ExpertRecorder(runner)
         for blocks, first, found, copies in passes:
             seen[:] = found
             runner.requests = {"a": SimpleNamespace(block_ids=blocks)}

@@ -29,7 +29,7 @@ from nemorl.runtime.engines.routing import (
     ProcessId,
     Published,
     Reply,
-    Router,
+    RequestRouter,
     Start,
     Started,
     Stopped,
@@ -383,7 +383,7 @@ def test_a_request_begins_where_there_is_room_for_one_of_its_samples():
 
 
 def test_nobody_waits_for_a_router_that_is_closed():
-    router = Router(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
+    router = RequestRouter(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
     router.loop.call_soon_threadsafe(router.loop.stop)
     router._thread.join()  # what is asked for now is never done
     with ThreadPoolExecutor(1) as pool:

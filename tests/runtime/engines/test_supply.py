@@ -7,10 +7,11 @@ import pytest
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import WeightSource
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
-from nemorl.runtime.engines.routing import ProcessId, Router, Started, routing
+from nemorl.runtime.engines.replicas import Supply
+from nemorl.runtime.engines.routing import ProcessId, RequestRouter, Started, routing
 from nemorl.runtime.engines.spec import EngineSpec
-from nemorl.runtime.engines.supply import Supply
-from nemorl.runtime.engines.weights import Receipt
+from nemorl.runtime.engines.weights import UpdateReceipt
+from nemorl.runtime.workers.worker import Worker
 from tests.tiny_models import tiny_model
 
 FIRST, SECOND = ProcessId(0, 0), ProcessId(1, 0)
@@ -27,7 +28,7 @@ class Source(WeightSource):
 
     def send(self, use, *, dtype=None):
         self.sends()
-        return Receipt(version=1, failed={})
+        return UpdateReceipt(version=1, failed={})
 
 
 def bare(kind, **attributes):
@@ -39,9 +40,9 @@ def bare(kind, **attributes):
 
 @pytest.fixture
 def supply():
-    running = {id: bare(EngineProcess, id=id, actor=None, place=None) for id in (FIRST, SECOND)}
+    running = {id: EngineProcess(id, Worker(None)) for id in (FIRST, SECOND)}
     files = {"config.json": json.dumps(tiny_model().config.to_dict()).encode()}
-    router = Router(routing(2, window=1, max_restarts=0), lambda action: None, lambda: None)
+    router = RequestRouter(routing(2, window=1, max_restarts=0), lambda action: None, lambda: None)
     spec, processes = bare(EngineSpec, files=files, dtype="float32"), bare(EngineProcesses)
     processes.running = running
     yield Supply(GenerationConfig(backend="vllm"), spec, processes, router)
@@ -58,7 +59,7 @@ def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_t
         raise ConnectionError("the line is cut")
 
     told = []
-    monkeypatch.setattr("nemorl.runtime.engines.supply.warn_softly", told.append)
+    monkeypatch.setattr("nemorl.runtime.engines.replicas.warn_softly", told.append)
     router = supply._router
     router.send(Started(FIRST))
     supply.update(Source(lambda: None))

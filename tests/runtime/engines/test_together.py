@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemorl.parallel.config import BackendConfig
-from nemorl.runtime.engines import direct, transport
-from nemorl.runtime.engines.direct import EnginesFailed
+from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.engines.weights import WeightSender
+from nemorl.runtime.engines.weights import EnginesFailed, WeightSender
 from nemorl.runtime.ranks.rank import Rank
 from tests.ranks import run_ranks
 
@@ -139,11 +138,11 @@ def without_gpus(folder: Path) -> Any:
         (packed_tensor, "reduce_tensor", shared.handle),
         (torch.UntypedStorage, "_release_ipc_counter", count),
         (reductions, "rebuild_cuda_tensor", opened),
-        (direct, "DEVICE", "cpu"),
-        (direct, "ROUND_BYTES", 4096),
-        (direct, "_CONNECTED", {}),
+        (module, "DEVICE", "cpu"),
+        (module, "ROUND_BYTES", 4096),
+        (module, "_CONNECTED", {}),
         (WeightSender, "wait", waited),
-        (transport, "own_place", lambda: Place("node", "host", os.getpid(), (str(rank),))),
+        (module, "own_place", lambda: Place("node", "host", os.getpid(), (str(rank),))),
     ]:
         stack.enter_context(patch.object(target, name, value))
     return stack
@@ -173,7 +172,7 @@ def updates(folder: Path) -> list[Any]:
     with without_gpus(folder):
         send(1)
         for method in ("connect", "begin_weights", "load_weights", "finish_weights"):
-            direct._CONNECTED.clear()
+            module._CONNECTED.clear()
             send(2, fails=method)
         send(3, expected={**SHAPES, "layers.0.a": (9, 9)})
         send(4)

@@ -24,16 +24,17 @@ from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.engines import direct
 from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.engines.transport import Transport, choose_transport, own_place
 from nemorl.runtime.engines.weight_sync import check_agreement
 from nemorl.runtime.engines.weights import (
+    Transport,
     WeightSender,
     checked_weights,
+    choose_transport,
     expected_weights,
+    own_place,
 )
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
@@ -236,7 +237,7 @@ def test_all_calls_of_an_update_by_all_ranks_have_one_limit():
     hanging = recorder(30.0)
     sender = store_sender(recorder(), hanging, timeout_s=600.0, left_s=0.5)
     late = "it had not taken all new weights after 600 s (generation.timeout_s): raise it"
-    with pytest.raises(direct.EnginesFailed) as error:
+    with pytest.raises(module.EnginesFailed) as error:
         for _ in range(2):
             sender.wait(sender.start("load_weights", ray.put({"bucket": []})))
     assert error.value.args[0][1] == late and sender.left_s < 0.5
@@ -278,10 +279,9 @@ def fakes(monkeypatch):
         return FakeEngine(info, client, source)
 
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", connect)
-    monkeypatch.setattr(direct, "DEVICE", "cpu")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(FakeEngine, "made", [])
-    monkeypatch.setattr(direct, "_CONNECTED", {})
+    monkeypatch.setattr(module, "_CONNECTED", {})
     return FakeEngine.made
 
 
@@ -320,7 +320,7 @@ def test_gpus_send_weights_in_the_order_in_which_a_backend_yields_them(
     fakes, transport, monkeypatch
 ):
     """Megatron's is not Hugging Face's, and engines must hear first what NCCL brings."""
-    monkeypatch.setattr(direct, "ROUND_BYTES", 4096)
+    monkeypatch.setattr(module, "ROUND_BYTES", 4096)
     actor = recorder()
     weights, gathered = random_weights()[::-1], []
 
@@ -349,12 +349,12 @@ def test_what_nccl_sends_is_on_the_gpu_before_vllm_packs_it(monkeypatch):
             yield name, tensor
 
     transfer = SimpleNamespace(send_weights=lambda: events.append("pack"))
-    monkeypatch.setattr(direct, "_connected", lambda *_: (transfer, None))
-    monkeypatch.setattr(direct, "_CONNECTED", {})
-    monkeypatch.setattr(direct, "ROUND_BYTES", 8000)
+    monkeypatch.setattr(module, "_connected", lambda *_: (transfer, None))
+    monkeypatch.setattr(module, "_CONNECTED", {})
+    monkeypatch.setattr(module, "ROUND_BYTES", 8000)
     device = SimpleNamespace(synchronize=lambda: events.append("wait"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    direct.send_by_nccl(MagicMock(dtype=torch.float32), gather())
+    module.send_by_nccl(MagicMock(dtype=torch.float32), gather())
     said = "".join(each[0] for each in events)
     assert re.fullmatch("(g+wp){3,}", said) and said.count("g") == len(SHAPES)
 
@@ -362,7 +362,7 @@ def test_what_nccl_sends_is_on_the_gpu_before_vllm_packs_it(monkeypatch):
 @pytest.mark.slow
 def test_the_buffer_of_ipc_holds_the_largest_weight(fakes, monkeypatch):
     """vLLM refuses a tensor that is larger than it, as every embedding of 64 MB was."""
-    monkeypatch.setattr(direct, "ROUND_BYTES", 100)
+    monkeypatch.setattr(module, "ROUND_BYTES", 100)
     actor = recorder()
     gpu_sender(monkeypatch, "cuda_ipc", actor)(0, random_weights())
     assert fakes[0].info.packed_buffer_size_bytes == 14 * 40 * 2

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemorl.models.digest import checksum
+from nemorl.models.tensor_files import tensor_checksum
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
@@ -101,7 +101,7 @@ class ToyEngine:
         if (self.faults / f"behind-{RANK}").exists():  # it keeps the old ones, and says nothing
             return
         for name, tensor in unpacked(info["bucket"]):
-            self.arrived.append((name, int(checksum(tensor))))
+            self.arrived.append((name, int(tensor_checksum(tensor))))
             self.weights = float(tensor.flatten()[0])
 
     def finish_weights(self, version: int) -> list[list[tuple[str, int]]]:

@@ -11,7 +11,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.ranks.actors import rank_bundles
 from nemorl.runtime.workers.cluster import Bundle, Placement, RayVirtualCluster
-from nemorl.runtime.workers.group import RayWorkerGroup
+from nemorl.runtime.workers.worker import RayWorkerGroup
 from tests.runtime.workers.conftest import TARGET
 from tests.runtime.workers.nodes import cluster_of
 

@@ -12,8 +12,8 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
-from nemorl.runtime.ranks.environment import is_follower
-from nemorl.runtime.ranks.torchrun import follow
+from nemorl.runtime.ranks import is_follower
+from nemorl.runtime.ranks.rank import follow
 from nemorl.runtime.ranks.trainer import make_trainer
 from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends

@@ -3,22 +3,23 @@
 import pytest
 import torch
 
-from nemorl.models.digest import WeightsDiffer, sampled
+from nemorl.models.tensor_files import WeightsDiffer, sampled
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.scheduler import Request
 from nemorl.runtime.ranks.generator import RankedGenerator
+from nemorl.runtime.ranks.trainer import RankedTrainer
 from tests.rollout.updates import update
 from tests.tiny_models import tiny_model
 
 
-class Ranks:
+class Ranks(RankedTrainer):
     """Hold weights in bfloat16, which they compute with, beside the whole ones."""
 
     def __init__(self, fault=lambda held: None):
-        self.model, self.fault, self.main = tiny_model(), fault, {}
+        self.net, self.fault, self.main = tiny_model(), fault, {}
 
     def open_engine(self, **_):
-        return {name: tuple(one.shape) for name, one in self.model.named_parameters()}
+        return {name: tuple(one.shape) for name, one in self.net.named_parameters()}
 
     def take_weights(self, weights, version):
         self.main = weights

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.runtime.ranks.torchrun import signals_held
+from nemorl.runtime.ranks.rank import signals_held
 from tests.examples import write_example_files
 from tests.ranks import held_port
 from tests.runtime.runs import addition_rows, preference_rows

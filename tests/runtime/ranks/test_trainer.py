@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.runtime.ranks import trainer as module
-from nemorl.runtime.ranks.rank import Answer
+from nemorl.runtime.ranks.rank import RankAnswer
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.run.open_run import failed_ranks
 from nemorl.runtime.store.files import WorkerDied
@@ -30,7 +30,7 @@ class Group:
         found = found() if callable(found) else found
         if isinstance(found, BaseException):
             raise found
-        return Answer(found or {}, None, self.steps)
+        return RankAnswer(found or {}, None, self.steps)
 
     def shutdown(self, timeout_s, result=None): ...
 

@@ -15,7 +15,7 @@ TARGET = "tests.runtime.workers.targets:Target"
 def workers(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """`workers(2, **options)`: a group of two."""
     from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
-    from nemorl.runtime.workers.group import RayWorkerGroup
+    from nemorl.runtime.workers.worker import RayWorkerGroup
 
     ray_cpus()
     made: list[Any] = []

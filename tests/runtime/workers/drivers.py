@@ -20,7 +20,7 @@ from nemorl.runtime.workers.cluster import (
     RayClusterError,
     RayVirtualCluster,
 )
-from nemorl.runtime.workers.group import RayWorkerGroup
+from nemorl.runtime.workers.worker import RayWorkerGroup
 from tests.runtime.workers.conftest import TARGET
 
 

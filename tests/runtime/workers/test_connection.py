@@ -1,7 +1,6 @@
 """A local Ray that does not start: what it says, and where its folder may be. None is started."""
 
 import tempfile
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,20 +36,12 @@ def begin(timeout_s: float = 0) -> None:
     cluster._start_local(timeout_s, "runtime.start_timeout_s", num_cpus=1, num_gpus=None)
 
 
-@pytest.mark.parametrize(
-    ("error", "reason", "free", "remedy"),
-    [
-        (LATE, "did not start within 0 s", 10**10, r": raise runtime\.start_timeout_s; its logs are"
-         r" in .*nemorl-.{8}/r/session_latest/logs$"),
-        (LATE, "did not start within 0 s", 10**8, "make room in .* and /dev/shm; raise"
-         r" runtime\.start_timeout_s; its logs are in .*logs$"),
-    ],
-)  # fmt: skip
-def test_a_start_that_fails_says_why(starts, monkeypatch, error, reason, free, remedy):
-    usage = namedtuple("usage", "free")(free)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    starts.append(Exception(error))
-    with pytest.raises(RayClusterError, match=rf"Ray cluster {reason} \({error[:9]}.*{remedy}"):
+def test_a_start_that_fails_says_why(starts):
+    reason = (
+        rf"Ray cluster did not start within 0 s \({LATE[:9]}.*\): raise runtime\.start_timeout_s"
+    )
+    remedy = "make room in .* and /dev/shm, .* its logs are in .*nemorl-.{8}/r/session_latest/logs$"
+    with pytest.raises(RayClusterError, match=f"{reason}, or {remedy}"):
         begin()
 
 
@@ -72,5 +63,5 @@ def test_ray_has_a_folder_of_this_user_in_which_its_sockets_have_room(
     elsewhere.rmdir()
     assert folder.parent != elsewhere.parent == Path("/tmp")
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
-    with pytest.raises(RayClusterError, match=r"RAY_TMPDIR must have at most 2. bytes"):
+    with pytest.raises(RayClusterError, match=r"RAY_TMPDIR must be .* at most 2. bytes"):
         begin()

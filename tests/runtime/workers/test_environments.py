@@ -25,7 +25,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.launch import workers_of
 from nemorl.runtime.workers import environments as module
 from nemorl.runtime.workers.cluster import ResourcesError
-from nemorl.runtime.workers.environments import Places, RayWorkers
+from nemorl.runtime.workers.environments import RayWorkers, Turns
 from tests.ray_session import ray_cpus
 from tests.rollout.chats import call, played
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched
@@ -125,7 +125,7 @@ def test_processes_change_nothing(generator, workers, tmp_path):
     ("does", "reason"),
     [
         ("hangs", "EnvironmentTimeout: environment 'Game': step must end within 5 s"),
-        ("crashes", "ConversationFailed: the process of this environment ended"),
+        ("crashes", "ConversationFailed: the process of this environment died"),
         ("raises", "LookupError: no such move"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_
     row, sampling = {"folder": str(tmp_path)}, SamplingParams(n=3)
     found = played(environment, lambda asked: "done", row, sampling=sampling)
     (failed,) = found.failed
-    reason = "ConversationFailed: the process of this environment ended: "
+    reason = "ConversationFailed: the process of this environment died: "
     assert failed.outcome.reason.startswith(reason) and sizes == [3, 2]
     assert found.rewards.tolist() == [0.0] * 2
     after = played(environment, lambda asked: "done", row, sampling=sampling)
@@ -253,12 +253,12 @@ def in_two_loops(work) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_more_places_are_taken_than_there_are(count):
     """Whichever tasks are cancelled while they wait, or just as they get a place."""
-    places, lock, random = Places(count), threading.Lock(), Random(0)
+    turns, lock, random = Turns(count), threading.Lock(), Random(0)
     taken, most, done = 0, 0, 0
 
     async def hold() -> None:
         nonlocal taken, most, done
-        async with places:
+        async with turns:
             with lock:
                 taken += 1
                 most = max(most, taken)
@@ -283,7 +283,7 @@ def test_no_more_places_are_taken_than_there_are(count):
     async def all_places() -> None:
         async with asyncio.timeout(5), AsyncExitStack() as stack:
             for _ in range(count):
-                await stack.enter_async_context(places)
+                await stack.enter_async_context(turns)
 
     asyncio.run(all_places())
 

@@ -1,0 +1,340 @@
+"""The one worker: a process that Ray places, with an object whose methods are called by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import psutil
+import ray
+from ray import cloudpickle
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+from nemorl.checks import require
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, death
+from nemorl.runtime.workers.cluster import Placement, check, natural, start_guard
+
+TICK_S = 1.0
+
+
+def host() -> type:
+    """Return the class of actors that host an object. It needs nothing of ours in their process."""
+
+    class Host:
+        def run(self, function: Callable[..., Any], *args: Any) -> Any:
+            return function(*args)
+
+        def make(self, make: bytes, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            import pickle
+
+            self.target = pickle.loads(make)(*args, **named)
+
+        def call(self, method: str, /, *args: Any, **named: Any) -> Any:
+            import asyncio
+            import inspect
+
+            found = getattr(self.target, method)(*args, **named)
+            if not inspect.isawaitable(found):
+                return found
+            if not hasattr(self, "runner"):
+                self.runner = asyncio.Runner()
+
+            async def awaited() -> Any:
+                return await found
+
+            return self.runner.run(awaited())
+
+        def attribute(self, name: str) -> Any:
+            return getattr(self.target, name)
+
+    return Host
+
+
+@dataclass
+class Worker:
+    """An actor, and what errors say of its process."""
+
+    actor: Any
+    name: str = "worker"
+    log: Path | None = None
+    """A file on its node."""
+    host: str = ""
+    pid: int = 0
+    """0: it is not up yet."""
+
+    def __str__(self) -> str:
+        process = [f"process {self.pid} on {self.host}"] if self.pid else []
+        known = [*process, *([f"log {self.log}"] if self.log else [])]
+        return f"{self.name} ({', '.join(known)})" if known else self.name
+
+    def died(self, said: str, doing: str = "") -> WorkerDied:
+        return death(str(self), said, self.log, doing)
+
+    @contextmanager
+    def failures(self, doing: str = "") -> Iterator[None]:
+        """Raise what a method has raised, or WorkerDied, for Ray's errors."""
+        try:
+            yield
+        except RayError as error:
+            if isinstance(error, RayTaskError) and not isinstance(error, OutOfMemoryError):
+                raise error.cause from error
+            raise self.died(str(error), doing) from None
+
+    async def answer(
+        self,
+        call: Awaitable[Any],
+        doing: str = "",
+        *,
+        timeout_s: float | None = None,
+        setting: str = "",
+    ) -> Any:
+        """Return the result of a call of the actor, or raise what it raised.
+
+        Raises WorkerDied, and WorkerTimeout after `timeout_s`, which is the user's `setting`.
+        """
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                with self.failures():
+                    return await call
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise late(doing, timeout_s or 0, setting, str(self)) from None
+
+    def kill(self) -> None:
+        with suppress(Exception):  # Ray may be gone
+            ray.kill(self.actor)
+
+
+def late(doing: str, timeout_s: float, setting: str, who: str) -> WorkerTimeout:
+    """Return the error for workers that have not answered in time."""
+    limit = f"{timeout_s:g} s" + (f" ({setting})" if setting else "")
+    return WorkerTimeout(f"no answer to {doing} within {limit} from {who}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """Where a worker is."""
+
+    node: str
+    address: str
+    host: str
+    pid: int
+    port: int
+    """One that was free when the worker started."""
+    gpus: tuple[str, ...]
+    """The GPUs of its node that it has, as CUDA_VISIBLE_DEVICES names them."""
+
+
+def _place() -> WorkerInfo:
+    context = ray.get_runtime_context()
+    return WorkerInfo(
+        node=context.get_node_id(),
+        address=ray.util.get_node_ip_address(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        port=free_port(),
+        gpus=tuple(context.get_accelerator_ids()["GPU"]),
+    )
+
+
+class RayWorkerGroup:
+    """Workers in bundles: each is a process with an object of the class `target` ("module:Class").
+
+    They are ranked by node, in the placement's order, and on a node by GPU. A worker has RANK,
+    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and `env` in its environment,
+    and writes to `log_dir`/`name`-`rank`.log (None: among Ray's logs).
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        target: str,
+        *,
+        args: tuple = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str] = {},
+        log_dir: Path | None = None,
+        name: str = "worker",
+        start_timeout_s: float = 120,
+    ) -> None:
+        require(bool(re.fullmatch(r"[\w.]+:\w+", target)), "target", 'must be "module:Class"',
+                target, "name a class by its module")  # fmt: skip
+        actor = ray.remote(concurrency_groups={"background": 1})(host())
+        self._workers = [
+            Worker(actor.options(**placement.options(index)).remote(), name)
+            for index, bundle in enumerate(placement.bundles)
+            for _ in range(bundle.workers)
+        ]
+        self._infos: list[WorkerInfo] = []
+        try:
+            places = [worker.actor.run.remote(_place) for worker in self._workers]
+            infos = self._all(places, start_timeout_s, "its start")
+            order = by_node_and_gpu([(info.node, info.gpus) for info in infos])
+            self._workers = [self._workers[index] for index in order]
+            self._infos = [infos[index] for index in order]
+            path = [str(Path(entry).absolute()) for entry in sys.path]
+            made = []
+            for rank, (worker, info) in enumerate(zip(self._workers, self._infos, strict=True)):
+                worker.name, worker.host, worker.pid = f"{name} {rank}", info.host, info.pid
+                worker.log = log_dir and log_dir.absolute() / f"{name}-{rank}.log"
+                variables = {**env, **self._rendezvous(rank)}
+                make = partial(_make, target, worker.name, worker.log, path, variables)
+                made.append(worker.actor.make.remote(cloudpickle.dumps(make), args, kwargs))
+            self._all(made, start_timeout_s, "its start")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def info(self, rank: int) -> WorkerInfo:
+        return self._infos[rank]
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return what errors say of these workers: rank, process, host and log."""
+        return " and ".join(str(self._workers[rank]) for rank in ranks)
+
+    def call(
+        self, rank: int, method: str, /, *args: Any, background: bool = False, **kwargs: Any
+    ) -> ray.ObjectRef:
+        """Start a method of one worker; its calls are done in order, those in the background beside
+        the others.
+        """
+        start = self._workers[rank].actor.call
+        if background:
+            start = start.options(concurrency_group="background")
+        return start.remote(method, *args, **kwargs)
+
+    def run_all(
+        self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every worker, and return the results in the order of ranks.
+
+        Raises what the first one raises, WorkerDied, and WorkerTimeout.
+        """
+        calls = [self.call(rank, method, *args, **kwargs) for rank in range(len(self))]
+        return self._all(calls, timeout_s, method)
+
+    def ready(
+        self, calls: Mapping[int, ray.ObjectRef], timeout_s: float, *, doing: str = ""
+    ) -> dict[int, Any]:
+        """Return the results of calls by rank, once all are there, or those after `timeout_s`.
+
+        Raises what a call raised, and WorkerDied.
+        """
+        pending = list(calls.values())  # looked at once a tick, not once for each rank that ends
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+        if not ready:
+            check()
+        found, done = dict[int, Any](), set(ready)
+        for rank, call in calls.items():
+            if call in done:
+                with self._workers[rank].failures(doing):
+                    found[rank] = ray.get(call)
+        return found
+
+    def shutdown(self, timeout_s: float = 0, method: str = "", /, *args: Any) -> None:
+        """End the processes; before, call `method`, if one is named, and wait so long for it."""
+        with suppress(Exception):  # a worker that fails or is gone
+            if timeout_s > 0 and method:
+                self.run_all(method, *args, timeout_s=timeout_s)
+        with suppress(Exception):  # the cluster may be gone, and Ray would wait for it
+            check()
+            for worker in self._workers:
+                worker.kill()
+        here = []
+        for info in self._infos:
+            with suppress(psutil.Error):
+                if info.host == socket.gethostname():
+                    here.append(psutil.Process(info.pid))
+        psutil.wait_procs(here, timeout=10)
+
+    def _all(self, calls: list[ray.ObjectRef], timeout_s: float | None, doing: str) -> list[Any]:
+        left, found = dict(enumerate(calls)), dict[int, Any]()
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while left:
+            if (wait_s := min(TICK_S, deadline - time.monotonic())) < 0:
+                raise late(doing, timeout_s or 0, "", self.named(left))
+            for rank, value in self.ready(left, wait_s, doing=f" in {doing}").items():
+                found[rank] = value
+                del left[rank]
+        return [found[rank] for rank in range(len(calls))]
+
+    def _rendezvous(self, rank: int) -> dict[str, str]:
+        nodes, first = [info.node for info in self._infos], self._infos[0]
+        alone = len(set(nodes)) == 1
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+            "MASTER_ADDR": "127.0.0.1" if alone else first.address,
+            "MASTER_PORT": str(first.port),
+        }
+
+
+def _make(
+    target: str,
+    title: str,
+    log: Path | None,
+    path: list[str],
+    variables: Mapping[str, str],
+    /,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    begin_worker(title, log)
+    sys.path += [entry for entry in path if entry not in sys.path]
+    os.environ.update(variables)
+    return resolve_name(target)(*args, **named)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def by_node_and_gpu(places: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
+    """Return the order of workers in which each node's are together, in the order of their GPUs.
+
+    >>> by_node_and_gpu([("b", ["1"]), ("a", ["10"]), ("b", ["0"]), ("a", ["9"])])
+    [2, 0, 3, 1]
+    """
+    nodes = [node for node, _ in places]
+
+    def key(index: int) -> tuple[int, list[list[str | int]]]:
+        node, gpus = places[index]
+        return nodes.index(node), [natural(gpu) for gpu in gpus]
+
+    return sorted(range(len(places)), key=key)
+
+
+def begin_worker(title: str, log: Path | None) -> None:
+    """Have children of this process end with it, and write all output into the log, C++'s too."""
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in (1, 2):
+            os.dup2(descriptor, number)
+        os.close(descriptor)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.setpgid(0, 0)
+    start_guard(group=os.getpid())
+    print(f"--- {title}, process {os.getpid()} on {socket.gethostname()}", flush=True)

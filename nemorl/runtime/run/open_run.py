@@ -1,12 +1,11 @@
 """`open_run`, for a loop of one's own, and `run`, for one that has a name."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from nemorl.checks import warn
-from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks import is_follower
 from nemorl.runtime.ranks.trainer import RankedTrainer
@@ -18,7 +17,6 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import RandomState
 from nemorl.runtime.store.directory import script_with
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
-from nemorl.runtime.watch.callbacks import closing
 from nemorl.runtime.watch.log import event
 from nemorl.user_code import exit_is_error
 
@@ -58,8 +56,6 @@ def open_run(
         raise SystemExit(0)
     with (
         launched(config, script_with(type(config)), **given) as launch,
-        closing(launch.callbacks),
-        _kernels(launch),
         opened(launch, generates=generates, num_updates=num_updates) as run,
     ):
         yield run
@@ -82,11 +78,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
     if is_follower():
         return _follow(config)
     generators, restart = RandomState.now(), 0
-    with (
-        launched(config, algorithm_of(config), **given) as launch,
-        closing(launch.callbacks),
-        _kernels(launch),
-    ):
+    with launched(config, algorithm_of(config), **given) as launch:
         config = launch.config
         while True:
             try:
@@ -148,9 +140,3 @@ def _follow(config: BaseConfig) -> TrainResult:
     from nemorl.runtime.ranks.rank import follow
 
     return follow(training_backend_class(config.trainer.backend), config)
-
-
-def _kernels(launch: Launch) -> Any:
-    """Deterministic kernels where an engine may compute here while ranks train."""
-    ranked = launch.devices.ranked and launch.config.trainer.deterministic
-    return deterministic_kernels if ranked else nullcontext()

@@ -64,13 +64,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.base import DataConfig as DataConfig
     from nemorl.runtime.config.base import RunConfig as RunConfig
     from nemorl.runtime.config.base import RuntimeConfig as RuntimeConfig
-    from nemorl.runtime.config.dpo import DPOConfig as DPOConfig
-    from nemorl.runtime.config.dpo import DPOLoss as DPOLoss
-    from nemorl.runtime.config.dpo import HingeLoss as HingeLoss
-    from nemorl.runtime.config.dpo import IPOLoss as IPOLoss
-    from nemorl.runtime.config.dpo import KTOLoss as KTOLoss
-    from nemorl.runtime.config.dpo import ORPOLoss as ORPOLoss
-    from nemorl.runtime.config.dpo import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.grpo import AsyncConfig as AsyncConfig
     from nemorl.runtime.config.grpo import CISPOLoss as CISPOLoss
     from nemorl.runtime.config.grpo import ClippedLoss as ClippedLoss
@@ -84,8 +77,15 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.grpo import ReceiptsConfig as ReceiptsConfig
     from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
-    from nemorl.runtime.config.presets import preset as preset
-    from nemorl.runtime.config.sft import SFTConfig as SFTConfig
+    from nemorl.runtime.config.grpo import preset as preset
+    from nemorl.runtime.config.offline import DPOConfig as DPOConfig
+    from nemorl.runtime.config.offline import DPOLoss as DPOLoss
+    from nemorl.runtime.config.offline import HingeLoss as HingeLoss
+    from nemorl.runtime.config.offline import IPOLoss as IPOLoss
+    from nemorl.runtime.config.offline import KTOLoss as KTOLoss
+    from nemorl.runtime.config.offline import ORPOLoss as ORPOLoss
+    from nemorl.runtime.config.offline import SFTConfig as SFTConfig
+    from nemorl.runtime.config.offline import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.tree import load_config as load_config
     from nemorl.runtime.engines.weight_sync import sync_weights as sync_weights
     from nemorl.runtime.run.loop import Run as Run
@@ -159,7 +159,6 @@ _NAMES = {
     "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.workers.cluster": ["Bundle", "RayVirtualCluster"],
     "nemorl.runtime.config.base": ["BaseConfig", "DataConfig", "RunConfig", "RuntimeConfig"],
-    "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],
     "nemorl.rollout.config": ["GenerationConfig", "RolloutConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
@@ -179,8 +178,9 @@ _NAMES = {
         "OverlongConfig",
         "ReinforceLoss",
         "ReinforcePlusPlusAdvantage",
+        "preset",
     ],
-    "nemorl.runtime.config.dpo": [
+    "nemorl.runtime.config.offline": [
         "DPOConfig",
         "DPOLoss",
         "HingeLoss",
@@ -188,8 +188,8 @@ _NAMES = {
         "KTOLoss",
         "ORPOLoss",
         "SimPOLoss",
+        "SFTConfig",
     ],
-    "nemorl.runtime.config.presets": ["preset"],
     "nemorl.runtime.run.registry": [
         "get_algorithm",
         "get_generation_backend",

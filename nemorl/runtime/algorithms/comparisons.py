@@ -23,7 +23,13 @@ from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
 from nemorl.runtime.algorithms.common import in_chunks
-from nemorl.runtime.config.dpo import DPOConfig, KTOLoss, ORPOLoss, PreferenceLossConfig, SimPOLoss
+from nemorl.runtime.config.offline import (
+    DPOConfig,
+    KTOLoss,
+    ORPOLoss,
+    PreferenceLossConfig,
+    SimPOLoss,
+)
 from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples, spread

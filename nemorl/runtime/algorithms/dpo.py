@@ -15,7 +15,7 @@ from nemorl.runtime.algorithms.comparisons import (
     with_reference,
     with_reference_logprobs,
 )
-from nemorl.runtime.config.dpo import DPOConfig
+from nemorl.runtime.config.offline import DPOConfig
 from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples
 

@@ -25,8 +25,7 @@ from nemorl.runtime.algorithms.policy_loss import (
     make_shaping,
 )
 from nemorl.runtime.algorithms.receipts import TokenReceipt, read_at_once, with_receipts
-from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.presets import nearest_preset
+from nemorl.runtime.config.grpo import GRPOConfig, nearest_preset
 from nemorl.runtime.run.groups import GroupStream
 from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.receipts import Receipts

@@ -12,7 +12,7 @@ from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, TrainingBackend
 from nemorl.runtime.algorithms.common import in_chunks
-from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import Run, Validate
 from nemorl.runtime.run.samples import Samples

@@ -14,9 +14,8 @@ from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environ
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.offline import DPOConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own
 from nemorl.runtime.engines import limits as engines
 from nemorl.user_code import check_function

@@ -24,11 +24,10 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
 from nemorl.runtime.store.state import POLICY, RunView
-from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
+from nemorl.runtime.watch.alerts import GapWatch, ResourceMeter, SignalWatch
 from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.loggers import LoggedRun, Recorder
-from nemorl.runtime.watch.resources import ResourceMeter
 
 LOGGER = logging.getLogger(__name__)
 

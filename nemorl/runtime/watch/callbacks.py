@@ -72,12 +72,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise ValueError for what is not a callback, or has a hook that would never be called.
-
-    >>> check_callbacks([print])  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: callbacks must be instances of classes derived from nemorl.Callback, but ...
-    """
+    """Raise ValueError for what is not a callback, or has a hook that would never be called."""
     remedy = "class Mine(nemorl.Callback): def on_step_end(self, trainer, step, metrics): …"
     several = isinstance(callbacks, Sequence)
     require(several, "callbacks", "must be a list of them", callbacks, "put it in brackets")

@@ -244,7 +244,7 @@ class MlflowLogger:
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        named = {valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
+        named = {_valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
         found = [self.metric(name, value, now, step) for name, value in named.items()]
         self.client.log_batch(self.id, found)
 
@@ -255,10 +255,5 @@ class MlflowLogger:
         self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
-def valid_name(name: str) -> str:
-    """Return a metric's name in the characters that MLflow accepts.
-
-    >>> valid_name("train/reward/<lambda>")
-    'train/reward/_lambda_'
-    """
+def _valid_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)

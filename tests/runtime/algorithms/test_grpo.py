@@ -15,7 +15,7 @@ from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.algorithms.common import minibatches, of_this_batch
 from nemorl.runtime.algorithms.policy_loss import make_loss
-from nemorl.runtime.config.presets import PRESETS, preset
+from nemorl.runtime.config.grpo import PRESETS, preset
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import Callback, StopTraining
 from tests.runtime.runs import addition_rows, grpo_config, of_phase, rollouts, sft_config, start

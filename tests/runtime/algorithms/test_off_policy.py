@@ -18,8 +18,7 @@ from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.conversation import Turn
 from nemorl.runtime.algorithms import grpo
 from nemorl.runtime.algorithms.policy_loss import make_loss
-from nemorl.runtime.config.grpo import OffPolicyConfig, OwnLoss
-from nemorl.runtime.config.presets import PRESETS, preset
+from nemorl.runtime.config.grpo import PRESETS, OffPolicyConfig, OwnLoss, preset
 from nemorl.runtime.config.tree import section_of
 from tests.runtime.runs import ahead, grpo_config, numbers, rollouts, start
 

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl import ClippedLoss, GRPOConfig, GSPOLoss
 from nemorl.runtime.cli.main import parse
-from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, nearest_preset, preset
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, nearest_preset, preset
 from nemorl.runtime.config.tree import from_dict
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))

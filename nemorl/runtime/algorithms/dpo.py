@@ -15,11 +15,12 @@ from nemorl.runtime.algorithms.comparisons import (
     with_reference_logprobs,
 )
 from nemorl.runtime.algorithms.sft import in_chunks
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.config.offline import DPOConfig
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples
 
 
-def dpo(run: OpenRun) -> None:
+def dpo(run: Run[DPOConfig]) -> None:
     """Train on the preferences of `run.rows`."""
     config = run.config
     train, kept, run.lengths["train"] = comparisons(config, run.rows, run.tokenizer)
@@ -51,7 +52,7 @@ def dpo(run: OpenRun) -> None:
         step.train(batch, make_loss(config, batch, kl))
 
 
-def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Samples]:
+def validated(run: Run[DPOConfig], data: Comparisons) -> tuple[dict[str, float], Samples]:
     """Return metrics over all of the data, and some pairs."""
     config = run.config
     batch = with_loss_weights(

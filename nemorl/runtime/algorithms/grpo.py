@@ -20,11 +20,12 @@ from nemorl.runtime.algorithms.responses import (
     trained_rows,
     with_logprobs,
 )
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import beside, by_set, compared
 
 
-def grpo(run: OpenRun) -> None:
+def grpo(run: Run[GRPOConfig]) -> None:
     """Sample groups of responses, score them, compare them, and update the policy on them.
 
     An optimizer step from which nothing can be learned is not taken: Adam's momentum would move the

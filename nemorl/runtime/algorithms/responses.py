@@ -15,7 +15,7 @@ from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.policy_loss import Shaping
 from nemorl.runtime.config.grpo import GRPOConfig, nearest_preset
-from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
+from nemorl.runtime.run.loop import PromptStream, Run, Step
 from nemorl.runtime.run.samples import (
     Samples,
     failures_of,
@@ -53,7 +53,7 @@ def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
     return bool((batch.advantages != 0).any())
 
 
-def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
+def with_logprobs(run: Run[GRPOConfig], batch: TokenBatch) -> TokenBatch:
     """Add the logprobs that the loss compares."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
@@ -89,7 +89,7 @@ def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterato
         yield from rows.tensor_split(-(-num_responses // size))
 
 
-def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
+def roll_out(run: Run[GRPOConfig], step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
     """Return the responses to train on, and all that were sampled.
 
     Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal
@@ -125,7 +125,7 @@ def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
 
 
 def compared_samples(
-    run: OpenRun, rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
+    run: Run[GRPOConfig], rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
 ) -> Samples:
     """Return groups for the sample log, among them that of `worst_row` where logprobs are known."""
     groups = rollouts.group_id.tolist()

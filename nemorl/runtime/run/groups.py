@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemorl.checks import at_least, require, warn
-from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.rollout.admission import (
     Ended,
     Group,
@@ -23,7 +22,7 @@ from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
-from nemorl.runtime.engines.weights import sync_weights
+from nemorl.runtime.engines.weights import HasWeights, sync_weights
 from nemorl.runtime.store.files import check_writer
 
 
@@ -267,12 +266,12 @@ class Sampling:
     def awake(
         self,
         generator: GenerationBackend,
-        trainer: FullTrainingBackend,
+        trainer: HasWeights,
         *,
         make_room: Callable[[], None],
         timed: AbstractContextManager[None],
     ) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`. timed: measures how long it takes to wake."""
+        """See `Run.sampling`. timed: measures how long it takes to wake."""
         nested = self._awake
         with timed:
             if not nested:
@@ -311,7 +310,7 @@ class Sampling:
         for stream in self.streams:
             stream.driver.close()
 
-    def _update(self, generator: GenerationBackend, trainer: FullTrainingBackend) -> bool:
+    def _update(self, generator: GenerationBackend, trainer: HasWeights) -> bool:
         changed = generator.policy_version != trainer.step
         for stream in self.streams if changed else ():
             stream.before_update()

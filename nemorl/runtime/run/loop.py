@@ -1,12 +1,12 @@
 """An open run and its steps: what happens around the lines of a training loop."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -30,9 +30,9 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.groups import Progress, PromptStream, RowStream, Sampling
-from nemorl.runtime.run.models import BackendOrder, Models
+from nemorl.runtime.run.launch import Launch
+from nemorl.runtime.run.parts import Backends, Parts, live_parts, other_setup, require_length
 from nemorl.runtime.run.receipts import Ages, Receipts, TokenReceipt, with_receipts
-from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import (
     ENVIRONMENT,
     Samples,
@@ -45,67 +45,31 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
+from nemorl.runtime.run.saving import TrainResult, loop_callbacks
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
-from nemorl.runtime.store.state import POLICY, Run
+from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.callbacks import (
     Callback,
     StopTraining,
+    closing,
     notify,
     notify_of_error,
     update_in_progress,
 )
 
+if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
+    from nemorl.parallel.backend import FullTrainingBackend
+
+Config = TypeVar("Config", bound=BaseConfig, covariant=True)
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
 STEP, VALIDATION = 0, 1
 """Begin the numbers of seeds, apart from those of groups, `derive_seed(run.seed, number)`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What is live from the first use of the trainer on."""
-
-    trainer: Any
-    generator: GenerationBackend | None
-    state: LoopState
-    """The state in which the last checkpoint left the loop."""
-    resumed_from: Path | None = None
-    """That checkpoint; None in a new run."""
-    shares_weights: bool = True
-    """Whether the generator computes with the trainer's own weights."""
-
-
-@runtime_checkable
-class Maker(Protocol):
-    """What makes the parts of a run (`nemorl.runtime.run.live.Live`)."""
-
-    def parts(self, run: "OpenRun") -> Parts:
-        """Load the trainer as the last checkpoint left it, and start the generator."""
-
-    def prepared(self, run: "OpenRun", order: BackendOrder) -> BackendOrder:
-        """Check an order before anything is loaded, and return it with what it begins with."""
-
-    def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
-        """Load another backend, of a prepared order."""
-
-    def release(self, name: str) -> None:
-        """Shut a backend down."""
-
-    def make_room(
-        self, run: "OpenRun", backends: Iterable[Any], *, keep_weights: bool = False
-    ) -> None:
-        """Free memory of the backends' devices for engines, before they start or wake.
-
-        keep_weights: the generator computes with the backends' own.
-        """
-
-    def callbacks(self, run: "OpenRun") -> Sequence[Callback]:
-        """Return the callbacks of the loop, in the order in which they are called."""
-
-
-class OpenRun:
-    """A run whose loop is the caller's own (`nemorl.open_run`).
+class Run(Generic[Config]):
+    """A run whose loop is the caller's own (`nemorl.open_run`), with settings of class Config.
 
     environment: judges responses; None for a config without `reward`. state: the finished steps.
     result: a `TrainResult`, once the run is closed.
@@ -113,35 +77,30 @@ class OpenRun:
 
     def __init__(
         self,
+        launch: Launch,
+        stack: ExitStack,
         *,
-        config: BaseConfig,
-        tokenizer: Any,
-        environment: Environment | None,
-        rows: Sequence[Row],
-        validation_rows: Sequence[Row],
-        directory: Path,
-        maker: Maker,
         generates: bool | None = None,
         num_updates: int | None = None,
     ) -> None:
-        self.config: Any = config
-        self.tokenizer, self.environment = tokenizer, environment
-        self.rows, self.validation_rows, self.directory = rows, validation_rows, directory
-        self.progress = Progress(LoopState(config.run.seed))
+        self.launch, self.config = launch, cast(Config, launch.config)
+        self.tokenizer, self.environment = launch.tokenizer, launch.environment
+        self.rows, self.validation_rows = launch.rows, launch.validation_rows
+        self.directory = launch.directory.path
+        self.progress = Progress(LoopState(self.config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
-        """Rows of the orders, by name."""
-        questions = any(row.get("answer") is not None for row in validation_rows)
-        self.generates = config.generates(answers=questions) if generates is None else generates
-        self._num_updates, self._maker = num_updates, maker
+        questions = any(row.get("answer") is not None for row in self.validation_rows)
+        usual = self.config.generates(answers=questions)
+        self.generates, self._num_updates = usual if generates is None else generates, num_updates
         self.live: Parts | None = None
-        self.callbacks: Sequence[Callback] = ()
-        """The callbacks of the loop, once it begins."""
-        self._models = Models(config.optimizer.schedule, self.num_updates)
-        self._steps: Steps | None = None
-        self.sampler = Sampling(self.progress, config, directory)
+        self.callbacks: Sequence[Callback] = ()  # before the loop
+        require_length(self.config.optimizer.schedule, self.num_updates)
+        self.others = Backends(launch, stack, generates=self.generates)
+        self.loop: Steps | None = None
+        self.sampler = Sampling(self.progress, self.config, self.directory)
         self._over = False
 
     @property
@@ -158,21 +117,15 @@ class OpenRun:
         return steps and steps * self.config.updates_per_step
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> "FullTrainingBackend":
         """The training backend, with the weights of the last checkpoint; loaded on first use."""
-        return self._live().trainer
+        return cast("FullTrainingBackend", self.parts().trainer)  # what it lacks is an error there
 
     @property
     def generator(self) -> GenerationBackend:
         """The generation backend; its weights are up to date within `sampling`."""
-        found = self._live().generator
-        require(
-            found is not None,
-            "generates",
-            "must be True for a run that samples",
-            self.generates,
-            "call nemorl.open_run(config, generates=True)",
-        )
+        found, remedy = self.parts().generator, "call nemorl.open_run(config, generates=True)"
+        require(self.generates, "generates", "must be True for a run that samples", False, remedy)
         assert found is not None
         return found
 
@@ -203,20 +156,17 @@ class OpenRun:
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
-        given = {"model": model, "head": head, "optimizer": optimizer, "own_ranks": own_ranks}
-        order = BackendOrder(name=name, trains=trains, **given)  # type: ignore[arg-type]
-        begun = self._steps is not None and self._steps.begun
-        self._models.check(order, begun=begun, num_updates=self.num_updates)
-        order = self._maker.prepared(self, order)
-        if trains:
-            self._live()
-        return self._models.add(order, self._maker.backend(self, order))
+        updates, begun = self.num_updates, self.loop is not None and self.loop.begun
+        self.others.check_new(name, trains, optimizer, begun=begun, num_updates=updates)
+        kind: Any = {"head": head, "trains": trains, "optimizer": optimizer, "own_ranks": own_ranks}
+        setup, model = other_setup(self.others, model, updates, live=self.live, **kind)
+        live = self.parts() if trains else self.live
+        return self.others.add(name, setup, model, own_ranks=own_ranks, live=live)
 
     def release(self, name: str) -> None:
         """Shut down a backend that does not train, before the end of the run."""
         self._open()
-        self._models.remove(name)
-        self._maker.release(name)
+        self.others.release(name)
 
     def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> PromptStream:
         """Return the prompts of `rows` (None: `data.train`) in the run's seeded order.
@@ -254,26 +204,19 @@ class OpenRun:
         """
         self._open()
         at_least(1, last_step=last_step)
-        if self._steps is not None:
+        if self.loop is not None:
             raise RuntimeError(
                 "run.steps must be called once in a run, but this is a second loop: open another"
                 " run for it, in a directory of its own"
             )
         if self._num_updates is None:
-            schedule, updates = self._models.schedule, self.config.updates_per_step
-            require(
-                schedule == "constant" or last_step * updates == self.num_updates,
-                "last_step",
-                f"times {updates} optimizer steps must be the {self.num_updates} for which"
-                f" optimizer.schedule {schedule} is made",
-                last_step,
-                "change max_num_steps, or give nemorl.open_run num_updates=…",
-            )
+            updates = self.config.updates_per_step
+            self.others.check_last_step(last_step, updates, planned=self.num_updates)
             self._num_updates = last_step * updates
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
-        self.progress.last_step, self._steps = last_step, Steps(self, last_step, validate)
-        return self._steps
+        self.progress.last_step, self.loop = last_step, Steps(self, last_step, validate)
+        return self.loop
 
     def asked(
         self, environment: Environment | None, params: SamplingParams | None
@@ -289,7 +232,7 @@ class OpenRun:
     @property
     def present(self) -> "Step | None":
         """The present step; None outside of the loop over `steps`."""
-        return None if self._steps is None else self._steps.step
+        return None if self.loop is None else self.loop.step
 
     @property
     def step(self) -> "Step":
@@ -300,10 +243,8 @@ class OpenRun:
 
     def sampling(self) -> AbstractContextManager[GenerationBackend]:
         """Have the generator awake with the trainer's present weights in the block, and asleep
-        after it: the trainer needs its memory. May be nested.
-
-        What is sampled ahead goes on in the block, and after it in an engine that does not sleep.
-        The embedded engine sleeps after each `step.sample` that samples ahead.
+        after it: the trainer needs its memory. May be nested. What is sampled ahead goes on in the
+        block, and after it in an engine that does not sleep.
         """
         timed = nullcontext() if self.present is None else self.present.timed("sync")
         generator = self.generator
@@ -311,34 +252,29 @@ class OpenRun:
 
     def make_room(self) -> None:
         """Free memory of the trainer's devices for the generator."""
-        shared = self._live().shares_weights
-        self._maker.make_room(self, [self.trainer], keep_weights=shared)
-        self._maker.make_room(self, self._models.all)
+        others = [*self.others.trained.values(), *self.others.frozen.values()]
+        self.others.make_room([self.trainer], keep_weights=self.parts().shares_weights)
+        self.others.make_room(others)
 
     @property
-    def view(self) -> Run:
-        """The run as its callbacks see it."""
-        parts = self._live()
-        live = parts.trainer, parts.generator, self.tokenizer, self.state
-        return Run(self.config, *live, self.directory, self._models.trained)
+    def backends(self) -> "dict[str, FullTrainingBackend]":
+        """All backends that train, by name, the policy first."""
+        return {POLICY: self.trainer, **self.others.trained}
 
-    def begin(self) -> None:
-        self._models.require_all_of(self._live().resumed_from)
-        self.callbacks = self._maker.callbacks(self)
-
-    def finish(self) -> None:
-        if self._steps is not None:
-            self._steps.finish()
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of all backends."""
+        return sum(backend.step for backend in self.backends.values())
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell the callbacks of an error, and return the one to raise."""
         check_writer(self.directory)
-        if self._steps is not None:
-            error = self._steps.leave_update(error)
+        if self.loop is not None:
+            error = self.loop.leave_update(error)
         if advice := memory_advice(error):
             error.add_note(advice)
         if self.callbacks:
-            notify_of_error(self.callbacks, self.view, error)
+            notify_of_error(self.callbacks, self, error)
         return error
 
     def close(self) -> None:
@@ -350,21 +286,22 @@ class OpenRun:
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
 
-    def _live(self) -> Parts:
+    def parts(self) -> Parts:
+        """Return what is live, loaded on first use."""
         self._open()
         if self.live is None:
-            self._maker.make_room(self, self._models.frozen.values())  # an engine may start
-            self.live = self._maker.parts(self)
+            self.others.make_room(self.others.frozen.values())  # an engine may start
+            self.live = live_parts(self.others, self.lengths, num_updates=self.num_updates)
             self.progress.state = self.progress.taken = self.live.state
         return self.live
 
     def _loaded(self) -> Progress:
-        self._live()
+        self.parts()
         return self.progress
 
 
 def _answered(
-    run: OpenRun, prompts: Prompts, environment: Environment
+    run: Run, prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
     params = run.config.generation.sampling_params(greedy=True)
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
@@ -388,7 +325,7 @@ def _shown(rollouts: Rollouts, count: int) -> Samples:
 class Step:
     """One step of a run: it samples, trains and logs. number: counted from 1."""
 
-    def __init__(self, run: OpenRun, receipts: Receipts) -> None:
+    def __init__(self, run: Run, receipts: Receipts) -> None:
         self.run, self.number = run, run.state.step + 1
         self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
@@ -406,9 +343,9 @@ class Step:
         self._timed: set[str] = set()
         self._tokens, self._ages = 0, Ages()
         self._synced = run.sampler.updates
-        self._before, self._updates = run.progress.taken, run.view.updates
+        self._before, self._updates = run.progress.taken, run.updates
         self._version = run.trainer.step
-        if (generator := run._live().generator) is not None:
+        if (generator := run.parts().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
 
     def sample(
@@ -497,7 +434,7 @@ class Step:
             backend: the name of the backend that trains, as `run.backend` was given it.
         Raises: ValueError for a name of none that trains.
         """
-        known = self.run.view.backends
+        known = self.run.backends
         must = f"must name a backend that trains ({', '.join(known)})"
         require(backend in known, "backend", must, backend, "load it by run.backend(…)")
         trainer, own = known[backend], backend == POLICY
@@ -561,7 +498,7 @@ class Step:
     @property
     def trained(self) -> int:
         """Updates of all backends in this step, in `train` or by the loop itself."""
-        return max(self.updates, self.run.view.updates - self._updates)
+        return max(self.updates, self.run.updates - self._updates)
 
     @property
     def used(self) -> bool:
@@ -600,7 +537,7 @@ class Step:
 class Steps(Iterator[Step]):
     """The iterator of a training loop."""
 
-    def __init__(self, run: OpenRun, last_step: int, validate: Validate | None) -> None:
+    def __init__(self, run: Run, last_step: int, validate: Validate | None) -> None:
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None
         self._stop = self._ended = self.begun = False
@@ -637,7 +574,7 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        trained = self.run.view.updates > self._updates
+        trained = self.run.updates > self._updates
         # A loop that counts its updates has itself decided against them.
         if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
             warn(
@@ -660,9 +597,13 @@ class Steps(Iterator[Step]):
         return error
 
     def _begin(self) -> None:
-        self.run.begin()
+        run, launch, backends = self.run, self.run.launch, self.run.others
+        backends.require_all_of(run.parts().resumed_from)
+        run.callbacks = loop_callbacks(launch, run.backends, total_steps=self.last_step)
+        own = run.callbacks[1 + len(launch.callbacks) :]  # the others outlive a run with new ranks
+        backends.stack.enter_context(closing(own))
         self.begun = True
-        self._first, self._updates = self.run.state.step, self.run.view.updates
+        self._first, self._updates = self.run.state.step, self.run.updates
         self._validated = self._first
         if self._first >= self.last_step:
             warn(
@@ -733,6 +674,6 @@ class Steps(Iterator[Step]):
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
-            notify(self.run.callbacks, hook, self.run.view, *args)
+            notify(self.run.callbacks, hook, self.run, *args)
         except StopTraining:
             self._stop = True

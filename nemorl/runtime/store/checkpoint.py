@@ -40,7 +40,7 @@ from nemorl.models.tensor_files import (
     write_manifest,
 )
 from nemorl.runtime.config.base import Ranking
-from nemorl.runtime.store.directory import step_of, to_json
+from nemorl.runtime.store.directory import by_step, to_json
 from nemorl.runtime.store.files import (
     TEMPORARY,
     WorkerDied,
@@ -230,8 +230,7 @@ def best(directory: Path) -> Path | None:
 
 def present(directory: Path) -> dict[int, Path]:
     """Return every checkpoint by its step, the oldest first."""
-    found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
-    return {step: found[step] for step in sorted(found) if step >= 0}
+    return by_step(Path(directory) / "checkpoints")
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:

@@ -155,7 +155,7 @@ class RunDirectory:
             cls(Path(run.dir)).check_resume(run.resume)
 
     def has_checkpoint(self) -> bool:
-        return any(step_of(path) >= 0 for path in self.checkpoints.glob("step_*"))
+        return bool(by_step(self.checkpoints))
 
     def require_checkpoint(self) -> None:
         if not self.has_checkpoint():
@@ -173,27 +173,26 @@ class RunDirectory:
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
-        with writing("the metrics", self.metrics):
-            append_lines(self.metrics, [line])
+        self._append("the metrics", self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.metrics, METRICS)
 
     def append_groups(self, step: int, groups: Mapping[str, Any]) -> None:
-        with writing("the numbers of the groups", self.groups):
-            append_lines(self.groups, [{"step": step, **groups}])
+        self._append("the numbers of the groups", self.groups, [{"step": step, **groups}])
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        file = self.samples_file(step)
-        with writing("the samples", file):
-            file.parent.mkdir(exist_ok=True)
-            append_lines(file, ({"step": step} | {**each, "step": step} for each in samples))
+        lines = ({"step": step} | {**each, "step": step} for each in samples)
+        self._append("the samples", self.samples_file(step), lines)
 
     def append_outcomes(self, step: int, outcomes: Iterable[Mapping[str, Any]]) -> None:
         file = self.path / "validation" / f"step_{step}.jsonl"
-        with writing("the validation", file):
+        self._append("the validation", file, outcomes)
+
+    def _append(self, what: str, file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+        with writing(what, file):
             file.parent.mkdir(exist_ok=True)
-            append_lines(file, outcomes)
+            append_lines(file, lines)
 
     def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
         """Return the lines of log.jsonl that are the run's."""
@@ -204,9 +203,7 @@ class RunDirectory:
         append_lines(self.log, [line])
 
     def outcome_files(self) -> dict[int, Path]:
-        """Return the files in validation/ by step, in order."""
-        files = {step_of(file): file for file in (self.path / "validation").glob("step_*.jsonl")}
-        return {step: files[step] for step in sorted(files) if step >= 0}
+        return by_step(self.path / "validation")
 
     def samples_file(self, step: int) -> Path:
         first = max(step - 1, 0) // STEPS_PER_FILE * STEPS_PER_FILE + 1
@@ -305,6 +302,12 @@ def step_of(path: Path) -> int:
     """Return the N of `step_N` or `step_N.jsonl`; -1 for another name."""
     match = STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
+
+
+def by_step(folder: Path) -> dict[int, Path]:
+    """Return what a folder has of single steps, by step, the first one first."""
+    found = {step_of(path): path for path in folder.glob("step_*")}
+    return {step: found[step] for step in sorted(found) if step >= 0}
 
 
 def environment() -> dict[str, str]:

@@ -204,10 +204,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
-    """Return the settings of a script from its flags (None: the flags of the process).
+    """Return the settings of a script from its flags (None: those of the process), with `--help`,
+    `--config`, `--run.resume` and errors as of `nemorl`'s commands.
 
-    `--help`, `--config`, `--run.resume` and errors are as of `nemorl`'s commands; they end the
-    process where there is nothing to run.
+    Raises: SystemExit where there is nothing to run.
     """
     command, found = Path(sys.argv[0]).name, list[Config]()
     SCRIPTS[command] = config

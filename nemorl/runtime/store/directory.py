@@ -229,9 +229,7 @@ class RunDirectory:
         return {step: lines for step, lines in found.items() if lines}
 
     def truncate(self, step: int) -> None:
-        """Remove what a resumed run writes again: all of steps after `step`; warn where its
-        metrics are missing.
-        """
+        """Remove what a resumed run writes again, all of steps after `step`."""
         kept = cut_lines(self.metrics, step, "the metrics", METRICS)
         if step > 0 and step not in kept:
             warn(
@@ -262,9 +260,7 @@ def _writing_below(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path | str) -> Iterator[None]:
-    """Hold a directory, which is made if it is missing, for this run while the block lasts.
-
-    The lock ends with the process. A fork of it may not write there (`check_writer`).
+    """Hold a directory, made if it is missing, for this run in the block while the process lives.
 
     Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
     """
@@ -386,9 +382,7 @@ def lines_of(
     *,
     steps: Container[int] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of a file as `read_lines` with its object; those that begin with another step
-    than some `steps` are passed over unread.
-    """
+    """Yield each line that `read_lines` keeps, with its object; of some `steps` alone, if given."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")

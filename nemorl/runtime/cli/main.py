@@ -490,11 +490,9 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, given: Collecti
     for key in given:
         owners = [name for name in keys if key in keys[name]]
         if owners and chosen not in owners:
-            other = key.partition(".")[2].replace("_", ".", 1)
-            instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
                 f"{flag_of(key)} is not a setting of {section} {chosen}: it belongs to"
-                f" {', '.join(owners)}; add --{section} {owners[0]}{instead}"
+                f" {', '.join(owners)}; add --{section} {owners[0]}"
             )
 
 

@@ -151,14 +151,14 @@ def read_flags(cls: type, args: Sequence[str], *, lenient: bool = False) -> dict
     names = {**{name: name for name in NO_SETTINGS}, **names_of(cls)}
     marks = {field.name: field.metadata for field in dataclasses.fields(cls)}
     aliases = {each["short"]: flag_of(name) for name, each in marks.items() if "short" in each}
+    aliases["-h"] = "--help"
     places = [name for name, each in marks.items() if "positional" in each]
     appends = {"config", *(name for name, each in marks.items() if "append" in each)}
-    begins = ("--", "-h", *aliases)
     found, rest = dict[str, list[str]](), list(args)
     while rest:
         argument = rest.pop(0)
         spelled, equals, value = argument.partition("=")
-        spelled = {**aliases, "-h": "--help"}.get(spelled, spelled)
+        spelled = aliases.get(spelled, spelled)
         section, dot, last = spelled.lstrip("-+").replace("-", "_").rpartition(".")
         name = f"{section}{dot}{last}"
         positive = f"{section}{dot}{last.removeprefix('no_')}"
@@ -185,7 +185,7 @@ def read_flags(cls: type, args: Sequence[str], *, lenient: bool = False) -> dict
         elif equals:
             texts = [value]
         else:
-            texts = list(takewhile(lambda each: not each.startswith(begins), rest))
+            texts = list(takewhile(lambda each: each[:2] != "--" and each not in aliases, rest))
             if key in appends or _item(hints.get(key)) is None:
                 texts = texts[:1]
                 if not texts and key != "help":

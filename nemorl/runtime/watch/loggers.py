@@ -156,7 +156,8 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A run on Weights & Biases: metrics as train/… and validation/…, samples as tables.
+    """A run on Weights & Biases (`wandb login`, or WANDB_MODE=offline and later `wandb sync`):
+    metrics as train/… and validation/…, samples as tables.
 
     The id is ours, so that a resumed run keeps its address; the axis is our `step`, as W&B's own
     never decreases.
@@ -206,8 +207,8 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run in MLflow: metrics as train/… and validation/…, settings as parameters, config.yaml as
-    an artifact. A run that is tagged with our id is continued.
+    """A run in MLflow, where MLFLOW_TRACKING_URI says: metrics as train/… and validation/…, settings
+    as parameters, config.yaml as an artifact. A run that is tagged with our id is continued.
     """
 
     def __init__(self, run: LoggedRun) -> None:

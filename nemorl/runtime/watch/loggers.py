@@ -207,7 +207,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run in MLflow, where MLFLOW_TRACKING_URI says: metrics as train/… and validation/…, settings
+    """A run in MLflow (see MLFLOW_TRACKING_URI): metrics as train/… and validation/…, settings
     as parameters, config.yaml as an artifact. A run that is tagged with our id is continued.
     """
 

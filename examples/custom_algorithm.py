@@ -44,7 +44,7 @@ class RAFTConfig(nemorl.BaseConfig):
 
 
 @nemorl.register_algorithm("raft", config=RAFTConfig)
-def raft(run: nemorl.OpenRun) -> None:
+def raft(run: nemorl.Run) -> None:
     """Sample, choose, imitate."""
     config, prompts = run.config, run.prompts()
     for step in run.steps(config.max_num_steps):

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.offline import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.tree import load_config as load_config
     from nemorl.runtime.engines.weight_sync import sync_weights as sync_weights
-    from nemorl.runtime.run.loop import OpenRun as OpenRun
+    from nemorl.runtime.run.loop import Run as Run
     from nemorl.runtime.run.loop import Step as Step
     from nemorl.runtime.run.open_run import open_run as open_run
     from nemorl.runtime.run.open_run import run as run
@@ -104,8 +104,8 @@ if TYPE_CHECKING:
     from nemorl.runtime.run.registry import register_loss as register_loss
     from nemorl.runtime.run.registry import register_reward as register_reward
     from nemorl.runtime.run.registry import register_training_backend as register_training_backend
-    from nemorl.runtime.run.result import TrainResult as TrainResult
-    from nemorl.runtime.store.state import Run as Run
+    from nemorl.runtime.run.saving import TrainResult as TrainResult
+    from nemorl.runtime.store.state import RunView as RunView
     from nemorl.runtime.watch.callbacks import Callback as Callback
     from nemorl.runtime.watch.callbacks import StopTraining as StopTraining
     from nemorl.runtime.watch.loggers import LoggedRun as LoggedRun
@@ -162,7 +162,7 @@ _NAMES = {
     "nemorl.runtime.config.tree": ["load_config"],
     "nemorl.rollout.config": ["GenerationConfig", "RolloutConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
-    "nemorl.runtime.run.loop": ["OpenRun", "Step"],
+    "nemorl.runtime.run.loop": ["Run", "Step"],
     "nemorl.runtime.run.open_run": ["open_run", "run"],
     "nemorl.runtime.config.grpo": [
         "AsyncConfig",
@@ -202,8 +202,8 @@ _NAMES = {
         "register_reward",
         "register_training_backend",
     ],
-    "nemorl.runtime.run.result": ["TrainResult"],
-    "nemorl.runtime.store.state": ["Run"],
+    "nemorl.runtime.run.saving": ["TrainResult"],
+    "nemorl.runtime.store.state": ["RunView"],
     "nemorl.runtime.engines.weight_sync": ["sync_weights"],
     "nemorl.runtime.workers.worker": ["RayWorkerGroup"],
     "nemorl.runtime.watch.report": ["write_report"],

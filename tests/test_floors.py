@@ -63,9 +63,9 @@ Conversation ConversationFailed DPOConfig DPOLoss DPOTrainer DataConfig DataModu
 EnvironmentInterface EnvironmentReturn Episode Failure FunctionalRewardWrapper GRPOConfig
 GRPOTrainer GSPOLoss GapConfig GenerationBackend GenerationConfig GroupAdvantage HingeLoss IPOLoss
 Judge KLConfig KTOLoss LoRAConfig LoggedRun MetricLogger ModelConfig Needs ORPOLoss OffPolicyConfig
-OpenRun OptimizerConfig Outcome OverlongConfig ParallelPlan Policy ProfileConfig RayVirtualCluster
+OptimizerConfig Outcome OverlongConfig ParallelPlan Policy ProfileConfig RayVirtualCluster
 RayWorkerGroup ReceiptsConfig ReinforceLoss ReinforcePlusPlusAdvantage RewardServer RolloutConfig
-Run RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams SimPOLoss Step StopTraining
+Run RunConfig RunView RuntimeConfig SFTConfig SFTTrainer SamplingParams SimPOLoss Step StopTraining
 TokenBatch TrainResult TrainerConfig TrainingBackend Turn TurnResult __version__ at_version cli data
 evaluate export generate get_algorithm get_generation_backend get_training_backend
 judged_in_processes load_config losses main needs open_run openenv policy_loss preset prove

@@ -13,7 +13,7 @@ from nemorl.data.packing import merge, pack, segments_apart, split, split_microb
 from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.loop import Run
 
 
 def in_chunks(
@@ -34,7 +34,7 @@ def by_segment(compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch) -> 
     return replace(found, values=pad(values, (0, width)))
 
 
-def with_prev_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
+def with_prev_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
     """Add the trainer's logprobs before the update."""
     logprobs = by_segment(run.trainer.get_logprobs, batch)
     return replace(batch, prev_logprobs=of_this_batch(logprobs, batch, "prev_logprobs"))

@@ -31,7 +31,7 @@ from nemorl.runtime.config.offline import (
     SimPOLoss,
 )
 from nemorl.runtime.run.data import within_limit
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples, spread
 from nemorl.runtime.watch.log import waiting
 
@@ -144,7 +144,7 @@ def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> float
 
 
 def samples(
-    run: OpenRun,
+    run: Run,
     examples: Sequence[Example],
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],

@@ -15,11 +15,12 @@ from nemorl.runtime.algorithms.comparisons import (
     with_reference,
     with_reference_logprobs,
 )
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.config.offline import DPOConfig
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples
 
 
-def dpo(run: OpenRun) -> None:
+def dpo(run: Run[DPOConfig]) -> None:
     """Train on the preferences of `run.rows`."""
     config = run.config
     train, kept, run.lengths["train"] = comparisons(config, run.rows, run.tokenizer)
@@ -52,7 +53,7 @@ def dpo(run: OpenRun) -> None:
             step.log(run.trainer.train_step(batch, make_loss(config, batch, kl)))
 
 
-def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Samples]:
+def validated(run: Run[DPOConfig], data: Comparisons) -> tuple[dict[str, float], Samples]:
     """Return metrics over all of the data, and some pairs."""
     config = run.config
     batch = with_loss_weights(

@@ -27,7 +27,7 @@ from nemorl.runtime.algorithms.policy_loss import (
 from nemorl.runtime.algorithms.receipts import TokenReceipt, read_at_once, with_receipts
 from nemorl.runtime.config.grpo import GRPOConfig, nearest_preset
 from nemorl.runtime.run.groups import GroupStream
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.receipts import Receipts
 from nemorl.runtime.run.samples import (
     Samples,
@@ -43,7 +43,7 @@ from nemorl.runtime.run.samples import (
 from nemorl.runtime.watch.log import event
 
 
-def grpo(run: OpenRun) -> None:
+def grpo(run: Run[GRPOConfig]) -> None:
     """Sample groups of responses, score them, compare them, and update the policy on them.
 
     An optimizer step from which nothing can be learned is not taken: Adam's momentum would move the
@@ -77,8 +77,8 @@ def grpo(run: OpenRun) -> None:
                     loss = with_receipts(loss, fresh=run.trainer.step == version)
                     trained = run.trainer.train_step(segments_apart(part)[0], loss)
                     learned.append((trained, rows))
-            for trained, rows in read_at_once(learned):
-                step.log(receipt.add(trained, rows))
+            for read, rows in read_at_once(learned):
+                step.log(receipt.add(read, rows))
             step.log(receipt.check(receipts, step.number, stale=step.staleness > 0))
         found = compared(everything, config) | by_set(everything, set_names(config.data.train))
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
@@ -116,7 +116,7 @@ def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
     return bool((batch.advantages != 0).any())
 
 
-def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
+def with_logprobs(run: Run[GRPOConfig], batch: TokenBatch) -> TokenBatch:
     """Add the logprobs that the loss compares."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
@@ -129,7 +129,7 @@ def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
     return batch
 
 
-def roll_out(run: OpenRun, groups: GroupStream) -> tuple[Rollouts, Rollouts]:
+def roll_out(run: Run[GRPOConfig], groups: GroupStream) -> tuple[Rollouts, Rollouts]:
     """Return the responses to train on, and all that were sampled.
 
     Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal
@@ -167,7 +167,7 @@ def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
 
 
 def compared_samples(
-    run: OpenRun, rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
+    run: Run[GRPOConfig], rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
 ) -> Samples:
     """Return groups for the sample log, among them that of `worst_row` where logprobs are known."""
     groups = rollouts.group_id.tolist()

@@ -14,11 +14,11 @@ from nemorl.parallel.backend import ForwardOutput, TrainingBackend
 from nemorl.runtime.algorithms.common import in_chunks
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.run.data import within_limit
-from nemorl.runtime.run.loop import OpenRun, Validate
+from nemorl.runtime.run.loop import Run, Validate
 from nemorl.runtime.run.samples import Samples
 
 
-def sft(run: OpenRun) -> None:
+def sft(run: Run[SFTConfig]) -> None:
     """Train on the demonstrations of `run.rows`."""
     config = run.config
     examples, rows = demonstrations(run, "train", run.rows)
@@ -30,7 +30,7 @@ def sft(run: OpenRun) -> None:
 
 
 def demonstrations(
-    run: OpenRun, name: str, rows: Sequence[Any]
+    run: Run[SFTConfig], name: str, rows: Sequence[Any]
 ) -> tuple[Sequence[Example], Sequence[Any]]:
     """Return demonstrations as tokens, and their rows."""
     items = to_examples(rows, run.tokenizer)
@@ -38,7 +38,7 @@ def demonstrations(
     return found, kept
 
 
-def validation(run: OpenRun) -> Validate | None:
+def validation(run: Run[SFTConfig]) -> Validate | None:
     """Return the validation that the rows allow."""
     rows = run.validation_rows
     shown = [

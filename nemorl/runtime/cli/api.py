@@ -18,7 +18,7 @@ from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.open_run import run
 from nemorl.runtime.run.registry import get_algorithm
-from nemorl.runtime.run.result import TrainResult, html_table
+from nemorl.runtime.run.saving import TrainResult, html_table
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.log import changed_settings
 

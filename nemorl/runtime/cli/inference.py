@@ -40,7 +40,7 @@ from nemorl.runtime.config.yaml_io import Trust
 from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
 from nemorl.runtime.run.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.run.launch import model_config_of, workers_of
-from nemorl.runtime.run.live import proofs_of
+from nemorl.runtime.run.parts import proofs_of
 from nemorl.runtime.run.registry import check_generation, get_generation_backend
 from nemorl.runtime.run.samples import said
 from nemorl.runtime.store import checkpoint

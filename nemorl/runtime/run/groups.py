@@ -24,7 +24,7 @@ from nemorl.rollout.background import Background
 from nemorl.rollout.collect import Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.environments import Environment
-from nemorl.rollout.generation import GenerationBackend, SamplingParams
+from nemorl.rollout.generation import GenerationBackend, HasEngines, SamplingParams
 from nemorl.runtime.config.grpo import AsyncConfig
 from nemorl.runtime.engines.weight_sync import sync_weights
 from nemorl.runtime.store.files import check_writer
@@ -224,7 +224,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`."""
+        """See `Run.sampling`."""
         run, nested = self.run, self._awake
         generator: GenerationBackend = run.generator
         # Of what is in flight, no token may have the trainer's new weights and the old version:
@@ -284,6 +284,7 @@ class Sampler:
         return changed
 
     def _rest(self, generator: GenerationBackend) -> None:
-        for stream in self.streams if getattr(generator, "sleeps", True) else ():
+        goes_on = isinstance(generator, HasEngines) and not generator.sleeps
+        for stream in () if goes_on else self.streams:
             stream.pause()
         generator.sleep()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -26,8 +26,8 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.groups import GroupStream, Sampler
-from nemorl.runtime.run.models import BackendOrder, Models
-from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.run.launch import Launch
+from nemorl.runtime.run.parts import Backends, Parts, live_parts, other_setup, require_length
 from nemorl.runtime.run.samples import (
     ENVIRONMENT,
     Samples,
@@ -40,67 +40,31 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
+from nemorl.runtime.run.saving import TrainResult, loop_callbacks
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
-from nemorl.runtime.store.state import LoopState, OpenGroup, Run
+from nemorl.runtime.store.state import POLICY, LoopState, OpenGroup
 from nemorl.runtime.watch.callbacks import (
     Callback,
     StopTraining,
+    closing,
     notify,
     notify_of_error,
     update_in_progress,
 )
 
+if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
+    from nemorl.parallel.backend import FullTrainingBackend
+
+Config = TypeVar("Config", bound=BaseConfig, covariant=True)
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
 STEP, VALIDATION = 0, 1
 """Begin the numbers of seeds, apart from those of groups, `derive_seed(run.seed, number)`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What is live from the first use of the trainer on."""
-
-    trainer: Any
-    generator: GenerationBackend | None
-    state: LoopState
-    """The state in which the last checkpoint left the loop."""
-    resumed_from: Path | None = None
-    """That checkpoint; None in a new run."""
-    shares_weights: bool = True
-    """Whether the generator computes with the trainer's own weights."""
-
-
-@runtime_checkable
-class Maker(Protocol):
-    """What makes the parts of a run (`nemorl.runtime.run.live.Live`)."""
-
-    def parts(self, run: "OpenRun") -> Parts:
-        """Load the trainer as the last checkpoint left it, and start the generator."""
-
-    def prepared(self, run: "OpenRun", order: BackendOrder) -> BackendOrder:
-        """Check an order before anything is loaded, and return it with what it begins with."""
-
-    def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
-        """Load another backend, of a prepared order."""
-
-    def release(self, name: str) -> None:
-        """Shut a backend down."""
-
-    def make_room(
-        self, run: "OpenRun", backends: Iterable[Any], *, keep_weights: bool = False
-    ) -> None:
-        """Free memory of the backends' devices for engines, before they start or wake.
-
-        keep_weights: the generator computes with the backends' own.
-        """
-
-    def callbacks(self, run: "OpenRun") -> Sequence[Callback]:
-        """Return the callbacks of the loop, in the order in which they are called."""
-
-
-class OpenRun:
-    """A run whose loop is the caller's own (`nemorl.open_run`).
+class Run(Generic[Config]):
+    """A run whose loop is the caller's own (`nemorl.open_run`), with settings of class Config.
 
     environment: judges responses; None for a config without `reward`. state: the finished steps.
     result: a `TrainResult`, once the run is closed.
@@ -108,39 +72,33 @@ class OpenRun:
 
     def __init__(
         self,
+        launch: Launch,
+        stack: ExitStack,
         *,
-        config: BaseConfig,
-        tokenizer: Any,
-        environment: Environment | None,
-        rows: Sequence[Row],
-        validation_rows: Sequence[Row],
-        directory: Path,
-        maker: Maker,
         generates: bool | None = None,
         num_updates: int | None = None,
     ) -> None:
-        self.config: Any = config
-        self.tokenizer, self.environment = tokenizer, environment
-        self.rows, self.validation_rows, self.directory = rows, validation_rows, directory
-        self.state = self.taken = LoopState(config.run.seed)
+        self.launch, self.config = launch, cast(Config, launch.config)
+        self.tokenizer, self.environment = launch.tokenizer, launch.environment
+        self.rows, self.validation_rows = launch.rows, launch.validation_rows
+        self.directory = launch.directory.path
+        self.state = self.taken = LoopState(self.config.run.seed)
         """After the last finished step, and with what was taken since."""
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
-        """Rows of the orders, by name."""
         self.missed: set[int] = set()
         """Numbers of groups that were not sampled before the end of their step."""
-        questions = any(row.get("answer") is not None for row in validation_rows)
-        self.generates = config.generates(answers=questions) if generates is None else generates
-        self._num_updates, self._maker = num_updates, maker
-        self.num_steps: int | None = None
-        """The last step, once the loop begins."""
+        questions = any(row.get("answer") is not None for row in self.validation_rows)
+        usual = self.config.generates(answers=questions)
+        self.generates, self._num_updates = usual if generates is None else generates, num_updates
+        self.num_steps: int | None = None  # before the loop
         self.live: Parts | None = None
-        self.callbacks: Sequence[Callback] = ()
-        """The callbacks of the loop, once it begins."""
-        self._models = Models(config.optimizer.schedule, self.num_updates)
-        self._steps: Steps | None = None
+        self.callbacks: Sequence[Callback] = ()  # before the loop
+        require_length(self.config.optimizer.schedule, self.num_updates)
+        self.others = Backends(launch, stack, generates=self.generates)
+        self.loop: Steps | None = None
         self.sampler = Sampler(self)
         self._over = False
 
@@ -153,21 +111,15 @@ class OpenRun:
         return steps and steps * self.config.updates_per_step
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> "FullTrainingBackend":
         """The training backend, with the weights of the last checkpoint; loaded on first use."""
-        return self._live().trainer
+        return cast("FullTrainingBackend", self.parts().trainer)  # what it lacks is an error there
 
     @property
     def generator(self) -> GenerationBackend:
         """The generation backend; its weights are up to date within `sampling`."""
-        found = self._live().generator
-        require(
-            found is not None,
-            "generates",
-            "must be True for a run that samples",
-            self.generates,
-            "call nemorl.open_run(config, generates=True)",
-        )
+        found, remedy = self.parts().generator, "call nemorl.open_run(config, generates=True)"
+        require(self.generates, "generates", "must be True for a run that samples", False, remedy)
         assert found is not None
         return found
 
@@ -198,20 +150,17 @@ class OpenRun:
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
-        given = {"model": model, "head": head, "optimizer": optimizer, "own_ranks": own_ranks}
-        order = BackendOrder(name=name, trains=trains, **given)  # type: ignore[arg-type]
-        begun = self._steps is not None and self._steps.begun
-        self._models.check(order, begun=begun, num_updates=self.num_updates)
-        order = self._maker.prepared(self, order)
-        if trains:
-            self._live()
-        return self._models.add(order, self._maker.backend(self, order))
+        updates, begun = self.num_updates, self.loop is not None and self.loop.begun
+        self.others.check_new(name, trains, optimizer, begun=begun, num_updates=updates)
+        kind: Any = {"head": head, "trains": trains, "optimizer": optimizer, "own_ranks": own_ranks}
+        setup, model = other_setup(self.others, model, updates, live=self.live, **kind)
+        live = self.parts() if trains else self.live
+        return self.others.add(name, setup, model, own_ranks=own_ranks, live=live)
 
     def release(self, name: str) -> None:
         """Shut down a backend that does not train, before the end of the run."""
         self._open()
-        self._models.remove(name)
-        self._maker.release(name)
+        self.others.release(name)
 
     def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> "PromptStream":
         """Return the prompts of `rows` (None: `data.train`) in the run's seeded order.
@@ -249,26 +198,19 @@ class OpenRun:
         """
         self._open()
         at_least(1, last_step=last_step)
-        if self._steps is not None:
+        if self.loop is not None:
             raise RuntimeError(
                 "run.steps must be called once in a run, but this is a second loop: open another"
                 " run for it, in a directory of its own"
             )
         if self._num_updates is None:
-            schedule, updates = self._models.schedule, self.config.updates_per_step
-            require(
-                schedule == "constant" or last_step * updates == self.num_updates,
-                "last_step",
-                f"times {updates} optimizer steps must be the {self.num_updates} for which"
-                f" optimizer.schedule {schedule} is made",
-                last_step,
-                "change max_num_steps, or give nemorl.open_run num_updates=…",
-            )
+            updates = self.config.updates_per_step
+            self.others.check_last_step(last_step, updates, planned=self.num_updates)
             self._num_updates = last_step * updates
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
-        self.num_steps, self._steps = last_step, Steps(self, last_step, validate)
-        return self._steps
+        self.num_steps, self.loop = last_step, Steps(self, last_step, validate)
+        return self.loop
 
     def groups(
         self,
@@ -305,7 +247,7 @@ class OpenRun:
     @property
     def present(self) -> "Step | None":
         """The present step; None outside of the loop over `steps`."""
-        return None if self._steps is None else self._steps.step
+        return None if self.loop is None else self.loop.step
 
     @property
     def step(self) -> "Step":
@@ -316,33 +258,26 @@ class OpenRun:
 
     def sampling(self) -> AbstractContextManager[GenerationBackend]:
         """Have the generator awake with the trainer's present weights in the block, and asleep
-        after it: the trainer needs its memory. May be nested.
-
-        What is sampled ahead (`groups`) goes on in the block, and after it in an engine that does
-        not sleep. The embedded engine sleeps after each `next` that samples ahead.
+        after it: the trainer needs its memory. May be nested. What is sampled ahead goes on in the
+        block, and after it in an engine that does not sleep.
         """
         return self.sampler.awake()
 
     def make_room(self) -> None:
         """Free memory of the trainer's devices for the generator."""
-        shared = self._live().shares_weights
-        self._maker.make_room(self, [self.trainer], keep_weights=shared)
-        self._maker.make_room(self, self._models.all)
+        others = [*self.others.trained.values(), *self.others.frozen.values()]
+        self.others.make_room([self.trainer], keep_weights=self.parts().shares_weights)
+        self.others.make_room(others)
 
     @property
-    def view(self) -> Run:
-        """The run as its callbacks see it."""
-        parts = self._live()
-        live = parts.trainer, parts.generator, self.tokenizer, self.state
-        return Run(self.config, *live, self.directory, self._models.trained)
+    def backends(self) -> "dict[str, FullTrainingBackend]":
+        """All backends that train, by name, the policy first."""
+        return {POLICY: self.trainer, **self.others.trained}
 
-    def begin(self) -> None:
-        self._models.require_all_of(self._live().resumed_from)
-        self.callbacks = self._maker.callbacks(self)
-
-    def finish(self) -> None:
-        if self._steps is not None:
-            self._steps.finish()
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of all backends."""
+        return sum(backend.step for backend in self.backends.values())
 
     def end_step(self) -> None:
         self.state = self.taken = self.taken.advance()
@@ -351,12 +286,12 @@ class OpenRun:
     def fail(self, error: BaseException) -> BaseException:
         """Tell the callbacks of an error, and return the one to raise."""
         check_writer(self.directory)
-        if self._steps is not None:
-            error = self._steps.leave_update(error)
+        if self.loop is not None:
+            error = self.loop.leave_update(error)
         if advice := memory_advice(error):
             error.add_note(advice)
         if self.callbacks:
-            notify_of_error(self.callbacks, self.view, error)
+            notify_of_error(self.callbacks, self, error)
         return error
 
     def close(self) -> None:
@@ -368,17 +303,18 @@ class OpenRun:
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
 
-    def _live(self) -> Parts:
+    def parts(self) -> Parts:
+        """Return what is live, loaded on first use."""
         self._open()
         if self.live is None:
-            self._maker.make_room(self, self._models.frozen.values())  # an engine may start
-            self.live = self._maker.parts(self)
+            self.others.make_room(self.others.frozen.values())  # an engine may start
+            self.live = live_parts(self.others, self.lengths, num_updates=self.num_updates)
             self.state = self.taken = self.live.state
         return self.live
 
 
 def _answered(
-    run: OpenRun, prompts: Prompts, environment: Environment
+    run: Run, prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
     params = run.config.generation.sampling_params(greedy=True)
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
@@ -399,7 +335,7 @@ def _answered(
 class RowStream:
     """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
 
-    def __init__(self, run: OpenRun, order: RowOrder | StreamedRows, name: str) -> None:
+    def __init__(self, run: Run, order: RowOrder | StreamedRows, name: str) -> None:
         self.run, self.order, self.name = run, order, name
 
     @property
@@ -411,7 +347,7 @@ class RowStream:
         before it; a new epoch begins where one ends.
         """
         at_least(1, count=count)
-        self.run._live()  # which knows where the last checkpoint left it
+        self.run.parts()  # which knows where the last checkpoint left it
         self.run.taken, rows = self.run.taken.take(self.name, self.order, count)
         return rows
 
@@ -436,7 +372,7 @@ class PromptStream:
         at_least(1, count=count)
         at_least(0, ahead=ahead)
         run, rows = self.rows.run, self.rows
-        run._live()
+        run.parts()
         step = run.state.step + 1 + ahead
         run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=step)
         return self._of(groups)
@@ -461,7 +397,7 @@ class PromptStream:
 class Step:
     """One step of a run: what it samples and logs. number: counted from 1."""
 
-    def __init__(self, run: OpenRun) -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.number = run, run.state.step + 1
         self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
@@ -473,8 +409,8 @@ class Step:
         """How often the generator was given new weights."""
         self._oldest = 0
         """Steps by which the weights of its tokens may be older."""
-        self._before, self._updates = run.taken, run.view.updates
-        if (generator := run._live().generator) is not None:
+        self._before, self._updates = run.taken, run.updates
+        if (generator := run.parts().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
 
     def sample(
@@ -585,7 +521,7 @@ class Step:
     @property
     def used(self) -> bool:
         """Whether anything has been logged, learned or taken."""
-        learned = self.run.view.updates != self._updates
+        learned = self.run.updates != self._updates
         return learned or bool(self._logged) or self.run.taken != self._before
 
     def metrics(self) -> dict[str, float]:
@@ -614,7 +550,7 @@ class Step:
 class Steps(Iterator[Step]):
     """The iterator of a training loop."""
 
-    def __init__(self, run: OpenRun, last_step: int, validate: Validate | None) -> None:
+    def __init__(self, run: Run, last_step: int, validate: Validate | None) -> None:
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None
         self._stop = self._ended = self.begun = False
@@ -634,8 +570,8 @@ class Steps(Iterator[Step]):
             self._passed = epoch
             self._call("on_epoch_begin", epoch)
         self._call("on_step_begin", self.run.state.step + 1)
-        self.step, before = Step(self.run), self.run.view.updates
-        begun = update_in_progress(lambda: self.run.view.updates != before)
+        self.step, before = Step(self.run), self.run.updates
+        begun = update_in_progress(lambda: self.run.updates != before)
         self._update.enter_context(begun)
         return self.step
 
@@ -650,7 +586,7 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        trained = self.run.view.updates > self._updates
+        trained = self.run.updates > self._updates
         # A loop that counts its updates has itself decided against them.
         if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
             warn(
@@ -673,9 +609,13 @@ class Steps(Iterator[Step]):
         return error
 
     def _begin(self) -> None:
-        self.run.begin()
+        run, launch, backends = self.run, self.run.launch, self.run.others
+        backends.require_all_of(run.parts().resumed_from)
+        run.callbacks = loop_callbacks(launch, run.backends, total_steps=self.last_step)
+        own = run.callbacks[1 + len(launch.callbacks) :]  # the others outlive a run with new ranks
+        backends.stack.enter_context(closing(own))
         self.begun = True
-        self._first, self._updates = self.run.state.step, self.run.view.updates
+        self._first, self._updates = self.run.state.step, self.run.updates
         self._validated = self._first
         if self._first >= self.last_step:
             warn(
@@ -747,6 +687,6 @@ class Steps(Iterator[Step]):
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
-            notify(self.run.callbacks, hook, self.run.view, *args)
+            notify(self.run.callbacks, hook, self.run, *args)
         except StopTraining:
             self._stop = True

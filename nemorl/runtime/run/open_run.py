@@ -9,11 +9,11 @@ from nemorl.checks import warn
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks import is_follower
-from nemorl.runtime.run.launch import Launch, launched
-from nemorl.runtime.run.live import Live
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.ranks.trainer import RankedTrainer
+from nemorl.runtime.run.launch import Config, Launch, launched
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.registry import algorithm_of, loop_of, training_backend_class
-from nemorl.runtime.run.result import TrainResult, final_metrics
+from nemorl.runtime.run.saving import TrainResult, final_metrics
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import RandomState
 from nemorl.runtime.store.directory import script_with
@@ -27,12 +27,12 @@ OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
 
 @contextmanager
 def open_run(
-    config: BaseConfig,
+    config: Config,
     *,
     generates: bool | None = None,
     num_updates: int | None = None,
     **given: Any,
-) -> Iterator[OpenRun]:
+) -> Iterator[Run[Config]]:
     """Open the run in the folder `config.run.dir`, for a training loop in the block.
 
     Everything is as the run's last checkpoint left it, if `config.run.resume`: a loop that was
@@ -112,23 +112,14 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 @contextmanager
 def opened(
     launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
-) -> Iterator[OpenRun]:
+) -> Iterator[Run[Any]]:
     """Open a launched run for the block."""
     with ExitStack() as stack:
-        run = OpenRun(
-            config=launch.config,
-            tokenizer=launch.tokenizer,
-            environment=launch.environment,
-            rows=launch.rows,
-            validation_rows=launch.validation_rows,
-            directory=launch.directory.path,
-            maker=Live(launch, stack),
-            generates=generates,
-            num_updates=num_updates,
-        )
+        run = Run[Any](launch, stack, generates=generates, num_updates=num_updates)
         try:
             yield run
-            run.finish()
+            if run.loop is not None:
+                run.loop.finish()
         except BaseException as error:
             cause = run.fail(error)
             if cause is error:
@@ -136,15 +127,14 @@ def opened(
             raise cause from error
         finally:
             run.close()
-        history = launch.directory.read_metrics()
-        model = None
+        history, model = launch.directory.read_metrics(), None
         if run.live is not None and not launch.devices.ranked:
             model = getattr(run.live.trainer, "model", None)
         metrics = final_metrics(history)
         run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
         if launch.devices.torchrun and run.live is not None:
-            trainer: Any = run.live.trainer
-            trainer.result = run.result
+            assert isinstance(run.live.trainer, RankedTrainer)
+            run.live.trainer.result = run.result
 
 
 def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | None:

@@ -39,7 +39,8 @@ from nemorl.models.tensor_files import (
     read_manifest,
     write_manifest,
 )
-from nemorl.runtime.config.base import Ranking
+from nemorl.parallel.backend import TrainingBackend
+from nemorl.runtime.config.base import BaseConfig, Ranking
 from nemorl.runtime.store.directory import by_step, to_json
 from nemorl.runtime.store.files import (
     TEMPORARY,
@@ -51,7 +52,7 @@ from nemorl.runtime.store.files import (
     sweep_temporary,
     write_atomically,
 )
-from nemorl.runtime.store.state import POLICY, LoopState, Run
+from nemorl.runtime.store.state import POLICY, LoopState, RunView
 
 T = TypeVar("T")
 SMALL = 1 << 20
@@ -101,7 +102,7 @@ class RandomState(NamedTuple):
 
 def begin(
     directory: Path,
-    run: Run,
+    run: RunView,
     *,
     keep: int,
     ranking: Ranking | None = None,
@@ -116,14 +117,14 @@ def begin(
     previous checkpoint stays.
     """
     check_writer(directory)
-    step = run.state.step
+    step, trainer = run.state.step, run.trainer  # the run may be closed when it is published
     target = Path(directory) / "checkpoints" / f"step_{step}"
     temporary = target.with_name(TEMPORARY + target.name)
 
     def publish() -> Path:
         with _complete_or_removed(temporary, target):
             if background:
-                run.trainer.wait_for_checkpoint()
+                trainer.wait_for_checkpoint()
             _seal(temporary)
             if target.exists():  # of a run that went back: an earlier one is in force
                 _discard(target)
@@ -136,7 +137,8 @@ def begin(
 
     with _complete_or_removed(temporary, target):
         shutil.rmtree(temporary, ignore_errors=True)
-        for name, backend in [*run.others.items(), (POLICY, run.trainer)]:
+        policy_last = sorted(run.backends.items(), key=lambda each: each[0] == POLICY)
+        for name, backend in policy_last:
             folder = temporary / name
             folder.mkdir(parents=True)
             # One backend alone: two that write at a time would mix their collective calls.
@@ -145,7 +147,7 @@ def begin(
         values, tensors = generators or RandomState.now()
         save_file(tensors, temporary / "rng.safetensors")
         (temporary / "rng.json").write_text(json.dumps(values))
-        about = {"algorithm": _algorithm(run), "backends": list(run.backends)}
+        about = {"algorithm": _algorithm(run.config), "backends": list(run.backends)}
         state = {**about, **asdict(run.state)}
         (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return publish
@@ -201,9 +203,11 @@ def latest(directory: Path, *, quiet: bool = False) -> Path | None:
     return found and found[0]
 
 
-def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
+def load_latest(
+    directory: Path, config: BaseConfig, trainer: TrainingBackend
+) -> tuple[Path, LoopState] | None:
     """Load the checkpoint to go on from, an older one if that is damaged; None if none is whole."""
-    return _first(directory, lambda path: load(path, run))
+    return _first(directory, lambda path: load(path, config, trainer))
 
 
 def _first(
@@ -252,7 +256,7 @@ def backends_of(path: Path) -> list[str]:
     return json.loads((path / "state.json").read_bytes())["backends"]
 
 
-def load(path: Path, run: Run) -> LoopState:
+def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
     Raises: ValueError for another algorithm or seed, before anything is changed; CheckpointError
@@ -264,21 +268,21 @@ def load(path: Path, run: Run) -> LoopState:
     values = json.loads(bytes(files["state.json"]))
     algorithm, names = values.pop("algorithm"), values.pop("backends")
     state = LoopState.resumed(values)
-    if algorithm != _algorithm(run):
+    if algorithm != _algorithm(config):
         raise ValueError(
             f"a run must be resumed by its own algorithm, but {path} is of {algorithm}, not"
-            f" {_algorithm(run)}: name another run.dir"
+            f" {_algorithm(config)}: name another run.dir"
         )
-    if state.seed != run.state.seed:
+    if state.seed != config.run.seed:
         raise ValueError(
             f"run.seed must stay as it was when a run is resumed ({state.seed}), but it is"
-            f" {run.state.seed}: omit it"
+            f" {config.run.seed}: omit it"
         )
     with _as_checkpoint_error(path):
         for name in names:
             for file, expected in _own_files(path / name).items() if name != POLICY else ():
                 CheckedFile(file, expected).read()
-        run.trainer.load_checkpoint(path / POLICY)
+        trainer.load_checkpoint(path / POLICY)
     tensors = load_tensors(bytes(files["rng.safetensors"]))
     # Last, as loading may draw from them.
     RandomState(json.loads(bytes(files["rng.json"])), tensors).restore()
@@ -334,8 +338,8 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {path} is not used: {error}.") from error
 
 
-def _algorithm(run: Run) -> str:
-    return type(run.config).__name__.removesuffix("Config").lower()
+def _algorithm(config: BaseConfig) -> str:
+    return type(config).__name__.removesuffix("Config").lower()
 
 
 def _seal(folder: Path) -> None:

@@ -1,14 +1,15 @@
-"""The state of a loop, and a run as its callbacks see it."""
+"""The state of a loop, and what callbacks may read of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import require
 from nemorl.data.digest import Digest
 from nemorl.data.rows import RowOrder, StreamedRows
-from nemorl.rollout.generation import GenerationBackend
+from nemorl.parallel.backend import FullTrainingBackend
+from nemorl.runtime.config.base import BaseConfig
 
 POLICY = "policy"
 """The name of the backend that is `run.trainer`."""
@@ -146,27 +147,30 @@ class LoopState:
         return replace(self, open_groups=tuple(found[number] for number in sorted(found)))
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as its callbacks see it: read only."""
-
-    config: Any
-    """Such as a GRPOConfig."""
-    trainer: Any
-    """The policy: a TrainingBackend, perhaps a full one."""
-    generator: GenerationBackend | None
-    tokenizer: Any
-    state: LoopState
-    directory: Path | None = None
-    """None: nothing is written."""
-    others: Mapping[str, Any] = field(default_factory=dict)
-    """The other backends that train, by name."""
+@runtime_checkable
+class RunView(Protocol):
+    """What a callback may read of a run."""
 
     @property
-    def backends(self) -> dict[str, Any]:
-        """All backends that train, by name: the ones in a checkpoint."""
-        return {POLICY: self.trainer, **self.others}
+    def config(self) -> BaseConfig: ...
+
+    @property
+    def trainer(self) -> FullTrainingBackend:
+        """The policy. A backend with few methods raises AttributeError for the others."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def state(self) -> LoopState: ...
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def backends(self) -> Mapping[str, FullTrainingBackend]:
+        """All backends that train, by name, the policy first: the ones in a checkpoint."""
 
     @property
     def updates(self) -> int:
-        return sum(backend.step for backend in self.backends.values())
+        """Optimizer steps of all of them."""

@@ -12,7 +12,7 @@ from nemorl.parallel.measure import GIGABYTE, gpu_peaks
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 REJECTED_STEPS = 16
@@ -29,7 +29,7 @@ class SignalWatch(Callback):
         self.silent = 0
         self.rejected = 0
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._warn(step, metrics)
         self.rejected = self.rejected + 1 if metrics.get("groups_kept") == 0 else 0
         if self.rejected == REJECTED_STEPS:
@@ -79,7 +79,7 @@ class GapWatch(Callback):
         self.next_warning = config.warn
         self.error: FloatingPointError | None = None
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         if "token_mult_prob_error" not in metrics:
             return
         value, worst = metrics["token_mult_prob_error"], metrics["token_mult_prob_error_max"]
@@ -107,7 +107,7 @@ class GapWatch(Callback):
             remedy = "off_policy.mode truncate corrects for what can't be avoided."
             warn(f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}")
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
+    def on_exception(self, trainer: RunView, error: BaseException) -> None:
         if error is not self.error or self.config.stop is None:
             return
         measured = checkpoint.metrics_by_step(self.directory.path)
@@ -135,7 +135,7 @@ class ResourceMeter(Callback):
         self.process.cpu_percent()  # the first reading is what later ones count from
         self.gpu = self.can_ask = torch.cuda.is_available()
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self.read())
 
     def read(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from nemorl.checks import warn
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import (
     LABELS,
@@ -115,7 +115,7 @@ class PlotCallback(Callback):
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         try:
             draw(self.directory)
         except Exception as error:

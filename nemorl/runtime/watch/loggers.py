@@ -15,7 +15,7 @@ from nemorl.checks import warn
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.store.directory import Phase, RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback, update_in_progress
 
 
@@ -81,18 +81,18 @@ class Recorder(Callback):
         self.failed: set[str] = set()
         self.finished = False
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         run = replace(self.run, first_step=trainer.state.step)
         for name, make in self.factories.items():
             self.loggers[name] = make(run)
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._each(lambda logger: logger.log("train", step, metrics))
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._each(lambda logger: logger.log("validation", step, metrics))
 
-    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         failed = [sample for sample in samples if "failure" in sample]
         samples = [sample for sample in samples if "failure" not in sample]
         groups = [sample.get("group", place) for place, sample in enumerate(samples)]
@@ -102,10 +102,10 @@ class Recorder(Callback):
         if limit and (kept := samples[:end] + failed):
             self._each(lambda logger: logger.log_samples(step, kept))
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.finished = True
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
+    def on_exception(self, trainer: RunView, error: BaseException) -> None:
         self.finished = False  # a later callback may fail at the end
 
     def close(self) -> None:

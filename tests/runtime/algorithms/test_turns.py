@@ -272,10 +272,10 @@ CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 4
     ],
 )
 def test_tools_count_before_a_model_is_loaded(template, rows, message: str, tmp_path, monkeypatch):
-    def loaded(*_):
+    def loaded(*_, **__):
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("nemorl.runtime.run.live.Live.parts", loaded)
+    monkeypatch.setattr("nemorl.runtime.run.loop.live_parts", loaded)
     data = nemorl.DataConfig(max_total_sequence_length=18)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template

@@ -11,7 +11,7 @@ import torch
 
 import nemorl
 from nemorl.runtime.run import devices
-from nemorl.runtime.run.result import final_metrics
+from nemorl.runtime.run.saving import final_metrics
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import Callback
 from tests.runtime.runs import (

@@ -22,7 +22,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import TRAITS
 from nemorl.rollout.generation import GenerationTraits
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.run import devices, live, registry
+from nemorl.runtime.run import devices, parts, registry
 from nemorl.runtime.store.files import WorkerTimeout
 from nemorl.runtime.watch.callbacks import Callback
 from tests.parallel.offloaded import held
@@ -52,7 +52,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         made["all"].append(FakeRanks(made["deaths"]))
         return made["all"][-1]
 
-    monkeypatch.setattr(live, "make_trainer", make)
+    monkeypatch.setattr(parts, "make_trainer", make)
     return made
 
 
@@ -279,7 +279,7 @@ def source_of_engines(*, gpus: int, engine: str = "torch", **trainer: Any) -> Mo
     with torch.device("meta"):
         model = tiny_model(num_hidden_layers=16, hidden_size=1024, intermediate_size=2048)
     found = devices.Devices.of(config, {}, num_gpus=gpus)
-    return live.engine_source(found, TRAITS[engine], model)
+    return parts.engine_source(found, TRAITS[engine], model)
 
 
 @pytest.mark.parametrize(

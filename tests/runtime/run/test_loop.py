@@ -247,7 +247,7 @@ def co_trained(folder: Path, *steps: int, critic: bool = True, **options: Any) -
                 if critic:
                     metrics = second.train_step(batch, LOSS)
                     step.log({"critic_loss": metrics["loss"], "critic_lr": metrics["lr"]})
-            weights = {name: dict(each.weights()) for name, each in run.view.backends.items()}
+            weights = {name: dict(each.weights()) for name, each in run.backends.items()}
             copies = {
                 name: {key: value.clone() for key, value in found.items()}
                 for name, found in weights.items()
@@ -429,7 +429,7 @@ class Counting(TorchGenerationBackend):
 @pytest.mark.slow
 def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_path, monkeypatch):
     """Neither the check at the start of a process nor a validation counts as a step's."""
-    monkeypatch.setattr("nemorl.runtime.run.live.get_generation_backend", lambda name: Counting)
+    monkeypatch.setattr("nemorl.runtime.run.parts.get_generation_backend", lambda name: Counting)
     asked = {"val_period": 1, "val_at_start": True}
 
     def tokens(folder: str, *steps: int) -> list[float]:

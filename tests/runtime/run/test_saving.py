@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.runtime.config.base import Condition, MetricWatch, Ranking, RunConfig
+from nemorl.runtime.config.base import BaseConfig, Condition, MetricWatch, Ranking, RunConfig
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
-from tests.runtime.tiny import in_a_process, recorder, tiny_run
+from tests.runtime.tiny import TinyRun, TinyTrainer, in_a_process, recorder, tiny_run
 
 
 @pytest.fixture
@@ -220,7 +219,7 @@ def test_rules_about_a_validation_need_one():
 
 def fail_after(
     directory: RunDirectory, step: int, **options
-) -> tuple[Run, CheckpointCallback, RuntimeError]:
+) -> tuple[TinyRun, CheckpointCallback, RuntimeError]:
     """The saver has seen `step`, and then there was an error."""
     saver, run = CheckpointCallback(directory, **options), tiny_run(step=step)
     notify([saver], "on_train_begin", tiny_run())
@@ -244,7 +243,7 @@ def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
     expected = torch.get_rng_state()
     torch.rand(5)  # what the failed step drew
     notify([saver], "on_exception", run, error)
-    checkpoint.load(directory.checkpoints / "step_3", tiny_run())
+    checkpoint.load(directory.checkpoints / "step_3", BaseConfig(), TinyTrainer())
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -355,7 +354,7 @@ def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
         runs.to(step)
     assert steps_of(directory) == [] and runs.told == []
     runs.may_write.set()
-    runs.saver.pending.path.result(10)
+    runs.saver.pending[-1].result(10)
     assert steps_of(directory) == [2] and runs.told == []
     runs.saver.on_step_begin(runs.run, 4)
     assert runs.told == [2]
@@ -373,7 +372,7 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
     runs.may_write.clear()
     runs.to(2)
     runs.may_write.set()
-    runs.saver.pending.path.exception(10)
+    runs.saver.pending[-1].exception(10)
     with pytest.raises(
         checkpoint.CheckpointError,
         match=r"step_2 could not be written \(no space\).*The previous one, if any, is intact",

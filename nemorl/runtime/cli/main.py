@@ -12,8 +12,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require, warn
 from nemorl.data.datasets import load_rows, prompt_of
@@ -30,7 +31,6 @@ from nemorl.runtime.cli.settings import (
     used_by_plan,
 )
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
-from nemorl.runtime.config.flags import Flag, help_of, read_flags, with_flags
 from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, preset_overrides
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
@@ -46,7 +46,7 @@ from nemorl.runtime.config.tree import (
     unused,
     yaml_layer,
 )
-from nemorl.runtime.config.yaml_io import CODE, Trust, flag_of, read
+from nemorl.runtime.config.yaml_io import CODE, Trust, read
 from nemorl.runtime.ranks import is_follower, torchrun_size
 from nemorl.runtime.run.receipts import ReceiptError
 from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
@@ -54,6 +54,9 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
 from nemorl.user_code import ExitInUserCode, module_of
+
+if TYPE_CHECKING:
+    from nemorl.runtime.config.flags import Extra
 
 Config = TypeVar("Config", bound=BaseConfig)
 PLUMBING = tuple(
@@ -299,50 +302,52 @@ def _of_the_users(error: BaseException) -> bool:
 
 def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any:
     """Return the checked config of a command; None where --print-config has printed it."""
+    from nemorl.runtime.config.flags import help_of, in_full, names_of, parse_flags, peek
+
     cls = _config_of(command)
+    raw = args
     # Again below, when the settings of functions of the user's are known.
-    flags = read_flags(cls, args, lenient=True)
-    preset = flags.get("preset", [None])[0]
+    args = in_full(cls, raw, names_of(cls), lenient=True)
+    preset = next(reversed(peek(args, "--preset")), None)
     require(
         preset is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", preset, "remove it"
     )
     tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
-    paths = flags.get("config") or _config_of_resumed_run(command, flags)
-    trust = _trust(flags, typed)
+    paths = peek(args, "--config") or _config_of_resumed_run(command, args)
+    trust = _trust(args, typed)
     if len(paths) > 1:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
     of_run, known = {}, list[bool]()
     if issubclass(cls, AnswerConfig):
-        layers = [flags, *reversed([flat(read(path)[0]) for path in paths])]
-        model, sets = (
-            next(filter(None, (each.get(key) for each in layers)), None)
-            for key in ("model.path", "data.validation")
-        )
-        model = str(*model) if isinstance(model, list) else str(model or "")
-        known = [known_set(each) is not None for each in sources_of(sets)]
-        rewarded = "reward" in flags
+        files = [flat(read(path)[0]) for path in paths]
+        models = [file.get("model.path") for file in files]
+        model = str([None, *models, *peek(args, "--model.path")][-1] or "")
+        known = [known_set(each) is not None for each in _validation_sets(args, files)]
+        rewarded = bool(peek(args, "--reward"))
         of_run = settings_of_run(cls, model, trust, rewarded=rewarded, known=all(known))
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust, used=used_by_plan if cls is PlanConfig else dict)
     shown = {*COMMON}
     for section in unions(cls):
-        if section in flags:
-            tree = layer(cls, tree, {section: {"name": flags[section][0]}})
+        for name in peek(args, f"--{section}"):
+            tree = layer(cls, tree, {section: {"name": name}})
             shown |= {key for key in leaves(cls) if key.startswith(f"{section}.")}
-    flags = read_flags(cls, args)
+    args = in_full(cls, raw, names_of(cls))
     for section in unions(cls):
-        _refuse_other_variants(cls, section, tree[section]["name"], flags)
+        _refuse_other_variants(cls, section, tree[section]["name"], args)
     usual = flat(layer(cls, {}, {}))
     shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
-    if "help" in flags:
-        visible, brief = _help(command, cls, "".join(flags["help"]), shown)
-        options, more = _options(cls) if visible("--config") else [], _more_help(command, cls)
-        form: dict[str, Any] = {"options": options, "more": more, "brief": brief}
-        print(help_of(cls, tree, visible, prog=_prog(command), **form), end="")
+    help_ = _help(command, cls, args, shown)
+    prog, extra = _prog(command), _extra(cls)
+    if help_ is not None:
+        visible, brief = help_
+        more, extra = _more_help(command, cls), extra if visible("--config") else []
+        print(help_of(cls, tree, visible, prog=prog, extra=extra, more=more, brief=brief), end="")
         return None
-    config = construct(cls, with_flags(cls, tree, flags))
-    if flags.get("print_config") == ["true"]:
+    tree, given = parse_flags(cls, tree, args, prog=prog, extra=extra)
+    config = construct(cls, tree)
+    if given["print_config"]:
         _require_names_and_rows(config, elsewhere=True)
         print(dump_yaml(config, comments=True), end="")
         return None
@@ -352,11 +357,24 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     return config
 
 
-def _trust(flags: Mapping[str, list[str]], typed: tuple[str, ...]) -> Trust:
-    prints = "help" in flags or flags.get("print_config") == ["true"]
-    trusts = flags.get("trust_code") == ["true"]
-    given = {key: flags[key][-1] for key in CODE if flags.get(key)}
-    return Trust(given=given, runs="all" if trusts else "none" if prints else "given", typed=typed)
+def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    from nemorl.runtime.config.flags import peek
+
+    flag = "--data.validation"
+    sets = [file.get("data.validation") for file in files] + [peek(args, flag)]
+    if flag in args:
+        sets.append([*takewhile(lambda each: each[:1] != "-", args[args.index(flag) + 1 :])])
+    return sources_of(next(filter(None, reversed(sets)), None))
+
+
+def _trust(args: Sequence[str], typed: tuple[str, ...]) -> Trust:
+    from nemorl.runtime.config.flags import given
+
+    last = {argument.replace("-no-", "-"): argument for argument in args}
+    on = {flag for flag, argument in last.items() if flag == argument}
+    prints = bool(on & {"-h", "--help", "--print-config"})
+    runs: Any = "all" if "--trust-code" in on else "none" if prints else "given"
+    return Trust(given=given(args, CODE), runs=runs, typed=typed)
 
 
 def _prog(command: str) -> str:
@@ -369,26 +387,29 @@ def _config_of(command: str) -> type[Any]:
     return ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
 
 
-def _options(cls: type) -> list[Flag]:
+def _extra(cls: type) -> "list[Extra]":
+    from tyro.conf import UseAppendAction
+
     text = (
         "A YAML file with settings; flags win over it, and of several files the later one."
         " --print-config writes one."
     )
-    options = [Flag("config", tuple[str, ...], text, (), {"append": True})]
+    extra: list[Extra] = [("config", UseAppendAction[tuple[str, ...]], (), text)]
     if issubclass(cls, GRPOConfig):
         listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
+        known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
-        options.append(Flag("preset", cast(Any, Literal)[tuple(PRESETS)], text))
+        extra.append(("preset", known, None, text))
     text = (
         "Print the resolved settings as YAML, with comments, and stop. Names of rewards, backends"
         " and loggers and the first rows of data files are checked, the model is not."
     )
-    options.append(Flag("print_config", bool, text))
+    extra.append(("print_config", bool, False, text))
     text = (
         "Run code that a file of settings, or of a run, names (functions, code of the model),"
         " though no flag names it."
     )
-    return [*options, Flag("trust_code", bool, text)]
+    return [*extra, ("trust_code", bool, False, text)]
 
 
 def _require_inputs(command: str, config: object) -> None:
@@ -434,9 +455,13 @@ def _require_names_and_rows(config: object, *, elsewhere: bool = False) -> None:
 
 
 def _help(
-    command: str, cls: type, topic: str, usual: Collection[str]
-) -> tuple[Callable[[str], bool], bool]:
-    """Return which flags --help shows, and whether in brief."""
+    command: str, cls: type, args: Sequence[str], usual: Collection[str]
+) -> tuple[Callable[[str], bool], bool] | None:
+    """Return which flags --help shows, and whether in brief; None without it."""
+    asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
+    if not asked:
+        return None
+    topic = next((each for each in args[asked[0] + 1 :][:1] if each[0] != "-"), "")
     sections, hidden = _sections(command, cls), unused(cls)
     if topic not in ("", "all", *sections):
         listed = f"; sections: {', '.join(sections)}, all" if sections else ""
@@ -470,11 +495,12 @@ def _more_help(command: str, cls: type) -> str:
     )
 
 
-def _config_of_resumed_run(command: str, flags: Mapping[str, list[str]]) -> list[str]:
+def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
+    from nemorl.runtime.config.flags import peek
     from nemorl.runtime.store.directory import check_algorithm, script_with
 
-    directory = RunDirectory(Path(*flags.get("run.dir", ())))
-    asked = flags.get("run.resume") in (["true"], ["auto"])
+    directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
+    asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
     if not asked or not directory.config.exists():
         return []
     own = SCRIPTS.get(command)
@@ -482,17 +508,19 @@ def _config_of_resumed_run(command: str, flags: Mapping[str, list[str]]) -> list
     return [str(directory.config)]
 
 
-def _refuse_other_variants(cls: type, section: str, chosen: str, given: Collection[str]) -> None:
+def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
     keys = {
-        name: [f"{section}.{field.name}" for field in dataclasses.fields(member)]
+        name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
         for name, member in unions(cls)[section].items()
     }
-    for key in given:
+    for argument in args:
+        flag = argument.partition("=")[0]
+        key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
-        if owners and chosen not in owners:
+        if flag.startswith(f"--{section}.") and owners and chosen not in owners:
             raise ValueError(
-                f"{flag_of(key)} is not a setting of {section} {chosen}: it belongs to"
-                f" {', '.join(owners)}; add --{section} {owners[0]}"
+                f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
+                f" add --{section} {owners[0]}"
             )
 
 

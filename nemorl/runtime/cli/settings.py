@@ -4,7 +4,9 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
 
 from nemorl.checks import all_but, at_least, refuse_unused, require, valid_seed
 from nemorl.parallel.config import ModelConfig, TrainerConfig
@@ -54,7 +56,7 @@ class AnswerConfig:
     }
     """Settings that are refused and not shown, by section."""
 
-    n: int = field(default=1, metadata={"short": "-n"})
+    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """Answers per prompt; more than one needs a temperature above 0."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -197,9 +199,9 @@ class EvalConfig(AnswerConfig):
 class CompareConfig:
     """Compare two evaluations of the same rows, by a paired test."""
 
-    first: str = field(metadata={"positional": "FIRST"})
+    first: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FIRST")]]
     """A file that nemorl eval --output has written."""
-    second: str = field(metadata={"positional": "SECOND"})
+    second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SECOND")]]
     """Another one, of the same rows with the same prompts."""
     json: bool = False
     """Print one JSON object a line instead of a table."""
@@ -214,7 +216,7 @@ class CompareConfig:
 class GenerateConfig(AnswerConfig):
     """Answer prompts, with the log-probability of each answer and the reason it ended."""
 
-    prompt: tuple[str, ...] = field(default=(), metadata={"append": True})
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A prompt; may be given several times."""
     file: str | None = None
     """A text file with a prompt in each line."""
@@ -261,7 +263,7 @@ class GenerateConfig(AnswerConfig):
 class ExportConfig:
     """Turn a checkpoint of a run into a folder that transformers, vLLM and others load."""
 
-    run: str = field(metadata={"positional": "RUN"})
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run's directory."""
     output: str
     """The folder to write."""
@@ -287,7 +289,7 @@ class ReportConfig:
     The page is one file that needs no network, also for a run in progress or one that crashed.
     """
 
-    runs: tuple[str, ...] = field(metadata={"positional": "RUN ..."})
+    runs: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN ...")]]
     """The run's directory; of several, the page shows them side by side."""
     output: str | None = None
     """The .html file to write. Default: report.html in the run's directory, or of several runs
@@ -304,7 +306,7 @@ class VerifyConfig:
     The exit code is 1 where a receipt does not hold.
     """
 
-    run: str = field(metadata={"positional": "RUN"})
+    run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """The run's directory; the run may have ended, crashed, or still go on."""
     json: bool = False
     """Print one JSON object per receipt in place of a table."""
@@ -314,7 +316,7 @@ class VerifyConfig:
 class ExampleConfig:
     """Write a small file of data to try a command with: sums of numbers below 100."""
 
-    file: str = field(metadata={"positional": "FILE"})
+    file: tyro.conf.Positional[str]
     """The file to write, one JSON object a line. It must not exist."""
     kind: Literal["grpo", "sft", "dpo", "kto"] = "grpo"
     """Prompts with an answer (grpo), with a response (sft), with a chosen and a rejected response
@@ -356,7 +358,7 @@ class CheckConfig:
     are refused. The result is kept, for this configuration and these versions of packages.
     """
 
-    model: str = field(metadata={"positional": "MODEL"})
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """A folder or hub name of a model, a run's directory, or a config.json."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""

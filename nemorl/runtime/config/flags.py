@@ -5,6 +5,7 @@ Defaults are those of one tree of values; of a union, only the variant that it n
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -14,10 +15,11 @@ import shutil
 import textwrap
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import NoneType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from nemorl.runtime.config.spellings import advice, in_a_table, means_another
 from nemorl.runtime.config.tree import (
@@ -29,11 +31,15 @@ from nemorl.runtime.config.tree import (
     key_of,
     kinds,
     leaves,
+    to_dict,
     unions,
     unused,
     variants,
 )
-from nemorl.runtime.config.yaml_io import ConfigError, flag_of
+from nemorl.runtime.config.yaml_io import ConfigError
+
+Extra = tuple[str, Any, Any, str]
+"""A flag that is not a setting: name, type, default and help."""
 
 MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir", "dir": "run.dir"}
 """The setting that a section's name alone stands for, where the section is one."""
@@ -42,18 +48,30 @@ NO_SETTINGS = ("help", "config", "preset", "print_config", "trust_code")
 """Flags that a command may have besides."""
 
 
-class Flag(NamedTuple):
-    """A setting, or another option of a command."""
+def parse_flags(
+    cls: type[Any],
+    tree: Mapping[str, Any],
+    args: Sequence[str],
+    *,
+    prog: str,
+    extra: Sequence[Extra] = (),
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `tree` with `args` laid over it, wrong types as texts, and the values of `extra`.
 
-    key: str
-    hint: Any
-    help: str
-    value: Any = None
-    """The default; `...`: it must be given."""
-    marks: Mapping[str, Any] = {}
-    """A field's metadata: `positional`, its name in the help; `short`, a short flag; `append`:
-    it may be given several times.
+    Raises: SystemExit for bad flags.
     """
+    options = [
+        (name, Annotated[hint, tyro.conf.DisallowNone], dataclasses.field(default=default))
+        for name, hint, default, _ in extra
+    ]
+    settings = _with_defaults(cls, tree)
+    flags = dataclasses.make_dataclass(
+        cls.__name__,
+        [*options, ("settings", Annotated[settings, tyro.conf.arg(name="")])],
+        kw_only=True,
+    )
+    found: Any = tyro.cli(flags, prog=prog, args=args, registry=_REGISTRY)
+    return to_dict(found.settings), {name: getattr(found, name) for name, *_ in extra}
 
 
 class _Lines(argparse.HelpFormatter):
@@ -67,11 +85,11 @@ def help_of(
     visible: Callable[[str], bool],
     *,
     prog: str,
-    options: Sequence[Flag],
+    extra: Sequence[Extra],
     more: str,
     brief: bool,
 ) -> str:
-    """Return the help of the `visible` settings and of options; if `brief`, two lines for each."""
+    """Return the help of the `visible` settings and flags; if `brief`, two lines for each."""
     width = max(60, min(100, shutil.get_terminal_size().columns))
     form = functools.partial(_Lines, max_help_position=36, width=width)
     about = (inspect.getdoc(cls) or "").partition("\n\n" if brief else "\0")[0]
@@ -82,17 +100,20 @@ def help_of(
         key_of(field.name): inspect.getdoc(hint) if dataclasses.is_dataclass(hint) else None
         for field, hint in fields_of(cls)
     }
-    for key, hint, text, value, marks in [*options, *_flags_of(cls, tree)]:
+    flags = [(name, hint, text, None) for name, hint, _, text in extra]
+    for key, hint, text, value in [*flags, *_documented(cls, tree)]:
         if not visible(key):
             continue
         section = "" if brief else key.rpartition(".")[0]
         if section not in groups:
             groups[section] = parser.add_argument_group(section, abouts[section])
-        names = [flag_of(key.removesuffix(".name") if key in selectors else key)]
-        names = [marks["short"], *names] if "short" in marks else names
-        how: dict[str, Any] = {"metavar": marks.get("positional") or _metavar(hint, marks)}
-        if "positional" in marks:
-            names = [key]
+        markers = getattr(hint, "__metadata__", ())
+        found = [marker for marker in markers if hasattr(marker, "aliases")]
+        aliases = [each for marker in found for each in marker.aliases or ()]
+        names = [*aliases, flag_of(key.removesuffix(".name") if key in selectors else key)]
+        how: dict[str, Any] = {"metavar": _metavar(hint)}
+        if tyro.conf.Positional in markers:
+            names, how = [key], {"metavar": found[0].metavar if found else key.upper()}
         elif hint is bool:
             head, dot, last = names[-1].removeprefix("--").rpartition(".")
             names += [] if brief else [f"--{head}{dot}no-{last}"]
@@ -107,22 +128,24 @@ def help_of(
     return parser.format_help()
 
 
-def _flags_of(cls: type, tree: Mapping[str, Any], prefix: str = "") -> Iterator[Flag]:
-    """Yield the flag of each setting with its value in `tree`, of a union those of its variant."""
-    docs, tree = field_docs(cls), {**defaults(cls), **tree}
-    for field, hint in fields_of(cls):
-        key, value = f"{prefix}{key_of(field.name)}", tree.get(key_of(field.name), ...)
-        section = variants(hint)
+def _documented(
+    cls: type, tree: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield key, type, docstring and value of each setting, of a union those of its variant."""
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        hint, key, value = hints[name], f"{prefix}{key_of(name)}", tree.get(key_of(name), ...)
+        section = variants(_plain(hint))
         if not section:
-            yield Flag(key, hint, docs.get(field.name, ""), value, field.metadata)
+            yield key, hint, docs.get(name, ""), value
         elif len(section) == 1:
-            yield from _flags_of(section[0], value, f"{key}.")
+            yield from _documented(section[0], value, f"{key}.")
         else:
             members = by_name(section)
             lines = [f"{each}: {inspect.getdoc(member)}" for each, member in members.items()]
-            yield Flag(f"{key}.name", Literal[tuple(members)], "\n".join(lines), value["name"])
-            others = _flags_of(members[value["name"]], value, f"{key}.")
-            yield from (each for each in others if each.key != f"{key}.name")
+            yield f"{key}.name", Literal[tuple(members)], "\n".join(lines), value["name"]
+            others = _documented(members[value["name"]], value, f"{key}.")
+            yield from (each for each in others if each[0] != f"{key}.name")
 
 
 def names_of(cls: type) -> dict[str, str]:
@@ -141,78 +164,55 @@ def names_of(cls: type) -> dict[str, str]:
     )
 
 
-def read_flags(cls: type, args: Sequence[str], *, lenient: bool = False) -> dict[str, list[str]]:
-    """Return the texts that arguments give for each key; of a flag given again, the later ones.
+def in_full(
+    cls: type, args: Sequence[str], names: Mapping[str, str], *, lenient: bool = False
+) -> list[str]:
+    """Return the arguments with keys for names, and `--flag` for `--flag=true`.
 
-    Raises: ValueError for what is not a setting, unless `lenient`.
+    Raises ValueError for a flag that is not a setting, unless `lenient`.
     """
-    switches = dict.fromkeys(("print_config", "trust_code"), bool)
-    hints: dict[str, Any] = {**switches, **leaves(cls)}
-    names = {**{name: name for name in NO_SETTINGS}, **names_of(cls)}
-    marks = {field.name: field.metadata for field in dataclasses.fields(cls)}
-    aliases = {each["short"]: flag_of(name) for name, each in marks.items() if "short" in each}
-    aliases["-h"] = "--help"
-    places = [name for name, each in marks.items() if "positional" in each]
-    appends = {"config", *(name for name, each in marks.items() if "append" in each)}
-    found, rest = dict[str, list[str]](), list(args)
+    full, rest, switches = list[str](), list(args), ("print_config", "trust_code")
+    hints: dict[str, Any] = {**dict.fromkeys(switches, bool), **leaves(cls)}
+    names = {**{name: name for name in switches}, **names}
+    annotated = typing.get_type_hints(cls, include_extras=True)
+    others = {*map(flag_of, NO_SETTINGS), "--"}
+    for hint in annotated.values():
+        for marker in getattr(hint, "__metadata__", ()):
+            others |= {*(getattr(marker, "aliases", None) or ())}
+    is_value = False
     while rest:
         argument = rest.pop(0)
         spelled, equals, value = argument.partition("=")
-        spelled = aliases.get(spelled, spelled)
         section, dot, last = spelled.lstrip("-+").replace("-", "_").rpartition(".")
         name = f"{section}{dot}{last}"
         positive = f"{section}{dot}{last.removeprefix('no_')}"
-        negated = positive != name and bool(_words(hints.get(names.get(positive, ""))))
-        key, is_flag = names.get(positive if negated else name), spelled.startswith("--")
+        negated = bool(_words(hints.get(names.get(positive, "")))) and positive != name
+        key = names.get(positive if negated else name)
+        is_flag = spelled.startswith("--")
         if key is None or not is_flag:
-            if not lenient and (is_flag or (equals and (dot or key))):
+            foreign = is_flag and spelled.replace("_", "-") not in others
+            if not lenient and (foreign or (equals and (dot or key) and not is_value)):
                 _refuse(cls, name, names, spelled, "" if is_flag else f" {value}")
-            if places and not is_flag:
-                several = _item(hints[places[0]]) is not None
-                key = places[0] if several else places.pop(0)
-                found[key] = [*found.get(key, ()), argument]
-            elif not lenient:
-                raise ConfigError(f"unknown argument {argument!r}: a setting begins with --")
+            full.append(argument)
+            is_value = argument.startswith("-") and not equals
             continue
         if words := _words(hints.get(key)):
             if not equals and rest and rest[0].lower() in words:
                 equals, value = "=", rest.pop(0)
             if equals and value.lower() not in (words[:2] if negated else words):
                 raise ConfigError(f"{key} must be {' or '.join(words)}, but it is {value!r}", key)
-            texts = [value.lower()]
-            if texts[0] not in words[2:]:
-                texts = ["true" if negated == (texts[0] == "false") else "false"]
-        elif equals:
-            texts = [value]
-        else:
-            texts = list(takewhile(lambda each: each[:2] != "--" and each not in aliases, rest))
-            if key in appends or _item(hints.get(key)) is None:
-                texts = texts[:1]
-                if not texts and key != "help":
-                    if lenient:
-                        continue
-                    raise ConfigError(f"{key} must have a value: write {flag_of(key)}=VALUE", key)
-            rest = rest[len(texts) :]
-        found[key] = found.get(key, []) + texts if key in appends else texts
-    return found
-
-
-def with_flags(
-    cls: type[Any], tree: Mapping[str, Any], given: Mapping[str, list[str]]
-) -> dict[str, Any]:
-    """Return `tree` with what `read_flags` returned laid over it, wrong types as texts.
-
-    Raises: ConfigError where a setting without a default is not given.
-    """
-    result = {key: dict(each) if isinstance(each, Mapping) else each for key, each in tree.items()}
-    for key, hint, _, value, marks in _flags_of(cls, tree):
-        section, _, name = key.rpartition(".")
-        if key in given:
-            (result[section] if section else result)[name] = _read(hint, given[key])
-        elif value is ...:
-            what = marks.get("positional") or f"{flag_of(key)} {_metavar(hint, marks)}"
-            raise ConfigError(f"{key} must be given: add {what}", key)
-    return result
+            if value.lower() not in words[2:]:
+                negated, equals, value = negated != (value.lower() == "false"), "", ""
+            if words[2:]:
+                equals, value, negated = "=", value or ("false" if negated else "true"), False
+        if tyro.conf.Positional in getattr(annotated.get(key), "__metadata__", ()):
+            full += [value] if equals else rest[:1]
+            rest = rest if equals else rest[1:]
+            continue
+        section, dot, last = flag_of(key).rpartition(".") if "." in key else ("--", "", key)
+        full.append(f"{section}{dot}{'no-' * negated}{last.replace('_', '-')}{equals}{value}")
+        is_value = not words and not equals
+    return full
 
 
 def _words(hint: Any) -> tuple[str, ...]:
@@ -252,6 +252,79 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
+def flag_of(key: str) -> str:
+    """Return the flag of a key."""
+    return f"--{key}".replace("_", "-")
+
+
+def peek(args: Sequence[str], flag: str) -> list[str]:
+    """Return the values that a flag will have; the last one counts."""
+    found: list[str] = []
+    for i, argument in enumerate(args):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == flag:
+            found += [value] if equals else args[i + 1 : i + 2]
+    return found
+
+
+def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
+    """Return the keys with a flag among arguments `in_full`, and the value after the last."""
+    found = {}
+    for key in keys:
+        section, dot, last = key.rpartition(".")
+        for flag in (flag_of(key), flag_of(f"{section}{dot}no-{last}")):
+            if values := peek([*args, ""], flag):
+                found[key] = values[-1]
+    return found
+
+
+def _with_defaults(
+    cls: type, tree: Mapping[str, Any], members: Mapping[str, type] | None = None
+) -> type:
+    """Return a subclass with the values of `tree` as defaults, without checks."""
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    tree, fields = defaults(cls) | dict(tree), []
+    for name in (field.name for field in dataclasses.fields(cls)):
+        hint = hints[name]
+        value: Any = tree.get(key_of(name))
+        markers = getattr(hint, "__metadata__", ())
+        section = variants(_plain(hint))
+        if section:
+            names = by_name(section) if len(section) > 1 else None
+            member = names[value["name"]] if names else section[0]
+            value = _with_defaults(member, value, names)
+            named = (tyro.conf.arg(name=key_of(name)),) if key_of(name) != name else ()
+            hint = Annotated[(value, *markers, *named)] if markers or named else value
+        else:
+            if members and name == "name":
+                hint = Annotated[Literal[tuple(members)], tyro.conf.arg(name="")]
+            value = tuple(value) if isinstance(value, list) else value
+        options: dict[str, Any] = {"metadata": {"help": docs.get(name, "")}}
+        if key_of(name) in tree and not (section and _required(value)):
+            factory = value if section else functools.partial(copy.copy, value)
+            options["default_factory"] = factory
+        fields.append((name, hint, dataclasses.field(**options)))
+    return dataclasses.make_dataclass(
+        cls.__name__,
+        fields,
+        bases=(cls,),
+        kw_only=True,
+        frozen=True,
+        namespace={"__post_init__": lambda self: None, "__doc__": cls.__doc__},
+    )
+
+
+def _plain(hint: Any) -> Any:
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
+
+
+def _required(cls: type) -> bool:
+    return any(
+        field.default is field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(cls)
+    )
+
+
 def _hint(value: Any) -> str:
     if value is ...:
         return "(required)"
@@ -264,27 +337,43 @@ def _hint(value: Any) -> str:
     return f"(default: {value})"
 
 
-def _item(hint: Any) -> Any:
-    """Return the type of a list's items, None for what is no list."""
-    lists = [typing.get_args(kind)[0] for kind in kinds(hint) if typing.get_origin(kind) is tuple]
-    return lists[0] if lists else None
+_REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
-def _metavar(hint: Any, marks: Mapping[str, Any]) -> str:
-    item = _item(hint)
-    if item is None:
-        return "|".join(_word(kind) for kind in kinds(hint) if kind is not NoneType)
-    return _word(item) if "append" in marks else f"[{_word(item)} ...]"
+@_REGISTRY.primitive_rule
+def _setting(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """Read a value as YAML has it (null, true, a number, {…}); the config checks its type."""
+    append = tyro.conf.UseAppendAction in info.markers
+    if info.type is bool or dataclasses.is_dataclass(info.type) or append:
+        return None
+    members = kinds(info.type)
+    lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*" if lists else 1,
+        metavar=_metavar(info.type),
+        instance_from_str=functools.partial(_read, members, lists),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
-def _read(hint: Any, texts: list[str]) -> Any:
-    """Return a value as YAML has it (null, true, a number, {…}); the config checks its type."""
-    members, item = kinds(hint), _item(hint)
+def _metavar(hint: Any) -> str:
+    members = kinds(_plain(hint))
+    lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
+    words = [_word(kind) for kind in members if kind is not NoneType]
+    if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
+        return _word(lists[0])
+    return f"[{_word(lists[0])} ...]" if lists else "|".join(words)
+
+
+def _read(members: Sequence[Any], lists: Sequence[Any], texts: list[str]) -> Any:
     if len(texts) == 1:
         one = _value(texts[0], members)
-        if item is None or one is None or str in members:
+        if not lists or one is None or str in members:
             return one
-    return tuple(_value(text, kinds(item)) for text in texts)
+    return tuple(_value(text, kinds(lists[0])) for text in texts)
 
 
 def _word(kind: Any) -> str:

@@ -22,15 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from nemorl.checks import require
 from nemorl.runtime.config.spellings import advice, algorithm_hint, meaning_of, means_another, table
-from nemorl.runtime.config.yaml_io import (
-    SECRET,
-    ConfigError,
-    Trust,
-    dump,
-    flag_of,
-    read,
-    without_secrets,
-)
+from nemorl.runtime.config.yaml_io import SECRET, ConfigError, Trust, dump, read, without_secrets
 from nemorl.user_code import function_of, same_function
 
 Section = TypeVar("Section", bound="OwnFunction")
@@ -195,7 +187,7 @@ def require_secrets(settings: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             require_secrets(value, f"{key}.")
         elif f'"{SECRET}"' in (text := json.dumps(value, default=str)):
-            flag = shlex.join([flag_of(key), text])
+            flag = shlex.join([f"--{key}".replace("_", "-"), text])
             raise ConfigError(
                 f"{key} must be given again, as no file keeps a secret: add {flag} with your own in"
                 f" place of {SECRET}",

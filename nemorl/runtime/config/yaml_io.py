@@ -261,11 +261,6 @@ def without_secrets(value: Any, key: str = "") -> Any:
     return value if not hides or value is None or number else SECRET
 
 
-def flag_of(key: str) -> str:
-    """Return the flag of a key."""
-    return f"--{key}".replace("_", "-")
-
-
 def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
     """Return the code that settings run, and its flag, by the setting."""
     found = {}
@@ -283,7 +278,7 @@ def code_of(tree: Mapping[str, Any]) -> dict[str, tuple[str, list[str]]]:
             named = [key for key, each in value.items() if key not in WORDS and _may_name(each)]
             words = [json.dumps(without_secrets(value), default=str)]
         if value and named:
-            found[setting] = (", ".join(named), [flag_of(setting), *words])
+            found[setting] = (", ".join(named), [f"--{setting}".replace("_", "-"), *words])
     return found
 
 

@@ -369,7 +369,7 @@ BAD = [
         "unknown setting --generation.colocated: eval does not use it",
     ),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
-    (["export", "r"], "output must be given: add --output STR"),
+    (["export", "r"], "Missing from nemorl export: --output STR"),
     (
         ["ppo"],
         "unknown command 'ppo'; write nemorl grpo, whose loss is PPO's by default; it has no",

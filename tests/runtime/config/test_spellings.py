@@ -9,9 +9,9 @@ from nemorl.checks import closest
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.api import make_config
 from nemorl.runtime.cli.commands import COMMANDS
+from nemorl.runtime.config.flags import flag_of
 from nemorl.runtime.config.spellings import libraries, page_of, settings_in, table
 from nemorl.runtime.config.tree import from_dict, leaves
-from nemorl.runtime.config.yaml_io import flag_of
 from nemorl.runtime.run.registry import ALGORITHMS
 
 ENTRIES = {name: ours for names in libraries().values() for name, ours in names.items()}

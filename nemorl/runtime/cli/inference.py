@@ -277,7 +277,7 @@ def export_config(config: ExportConfig) -> Path:
         case step:
             found = directory.checkpoints / f"step_{step}"
     if found is None or not found.exists():
-        steps = ", ".join(sorted(path.name for path in directory.checkpoints.glob("step_*")))
+        steps = ", ".join(path.name for path in checkpoint.present(directory.path).values())
         unranked = " and no run.metric that ranks them" if config.step == "best" else ""
         raise ValueError(
             f"step must be the step of a checkpoint in {directory.checkpoints}, but there is none"

@@ -206,10 +206,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
-    """Return the settings of a script from its flags (None: the flags of the process).
+    """Return the settings of a script from its flags (None: those of the process), with `--help`,
+    `--config`, `--run.resume` and errors as of `nemorl`'s commands.
 
-    `--help`, `--config`, `--run.resume` and errors are as of `nemorl`'s commands; they end the
-    process where there is nothing to run.
+    Raises: SystemExit where there is nothing to run.
     """
     command, found = Path(sys.argv[0]).name, list[Config]()
     SCRIPTS[command] = config
@@ -517,11 +517,9 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
-            other = key.replace("_", ".", 1)
-            instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
                 f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
-                f" add --{section} {owners[0]}{instead}"
+                f" add --{section} {owners[0]}"
             )
 
 

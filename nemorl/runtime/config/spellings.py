@@ -58,13 +58,9 @@ def advice(
     write: Callable[[str], str] = str,
 ) -> str:
     """Return the end of an error about a name that no setting has: what it stands for in another
-    library, else the setting that was misspelled, else what its section stands for, else nothing.
-    A misspelling is more likely than what another library has and this command has not.
+    library, else what was misspelled of `near`, else what its section stands for, else nothing.
 
-    Args:
-        known: our keys that can be written; `write` returns how.
-        command: what has them.
-        near: names of settings that may have been misspelled.
+    known: our keys that can be written; `write` returns how.
     """
     entry, hint = _entry(name, known), closest(name, near)
     ours = entry and (not settings_in(entry[2]) or _key(entry[2], known))

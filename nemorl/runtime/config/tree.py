@@ -45,9 +45,9 @@ class OwnFunction:
 
 
 def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
-    """Return a section derived from `base` with the parameters of `function` as settings.
+    """Return a section derived from `base`; the settings are the parameters of `function` that are
+    neither its first ones, the data of `base`, nor in `extra`.
 
-    The first are the data of `base`, those in `extra` are given, the rest are settings.
     Raises: ValueError, about `setting`, for a function with other parameters.
     """
     wanted = f"fn({', '.join(base.data)}, *, your_setting=0.1)"

@@ -40,7 +40,7 @@ from nemorl.models.tensor_files import (
 )
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.runtime.config.base import BaseConfig, Ranking
-from nemorl.runtime.store.directory import step_of, to_json
+from nemorl.runtime.store.directory import by_step, to_json
 from nemorl.runtime.store.files import (
     TEMPORARY,
     WorkerDied,
@@ -112,8 +112,8 @@ def begin(
     """Write the checkpoint of `run.state.step` aside, or with `background` copy it, and return a
     function that puts it in place, in any thread, and calls `rank`.
 
-    generators: the random state to save, unless it is the present one.
-    Raises: as that function does, CheckpointError; the previous checkpoint stays.
+    generators: the random state, unless it is the present one. Both raise CheckpointError, and the
+    previous checkpoint stays.
     """
     check_writer(directory)
     step, trainer = run.state.step, run.trainer  # the run may be closed when it is published
@@ -172,9 +172,7 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of the checkpoint of `step`, and remove those that are not to be kept. An
-    error is a warning.
-    """
+    """Record measurements of a checkpoint, and remove those not kept; an error is a warning."""
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
         measured = metrics_by_step(directory)
@@ -197,8 +195,8 @@ def rank(
 
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:
-    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or else
-    the newest of which no file is missing or cut. Others are warned of.
+    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or the
+    newest of which no file is missing or cut.
     """
     found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
     return found and found[0]
@@ -233,8 +231,7 @@ def best(directory: Path) -> Path | None:
 
 def present(directory: Path) -> dict[int, Path]:
     """Return every checkpoint by its step, the oldest first."""
-    found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
-    return {step: found[step] for step in sorted(found) if step >= 0}
+    return by_step(Path(directory) / "checkpoints")
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
@@ -261,9 +258,8 @@ def backends_of(path: Path) -> list[str]:
 def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
-    Raises:
-        ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
-        CheckpointError: a file is missing or damaged; the trainer may have read a part.
+    Raises: ValueError for another algorithm or seed, before anything is changed; CheckpointError
+    for a missing or damaged file, of which the trainer may have read a part.
     """
     with _as_checkpoint_error(path):  # a trainer without a manifest of its own does not check files
         manifest = read_manifest(path)
@@ -355,7 +351,7 @@ def _seal(folder: Path) -> None:
 
 
 def _own_files(folder: Path) -> dict[Path, Checksum]:
-    """Return the files in the manifest of a backend that writes one; none for others."""
+    """Return the files that a backend's own manifest names, if it writes one."""
     known = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     return {folder / name: expected for name, expected in known.items()}
 

@@ -156,7 +156,7 @@ class RunDirectory:
             cls(Path(run.dir)).check_resume(run.resume)
 
     def has_checkpoint(self) -> bool:
-        return any(step_of(path) >= 0 for path in self.checkpoints.glob("step_*"))
+        return bool(by_step(self.checkpoints))
 
     def require_checkpoint(self) -> None:
         if not self.has_checkpoint():
@@ -174,27 +174,26 @@ class RunDirectory:
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
-        with writing("the metrics", self.metrics):
-            append_lines(self.metrics, [line])
+        self._append("the metrics", self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.metrics, METRICS)
 
     def append_groups(self, step: int, groups: Mapping[str, Any]) -> None:
-        with writing("the numbers of the groups", self.groups):
-            append_lines(self.groups, [{"step": step, **groups}])
+        self._append("the numbers of the groups", self.groups, [{"step": step, **groups}])
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        file = self.samples_file(step)
-        with writing("the samples", file):
-            file.parent.mkdir(exist_ok=True)
-            append_lines(file, ({"step": step} | {**each, "step": step} for each in samples))
+        lines = ({"step": step} | {**each, "step": step} for each in samples)
+        self._append("the samples", self.samples_file(step), lines)
 
     def append_outcomes(self, step: int, outcomes: Iterable[Mapping[str, Any]]) -> None:
         file = self.path / "validation" / f"step_{step}.jsonl"
-        with writing("the validation", file):
+        self._append("the validation", file, outcomes)
+
+    def _append(self, what: str, file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+        with writing(what, file):
             file.parent.mkdir(exist_ok=True)
-            append_lines(file, outcomes)
+            append_lines(file, lines)
 
     def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
         """Return the lines of log.jsonl that are the run's."""
@@ -205,9 +204,7 @@ class RunDirectory:
         append_lines(self.log, [line])
 
     def outcome_files(self) -> dict[int, Path]:
-        """Return the files in validation/ by step, in order."""
-        files = {step_of(file): file for file in (self.path / "validation").glob("step_*.jsonl")}
-        return {step: files[step] for step in sorted(files) if step >= 0}
+        return by_step(self.path / "validation")
 
     def samples_file(self, step: int) -> Path:
         first = max(step - 1, 0) // STEPS_PER_FILE * STEPS_PER_FILE + 1
@@ -233,9 +230,7 @@ class RunDirectory:
         return {step: lines for step, lines in found.items() if lines}
 
     def truncate(self, step: int) -> None:
-        """Remove what a resumed run writes again: all of steps after `step`; warn where its
-        metrics are missing.
-        """
+        """Remove what a resumed run writes again, all of steps after `step`."""
         kept = cut_lines(self.metrics, step, "the metrics", METRICS)
         if step > 0 and step not in kept:
             warn(
@@ -266,9 +261,7 @@ def _writing_below(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path | str) -> Iterator[None]:
-    """Hold a directory, which is made if it is missing, for this run while the block lasts.
-
-    The lock ends with the process. A fork of it may not write there (`check_writer`).
+    """Hold a directory, made if it is missing, for this run in the block while the process lives.
 
     Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
     """
@@ -306,6 +299,12 @@ def step_of(path: Path) -> int:
     """Return the N of `step_N` or `step_N.jsonl`; -1 for another name."""
     match = STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
+
+
+def by_step(folder: Path) -> dict[int, Path]:
+    """Return what a folder has of single steps, by step, the first one first."""
+    found = {step_of(path): path for path in folder.glob("step_*")}
+    return {step: found[step] for step in sorted(found) if step >= 0}
 
 
 def environment() -> dict[str, str]:
@@ -384,9 +383,7 @@ def lines_of(
     *,
     steps: Container[int] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of a file as `read_lines` with its object; those that begin with another step
-    than some `steps` are passed over unread.
-    """
+    """Yield each line that `read_lines` keeps, with its object; of some `steps` alone, if given."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import is_number
-from nemorl.runtime.store.directory import STEP, RunDirectory, RunRecord, read_lines, step_of
+from nemorl.runtime.store.directory import STEP, RunDirectory, RunRecord, by_step, read_lines
 
 RECORDED: dict[str, tuple[str, Any, str, str | None]] = {
     "weights": ("generation/weights/proved", min, "{:,.0f} tensors or more in each update", ""),
@@ -44,8 +44,7 @@ def verify_run(path: Path | str) -> list[Receipt]:
     steps = {line["step"]: line for line in lines}
     ends = [line.get("step", 0) for line in log if line.get("event") == "train_end"]
     finished = record is not None and record.status == "finished"
-    saved = map(step_of, directory.checkpoints.glob("step_*"))
-    last = max([*saved, *steps, *ends[-1:] * finished], default=0)
+    last = max([*by_step(directory.checkpoints), *steps, *ends[-1:] * finished], default=0)
     found = [_recorded(name, lines, said, last) for name in RECORDED]
     return [*found, Receipt("prompts", *_prompts(directory, steps, last))]
 

@@ -20,9 +20,9 @@ REJECTED_STEPS = 16
 
 
 class SignalWatch(Callback):
-    """Warn of the first, second, fourth, eighth, … step from which there was little or nothing to
-    learn: all responses to each prompt had the same reward, or nothing was updated. End the run
-    with a RuntimeError where dynamic sampling rejects everything again and again.
+    """Warn of the first, second, fourth, eighth, … step without a signal: all responses to each
+    prompt had the same reward, or nothing was updated. End the run with a RuntimeError where
+    dynamic sampling rejects all of `REJECTED_STEPS`.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,7 @@ class SignalWatch(Callback):
 
 class GapWatch(Callback):
     """Warn where sampler and trainer disagree, unless on tokens of older weights, and end the run
-    with a FloatingPointError where they disagree too much (`GapConfig`). After the checkpoints, so
-    that it can name the newest one from before.
+    with a FloatingPointError where they do too much. Comes after checkpoints, to name the newest.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:

@@ -94,7 +94,7 @@ def event(name: str, message: str, **details: Any) -> None:
     LOGGER.info(message, extra={"event": name, "details": details})
 
 
-def changed_settings(config: Any) -> dict[str, Any]:
+def changed_settings(config: object) -> dict[str, Any]:
     """Return the settings (dotted) that are not at their default, with it."""
     try:
         defaults = flat(to_dict(type(config)()))

@@ -157,10 +157,10 @@ class TensorBoardLogger:
 
 class WandbLogger:
     """A run on Weights & Biases (`wandb login`, or WANDB_MODE=offline and later `wandb sync`):
-    metrics as train/… and validation/…, samples as tables, the settings as config.
+    metrics as train/… and validation/…, samples as tables.
 
-    The run's id is ours, so that a resumed run keeps its address. Our `step` is the axis, as W&B's
-    own never decreases.
+    The id is ours, so that a resumed run keeps its address; the axis is our `step`, as W&B's own
+    never decreases.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -207,9 +207,8 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run on an MLflow server, or in a local file, as MLFLOW_TRACKING_URI says: metrics as
-    train/… and validation/…, the settings as parameters, config.yaml as an artifact. A run of the
-    experiment that is tagged with our id is continued.
+    """A run in MLflow (see MLFLOW_TRACKING_URI): metrics as train/… and validation/…, settings
+    as parameters, config.yaml as an artifact. A run that is tagged with our id is continued.
     """
 
     def __init__(self, run: LoggedRun) -> None:

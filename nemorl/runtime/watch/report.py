@@ -148,10 +148,8 @@ def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
 
 
 def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; together they are the whole text.
-
-    A token is decoded after its neighbors, which a tokenizer may join or space. A character of
-    several tokens belongs to the last one.
+    """Return the text that each token adds, decoded after its neighbors, which a tokenizer may join
+    or space; a character of several tokens belongs to the last one.
     """
     found: list[str] = []
     before = start = 0  # ids[before:start] are decoded again, before ids[start:]
@@ -278,10 +276,8 @@ WATCH_SECONDS = 5.0
 def write_report(runs: Runs, output: Path | str | None = None) -> Path:
     """Write the report of a run, or of several side by side, also in progress or crashed.
 
-    output: `report.html` in the run's directory unless given; of several, `comparison.html` in the
-    folder that holds them.
-    Returns: the file.
-    Raises: ValueError where there is no run, or the file can't be written.
+    output: by default `report.html` in the run's directory, or of several `comparison.html` in the
+    folder that holds them. Returns it. Raises: ValueError where there is no run.
     """
     return write_page(read_runs(runs), output)
 

@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there, whatever happens while it is written."""
 
-import json
 import os
 import pickle
 import random
@@ -162,14 +161,6 @@ def test_damaged_manifest_is_passed_over(tmp_path, text):
         assert checkpoint.latest(tmp_path) == first
 
 
-def test_other_format_is_refused(tmp_path):
-    (path,) = saved(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 3}))
-    with pytest.raises(CheckpointError, match="format 3, and this version of nemorl reads format"):
-        checkpoint.load(path, BaseConfig(), TinyTrainer())
-
-
 def test_without_any_checkpoint(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     checkpoint.sweep(tmp_path)
@@ -193,12 +184,8 @@ def test_pointer_decides_if_it_can(tmp_path, pointer):
 def test_only_the_newest_are_kept(tmp_path):
     saved(tmp_path, 1, 2, 3, 10, keep=2)
     assert names(tmp_path) == ["latest", "step_10", "step_3"]
-
-
-def test_going_on_from_an_earlier_step_drops_the_later_ones(tmp_path):
-    saved(tmp_path, 1, 2, 3)
     saved(tmp_path, 2, keep=1)
-    assert names(tmp_path) == ["latest", "step_2"]
+    assert names(tmp_path) == ["latest", "step_2"], "later ones are of a run that went back"
 
 
 def test_leftovers_are_swept(tmp_path):

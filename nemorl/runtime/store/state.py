@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.rollout.admission import LoopState
 from nemorl.runtime.config.base import BaseConfig
+
+if TYPE_CHECKING:  # it imports torch, which help and reports do without
+    from nemorl.parallel.backend import FullTrainingBackend
 
 POLICY = "policy"
 """The name of the backend that is `run.trainer`."""
@@ -20,7 +22,7 @@ class RunView(Protocol):
     def config(self) -> BaseConfig: ...
 
     @property
-    def trainer(self) -> FullTrainingBackend:
+    def trainer(self) -> "FullTrainingBackend":
         """The policy. A backend with few methods raises AttributeError for the others."""
 
     @property
@@ -33,7 +35,7 @@ class RunView(Protocol):
     def directory(self) -> Path: ...
 
     @property
-    def backends(self) -> Mapping[str, FullTrainingBackend]:
+    def backends(self) -> Mapping[str, "FullTrainingBackend"]:
         """All backends that train, by name, the policy first: the ones in a checkpoint."""
 
     @property

@@ -20,7 +20,7 @@ from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row, first_of
-from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics, print_lengths
+from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
@@ -34,6 +34,7 @@ from nemorl.runtime.cli.settings import (
     ReportConfig,
     VerifyConfig,
 )
+from nemorl.runtime.watch.display import print_lengths
 
 if TYPE_CHECKING:
     from nemorl.runtime.watch.report import Gathered

@@ -313,6 +313,7 @@ def start_errors(own: ExitStack) -> Iterator[None]:
 
 @contextmanager
 def model_folder(spec: EngineSpec) -> Iterator[str]:
+    """Yield a folder with the files of a model without weights."""
     with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
         for name, content in spec.files.items():
             (Path(folder) / name).write_bytes(content)

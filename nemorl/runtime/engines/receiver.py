@@ -122,6 +122,7 @@ class ExpertRecorder:
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
+    """Return a vLLM model's layers of experts, in order."""
     found = [part for part in model.modules() if isinstance(part, MoERunner)]
     return sorted(found, key=lambda part: part.layer_id)
 

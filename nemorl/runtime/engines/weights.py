@@ -128,6 +128,7 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
 
 
 def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
+    """Return the GPUs of places."""
     return frozenset().union(*(place.cards for place in places))
 
 
@@ -140,6 +141,7 @@ def places_of_ranks() -> list[Place]:
 
 
 def num_ranks() -> int:
+    """Return how many ranks train."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -158,6 +160,7 @@ def own_place() -> Place:
 
 
 def uuid_of(device: torch.device | int) -> str:
+    """Return a GPU's UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -637,6 +640,7 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def current_device() -> int | str | None:
+    """Return the current GPU, if there is one."""
     module = torch.get_device_module(DEVICE)
     return module.current_device() if module.is_available() else None
 

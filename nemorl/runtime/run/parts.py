@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nemorl.checks import require, warn
-from nemorl.data.statistics import Lengths, show_lengths
+from nemorl.data.statistics import Lengths
 from nemorl.models.capabilities import Proofs, known
 from nemorl.models.hub import check_supported, check_vocabulary, model_folder
 from nemorl.models.source import ModelSource
@@ -43,6 +43,7 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.state import POLICY, LoopState
+from nemorl.runtime.watch.display import show_lengths
 from nemorl.runtime.watch.log import event, waiting, waiting_for_engines, waiting_for_ranks
 
 

@@ -4,6 +4,7 @@ import io
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
@@ -332,3 +334,32 @@ class NotebookDisplay(LiveDisplay):
         picture, _ = svg(name, ((self.steps[-len(values) :], values), ([], [])))
         colors = "; ".join(f"--{variable}: {color}" for color, variable in COLORS.items())
         return f'<div style="max-width: 30em; {colors}">{LABELS[name]}{picture}</div>'
+
+
+def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
+    """Print the lengths of a run's data sets, and return the contents of data.json."""
+    statistics = {name: length_statistics(given) for name, given in lengths.items()}
+    statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
+    if statistics and not quiet:
+        print_lengths(Console(highlight=False), statistics)
+    return {name: s.to_dict() for name, s in statistics.items()}
+
+
+def print_lengths(console: Console, statistics: Mapping[str, LengthStatistics]) -> None:
+    """Print a line for each data set."""
+    table = Table("data", title="lengths in tokens", title_justify="left")
+    for name in ("sequences", "total", "mean", "median", "95 %", "max", "limit"):
+        table.add_column(name, justify="right")
+    for name, s in statistics.items():
+        values = (s.count, s.total_tokens, f"{s.mean:.1f}", f"{s.median:g}", f"{s.p95:g}", s.max)
+        table.add_row(name, *map(str, values), str(s.limit))
+    console.print(table)
+    for name, s in statistics.items():
+        parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
+        taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        if s.num_over_limit:
+            console.print(
+                f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
+                + (f" ({taken})" if taken else ""),
+                style="yellow",
+            )

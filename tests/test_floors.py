@@ -5,6 +5,7 @@ import graphlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,15 @@ register_reward register_training_backend run sync_weights train write_report
 """
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every module that a file names, wherever and however, with its line."""
     package = [root.name, *path.relative_to(root).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -168,7 +174,7 @@ def circle(root: Path) -> list[str]:
 def nodes(root: Path, *kinds: type) -> Iterator[tuple[str, Any]]:
     """The nodes of some kinds in all files, each with the file."""
     for path in modules(root).values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, kinds):
                 yield path.relative_to(root).as_posix(), node
 
@@ -194,7 +200,7 @@ def defined_twice(root: Path) -> list[str]:
     names = Counter(
         node.name
         for path in modules(root).values()
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     return [name for name, count in names.items() if count > 1]
@@ -207,7 +213,7 @@ def compared_backends(root: Path) -> list[str]:
         where = path.relative_to(root).as_posix()
         if not where.startswith(("runtime/", "parallel/planner/", "parallel/plan.py")):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare | ast.MatchValue):
                 names = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
                 if names & BACKENDS:

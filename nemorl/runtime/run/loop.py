@@ -16,7 +16,7 @@ from nemorl.data.packing import segments_apart
 from nemorl.data.rows import Row
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
-from nemorl.losses.types import Metric, finalize, merge
+from nemorl.losses.types import Metric, finalize, in_main_memory, merge
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.admission import LoopState
@@ -510,6 +510,11 @@ class Step:
         and how long it took.
         """
         self.unproved |= bool(self._tokens) and self.trained > self.updates
+        held = {name: value for name, value in self._logged.items() if isinstance(value, Metric)}
+        seen = self._receipt.seen
+        read = in_main_memory({**held, **seen})  # at once: each copy waits for the device
+        self._logged |= {name: read[name] for name in held}
+        self._receipt.seen = {name: read[name] for name in seen}
         self.log(self._receipt.check(self._receipts, self.number, stale=self._ages.oldest > 0))
         if self._found and not self._logs_samples:
             first = self._found[0]
@@ -524,8 +529,8 @@ class Step:
                     {"generation/weights/updates": float(self.run.sampler.updates - self._synced)}
                 )
         logged = self._logged.items()
-        read = finalize({name: value for name, value in logged if isinstance(value, Metric)})
-        numbers = {**self._logged, **read}  # in the order in which they were logged
+        last = finalize({name: value for name, value in logged if isinstance(value, Metric)})
+        numbers = {**self._logged, **last}  # in the order in which they were logged
         found = {name: float(value) for name, value in numbers.items()}  # type: ignore[arg-type]
         seconds = time.perf_counter() - self._begin
         found |= self._ages.metrics()

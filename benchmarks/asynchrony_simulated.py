@@ -26,18 +26,8 @@ from statistics import mean, median
 import numpy as np
 from common import command
 
-from nemorl.rollout.admission import (
-    Admission,
-    Begin,
-    Drop,
-    Event,
-    Finished,
-    Hand,
-    Trained,
-    Updated,
-    Wanted,
-    decide,
-)
+from nemorl.data.rows import RowOrder
+from nemorl.rollout.admission import Ended, LoopState, Updated, Wanted, decide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +203,7 @@ class Run:
     ) -> None:
         self.system, self.options, self.staleness = system, options, staleness
         self.engines = Engines(gpus, options, speed=speed)
-        self.state = Admission(staleness=staleness, batch=system.groups)
+        self.state, self.order = LoopState(options.seed), RowOrder(sizes=(system.groups,))
         self.missing: dict[int, int] = {}
         """Responses that a group still waits for."""
         self.begun: dict[int, int] = {}
@@ -221,20 +211,23 @@ class Run:
         self.trained: list[int] = []
         self.ages: list[list[int]] = []
         """Of the groups of each step: steps since they began."""
-        self.handed: tuple[int, ...] | None = None
+        self.given: tuple[int, ...] = ()
 
-    def feed(self, event: Event) -> None:
-        self.state, actions = decide(self.state, event)
-        for action in actions:
-            match action:
-                case Begin(number):
-                    self.missing[number] = self.system.size
-                    self.begun[number] = self.state.version
-                    self.engines.add(number, self.lengths(number))
-                case Hand(numbers):
-                    self.handed = numbers
-                case Drop(number, reason):
-                    raise AssertionError(f"group {number} was dropped: {reason}")
+    def feed(self, event: Wanted | Ended | Updated) -> None:
+        self.state, actions = decide(
+            self.state,
+            event,
+            stream="train",
+            order=self.order,
+            batch=self.system.groups,
+            staleness=self.staleness,
+        )
+        assert not actions.stop, f"groups {actions.stop} are stale"
+        for group in actions.begin:
+            self.missing[group.ordinal] = self.system.size
+            self.begun[group.ordinal] = group.begun
+            self.engines.add(group.ordinal, self.lengths(group.ordinal))
+        self.given = actions.give or self.given
 
     def lengths(self, group: int) -> np.ndarray:
         """Return the lengths of a group's responses as shares of the cap: the same for each K."""
@@ -245,13 +238,13 @@ class Run:
 
     def go(self, until: float = math.inf, *, wait: bool = False) -> None:
         """Let the engines go on to a time; wait: only until the step has its groups."""
-        if wait and self.handed is not None:
+        if wait and self.given:
             return
         for _, group in self.engines.advance(until):
             self.missing[group] -= 1
             if not self.missing[group]:
-                self.feed(Finished(group))
-                if wait and self.handed is not None:
+                self.feed(Ended((group,)))
+                if wait and self.given:
                     return
 
     def found(self, train_s: float, sync_s: float) -> Found:
@@ -263,12 +256,12 @@ class Run:
             self.feed(Wanted(self.system.groups))
             self.go(wait=True)
             waits.append(engines.time - marks[-1][0])
-            assert self.handed is not None, "the run does not stand still"
-            self.trained.extend(self.handed)
-            self.ages.append([step - self.begun[number] for number in self.handed])
-            self.handed = None
+            assert self.given, "the run does not stand still"
+            self.trained.extend(self.given)
+            self.ages.append([step - self.begun[number] for number in self.given])
+            self.given = ()
             self.go(engines.time + train_s)
-            self.feed(Trained())
+            self.state = self.state.advance()[0]
             engines.stop(sync_s)
             self.feed(Updated())
         marks.append((engines.time, engines.busy_s))
@@ -290,7 +283,7 @@ class Run:
         """Check that each group was trained on once, in order, and none was too old."""
         assert self.trained == [*range(self.options.steps * self.system.groups)]
         assert max(map(max, self.ages)) <= self.staleness
-        ahead = {group.number for group in self.state.open}
+        ahead = {group.ordinal for group in self.state.ahead("train")}
         assert {*self.begun} == {*self.trained} | ahead, "none was lost"
         assert len(ahead) <= (self.staleness + 1) * self.system.groups
 

@@ -6,13 +6,12 @@ loss and optimizer.
 
 fixed: every response has 64 tokens. skewed: each response has its own length, log-normal with mean
 40, at most 256, the same on both sides. There nemorl's engine gets each sample as a request with a
-limit of its own, and computes its prompt for it alone. A round is a few steps of one trainer and
-then of the other; each reports its median time from step to step, with everything that a step is
-made of. TRL runs with all that its documentation has for speed on the same work: no
-gradient checkpointing, no reference model, float32 as here, as many rows per forward pass as is
-fastest (measured first, for both), logging every ten steps. It generates by transformers' generate:
-of its other ways vLLM needs a GPU, and transformers' continuous batching took a hundred times as
-long on a CPU.
+limit of its own. A round is a few steps of one trainer and then of the other; each reports its
+median time from step to step, with everything that a step is made of. TRL runs with all that its
+documentation has for speed on the same work: no gradient checkpointing, no reference model, float32
+as here, as many rows per forward pass as is fastest (measured first, for both), logging every ten
+steps. It generates by transformers' generate: of its other ways vLLM needs a GPU, and transformers'
+continuous batching took a hundred times as long on a CPU.
 """
 
 import asyncio

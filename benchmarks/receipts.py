@@ -38,15 +38,16 @@ class Options:
 def main(options: Options) -> None:
     quiet()
     import nemorl
-    from nemorl.runtime.algorithms import grpo, receipts
+    from nemorl.rollout import collect
+    from nemorl.runtime.run import receipts
 
     watch = Stopwatch()
     for name in ("token_receipt", "gap_by_depth", "support_ratio"):  # in the loss
         setattr(receipts, name, watch.wrap(getattr(receipts, name)))
-    made, tokens = grpo.TokenReceipt, list[float]()
-    for name in ("add", "check"):
-        setattr(made, name, watch.wrap(getattr(made, name)))
-    grpo.TokenReceipt = watch.wrap(made)  # type: ignore[assignment, misc]
+    for name in ("expect", "add", "check"):
+        setattr(receipts.TokenReceipt, name, watch.wrap(getattr(receipts.TokenReceipt, name)))
+    collect.sampled_hashes = watch.wrap(collect.sampled_hashes)
+    tokens = list[float]()
     begin, costs, steps = 0.0, list[float](), list[float]()
 
     class Clock(nemorl.Callback):

@@ -98,8 +98,12 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from nemorl.rollout.generation import Weights
     from nemorl.rollout.wrapped import blocking
     from nemorl.runtime.engines.backend import VLLMGenerationBackend
-    from nemorl.runtime.engines.weight_sync import sync_weights
-    from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
+    from nemorl.runtime.engines.weights import (
+        WeightSender,
+        expected_weights,
+        own_place,
+        sync_weights,
+    )
 
     model = AutoModelForCausalLM.from_config(config_of(megabytes)).to(options.device)
     weights = [(name, tensor.detach()) for name, tensor in model.named_parameters()]

@@ -10,14 +10,14 @@ their order, validation, checkpoints that resume bit for bit, logs, early stop, 
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import nemorl
 from nemorl.checks import at_least
 from nemorl.losses import LossOutput, nll, token_mean_weights
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.rollout.collect import Rollouts, select, to_token_batch
+from nemorl.rollout.collect import Rollouts, select
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,18 @@ class RAFTConfig(nemorl.BaseConfig):
 
 
 @nemorl.register_algorithm("raft", config=RAFTConfig)
-def raft(run: nemorl.OpenRun) -> None:
+def raft(run: nemorl.Run) -> None:
     """Sample, choose, imitate."""
     config, prompts = run.config, run.prompts()
     for step in run.steps(config.max_num_steps):
-        rollouts = step.sample(
-            prompts.next(config.num_prompts_per_step), n=config.num_generations_per_prompt
-        )
+        count, size = config.num_prompts_per_step, config.num_generations_per_prompt
+        rollouts = step.sample(prompts, count=count, n=size)
         best = best_of_each(rollouts)
         kept = [i for i in best if rollouts.rewards[i] >= config.min_reward]
-        step.log({"kept": len(kept) / len(best)}, samples=rollouts)
+        step.log({"kept": len(kept) / len(best)})
         if kept:
-            batch = to_token_batch(select(rollouts, kept))
-            batch = replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
-            step.log(run.trainer.train_step(batch, imitate))
+            batch = select(rollouts, kept).to_batch(weights=token_mean_weights)
+            step.train(batch, imitate)
 
 
 def best_of_each(rollouts: Rollouts) -> list[int]:

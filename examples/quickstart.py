@@ -92,6 +92,20 @@ def save_model(folder: Path, vocab_size: int, seed: int) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
+def demonstration(folder: Path, *flags: str) -> list[str]:
+    """Flags with which a model that knows nothing learns to add 1, for other examples."""
+    save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
+    sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return [
+        f"--model.path={folder / 'model'}", f"--data.train={data}", f"--data.validation={data}",
+        f"--run.dir={folder / 'run'}", "--optimizer.lr=3e-3", "--generation.max-new-tokens=1",
+        "--num-prompts-per-step=9", "--num-generations-per-prompt=16", "--max-num-steps=30",
+        "--run.val-at-start=true", "--run.display=plain", *flags,
+    ]  # fmt: skip
+
+
 def save_rows(folder: Path, settings: Quickstart) -> None:
     """All sums of two numbers from 10 to 99: rows to train on, whose demonstration is mostly wrong,
     and rows held out.

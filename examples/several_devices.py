@@ -26,7 +26,7 @@ def even_digits(response: str) -> float:
 class Progress(nemorl.Callback):
     """Told in one process alone, so that nothing is printed twice."""
 
-    def on_step_end(self, trainer: nemorl.Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: nemorl.RunView, step: int, metrics: dict[str, float]) -> None:
         if step % 5 == 0 or step == 1:
             print(
                 f"step {step:2}  reward {metrics['reward']:.2f}  {metrics['trainer/memory_gb']:.1f}"

@@ -13,9 +13,7 @@ from pathlib import Path
 import nemorl as nr
 import torch
 from nemorl.losses import LossOutput, masks, policy, value_loss
-from nemorl.losses.advantages import to_tokens
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.rollout.collect import to_token_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +41,17 @@ def main(config: CriticConfig) -> nr.TrainResult:
         critic = run.backend("critic", head="scalar", optimizer=optimizer, own_ranks=own)
         prompts, size = run.prompts(), config.num_generations_per_prompt
         for step in run.steps(config.max_num_steps):
-            responses = step.sample(prompts.next(config.num_prompts_per_step), n=size)
-            batch = to_token_batch(responses)
-            batch = replace(batch, loss_weights=masks.token_mean_weights(batch.loss_mask))
+            groups = step.sample(prompts, count=config.num_prompts_per_step, n=size)
+            batch = groups.to_batch(groups.rewards, masks.token_mean_weights)
             expected = critic.compute(batch, nr.Needs(values=True)).values
-            rewards = to_tokens(responses.rewards, batch.loss_mask)
-            better = torch.where(batch.loss_mask, rewards - expected, 0.0)
-            metrics = run.trainer.train_step(replace(batch, advantages=better), loss_fn)
-            learned = critic.train_step(replace(batch, advantages=rewards), critic_loss)
-            step.log({**metrics, "value_loss": learned["loss"]}, samples=responses)
+            better = torch.where(batch.loss_mask, batch.advantages - expected, 0.0)
+            step.train(replace(batch, advantages=better), loss_fn)
+            step.train(batch, critic_loss, backend="critic")
     return run.result
 
 
-def demonstration(folder: Path, *flags: str) -> list[str]:
-    """Return the flags with which a model that knows nothing learns to add 1."""
-    from grpo_loop import demonstration as lessons
-
-    return lessons(folder, "--critic-lr=1e-3", "--run.save-period=5", *flags)
-
-
 if __name__ == "__main__":
-    main(nr.cli(CriticConfig, sys.argv[1:] or demonstration(Path("runs/two_models"))))
+    from quickstart import demonstration
+
+    lessons = demonstration(Path("runs/two_models"), "--critic-lr=1e-3", "--run.save-period=5")
+    main(nr.cli(CriticConfig, sys.argv[1:] or lessons))

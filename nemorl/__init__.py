@@ -64,13 +64,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.base import DataConfig as DataConfig
     from nemorl.runtime.config.base import RunConfig as RunConfig
     from nemorl.runtime.config.base import RuntimeConfig as RuntimeConfig
-    from nemorl.runtime.config.dpo import DPOConfig as DPOConfig
-    from nemorl.runtime.config.dpo import DPOLoss as DPOLoss
-    from nemorl.runtime.config.dpo import HingeLoss as HingeLoss
-    from nemorl.runtime.config.dpo import IPOLoss as IPOLoss
-    from nemorl.runtime.config.dpo import KTOLoss as KTOLoss
-    from nemorl.runtime.config.dpo import ORPOLoss as ORPOLoss
-    from nemorl.runtime.config.dpo import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.grpo import AsyncConfig as AsyncConfig
     from nemorl.runtime.config.grpo import CISPOLoss as CISPOLoss
     from nemorl.runtime.config.grpo import ClippedLoss as ClippedLoss
@@ -84,11 +77,18 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.grpo import ReceiptsConfig as ReceiptsConfig
     from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
-    from nemorl.runtime.config.presets import preset as preset
-    from nemorl.runtime.config.sft import SFTConfig as SFTConfig
+    from nemorl.runtime.config.grpo import preset as preset
+    from nemorl.runtime.config.offline import DPOConfig as DPOConfig
+    from nemorl.runtime.config.offline import DPOLoss as DPOLoss
+    from nemorl.runtime.config.offline import HingeLoss as HingeLoss
+    from nemorl.runtime.config.offline import IPOLoss as IPOLoss
+    from nemorl.runtime.config.offline import KTOLoss as KTOLoss
+    from nemorl.runtime.config.offline import ORPOLoss as ORPOLoss
+    from nemorl.runtime.config.offline import SFTConfig as SFTConfig
+    from nemorl.runtime.config.offline import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.tree import load_config as load_config
-    from nemorl.runtime.engines.weight_sync import sync_weights as sync_weights
-    from nemorl.runtime.run.loop import OpenRun as OpenRun
+    from nemorl.runtime.engines.weights import sync_weights as sync_weights
+    from nemorl.runtime.run.loop import Run as Run
     from nemorl.runtime.run.loop import Step as Step
     from nemorl.runtime.run.open_run import open_run as open_run
     from nemorl.runtime.run.open_run import run as run
@@ -104,8 +104,8 @@ if TYPE_CHECKING:
     from nemorl.runtime.run.registry import register_loss as register_loss
     from nemorl.runtime.run.registry import register_reward as register_reward
     from nemorl.runtime.run.registry import register_training_backend as register_training_backend
-    from nemorl.runtime.run.result import TrainResult as TrainResult
-    from nemorl.runtime.store.state import Run as Run
+    from nemorl.runtime.run.saving import TrainResult as TrainResult
+    from nemorl.runtime.store.state import RunView as RunView
     from nemorl.runtime.watch.callbacks import Callback as Callback
     from nemorl.runtime.watch.callbacks import StopTraining as StopTraining
     from nemorl.runtime.watch.loggers import LoggedRun as LoggedRun
@@ -159,11 +159,10 @@ _NAMES = {
     "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.workers.cluster": ["Bundle", "RayVirtualCluster"],
     "nemorl.runtime.config.base": ["BaseConfig", "DataConfig", "RunConfig", "RuntimeConfig"],
-    "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],
     "nemorl.rollout.config": ["GenerationConfig", "RolloutConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
-    "nemorl.runtime.run.loop": ["OpenRun", "Step"],
+    "nemorl.runtime.run.loop": ["Run", "Step"],
     "nemorl.runtime.run.open_run": ["open_run", "run"],
     "nemorl.runtime.config.grpo": [
         "AsyncConfig",
@@ -179,8 +178,9 @@ _NAMES = {
         "OverlongConfig",
         "ReinforceLoss",
         "ReinforcePlusPlusAdvantage",
+        "preset",
     ],
-    "nemorl.runtime.config.dpo": [
+    "nemorl.runtime.config.offline": [
         "DPOConfig",
         "DPOLoss",
         "HingeLoss",
@@ -188,8 +188,8 @@ _NAMES = {
         "KTOLoss",
         "ORPOLoss",
         "SimPOLoss",
+        "SFTConfig",
     ],
-    "nemorl.runtime.config.presets": ["preset"],
     "nemorl.runtime.run.registry": [
         "get_algorithm",
         "get_generation_backend",
@@ -202,9 +202,9 @@ _NAMES = {
         "register_reward",
         "register_training_backend",
     ],
-    "nemorl.runtime.run.result": ["TrainResult"],
-    "nemorl.runtime.store.state": ["Run"],
-    "nemorl.runtime.engines.weight_sync": ["sync_weights"],
+    "nemorl.runtime.run.saving": ["TrainResult"],
+    "nemorl.runtime.store.state": ["RunView"],
+    "nemorl.runtime.engines.weights": ["sync_weights"],
     "nemorl.runtime.workers.worker": ["RayWorkerGroup"],
     "nemorl.runtime.watch.report": ["write_report"],
 }

@@ -22,7 +22,6 @@ BRIEFLY = {
 }
 """The arguments of a short run, and what its output has to hold."""
 ELSEWHERE = {
-    "async_loop.py": "tests/runtime/run/test_asynchrony.py",
     "code_reward.py": "test_code_is_judged",
     "demo.py": "tests/test_demo.py",
     "math_reward.py": "test_mathematics_is_judged",

@@ -21,7 +21,7 @@ def weights(folder: Path) -> dict[str, dict[str, bytes]]:
 @pytest.mark.slow
 def test_a_killed_script_of_two_models_goes_on(forked: Path, tmp_path: Path):
     with visiting():
-        lessons = load_example("grpo_loop").demonstration(tmp_path)
+        lessons = load_example("quickstart").demonstration(tmp_path)
 
     def flags(run: str) -> list[str]:
         short = ["--max-num-steps=4", "--run.save-period=1", "--run.display=none"]

@@ -23,7 +23,7 @@ from nemorl.data.batch import to_device
 from nemorl.parallel.attention import Kernel, kernel_of, segment_attention, segments_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.engines.weight_sync import check_agreement
+from nemorl.runtime.engines.weights import check_agreement
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD_DIM = 64

@@ -122,6 +122,8 @@ class TokenBatch:
     reference_logprobs: PerToken | None = None
     policy_versions: Int[Tensor, "batch seq"] | None = None
     """Version of the weights that sampled each token; -1 off the sampler's tokens."""
+    sampled_hashes: Int[Tensor, "batch seq"] | None = None
+    """`token_hashes` of what was sampled, by which a step proves its tokens; 0 off them."""
     routed_experts: Int[Tensor, "batch seq layers topk"] | RankRoutes | None = None
     """The experts that the sampler chose for each token, for `trainer.router_replay`; -1 where the
     trainer's router chooses: off the sampler's tokens, and for the last one, which it only drew.

@@ -22,7 +22,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
 from nemorl.models.causal_lm import is_scalar
-from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
+from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig, OptimizerConfig
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, of_step, profiled
@@ -198,7 +198,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class Accumulating(ABC):
+class Accumulating(InTurns, ABC):
     """`train_step` and its two halves, `compute` and its cases, of a rank or a single process."""
 
     world: World

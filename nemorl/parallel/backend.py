@@ -1,8 +1,9 @@
 """The Protocol of training backends, and what they give to a loss."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -172,6 +173,41 @@ def require_loss_weights(batch: TokenBatch) -> None:
         )
 
 
+WAITING = own_methods(FullTrainingBackend, object) - {
+    "setup",
+    "shutdown",
+    "wait_for_checkpoint",
+    "weights",
+}
+"""Methods of a training backend that wait while another thread reads its weights."""
+
+
+class InTurns:
+    """A training backend of which another thread may read the weights of one step: the `WAITING`
+    methods of its subclasses hold `turn`, and so does the reader.
+    """
+
+    turn: threading.RLock
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        made = super().__new__(cls)
+        made.turn = threading.RLock()
+        return made
+
+    def __init_subclass__(cls) -> None:
+        for name in WAITING & vars(cls).keys():
+            setattr(cls, name, _in_turn(vars(cls)[name]))
+
+
+def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: InTurns, *args: Any, **options: Any) -> Any:
+        with self.turn:
+            return method(self, *args, **options)
+
+    return call
+
+
 NEEDED = (
     "setup",
     "train_step",
@@ -200,15 +236,12 @@ def check_training_backend(cls: type) -> None:
 
 
 def as_training_backend(backend: Any) -> Any:
-    """Return `backend` if it has `step` and all of `FullTrainingBackend`, else a `SmallBackend`
-    around it.
-    """
-    complete = own_methods(backend, FullTrainingBackend) >= own_methods(FullTrainingBackend, object)
-    return backend if complete and hasattr(backend, "step") else SmallBackend(backend)
+    """Return `backend` if it is `InTurns`, else a `SmallBackend` around it."""
+    return backend if isinstance(backend, InTurns) else SmallBackend(backend)
 
 
-class SmallBackend:
-    """Adapts a backend with only the `NEEDED` methods, or some more, to `FullTrainingBackend`.
+class SmallBackend(InTurns):
+    """Adapts a backend with the `NEEDED` methods, or more, to `FullTrainingBackend` and `InTurns`.
 
     Counts optimizer steps if the backend has no `step`, and saves the count in checkpoints. Wraps
     log-probabilities in `Logprobs` of the batch's `logprob_kind`. Raises AttributeError for a
@@ -225,7 +258,8 @@ class SmallBackend:
             raise AttributeError(f"the training backend {type(inner).__name__} has no {name}()")
         if name == "get_reference_logprobs":
             return partial(self._logprobs, name)
-        return getattr(inner, name)
+        found = getattr(inner, name)
+        return partial(self._hold, found) if name in WAITING else found
 
     @property
     def step(self) -> int:
@@ -251,5 +285,10 @@ class SmallBackend:
             self._count = json.loads((path / "step.json").read_bytes())
 
     def _logprobs(self, method: str, batch: TokenBatch) -> Logprobs:
-        found = getattr(self.inner, method)(batch)
+        with self.turn:
+            found = getattr(self.inner, method)(batch)
         return found if isinstance(found, Logprobs) else Logprobs(found, batch.logprob_kind)
+
+    def _hold(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with self.turn:
+            return method(*args, **options)

@@ -1,100 +1,193 @@
-"""Which groups of responses begin, and which ones a step trains on: pure decisions.
+"""The state of a loop, with one record for each group of responses, and the pure decision which
+groups begin and which ones a step trains on.
 
-It knows no engine, clock or thread: `nemorl.runtime.run.groups` feeds it events and executes its
-actions.
-
-Groups are numbered, begin in this order, and are trained on in this order. The group at place p of
-the ones that are not trained on yet is trained on p // batch steps from now; it begins once the
-engines have weights that will be at most `staleness` steps old by then. So a slow group is never
-overtaken, none becomes too old, and each step trains on the prompts of the synchronous run.
+Groups of a stream begin in the order of their ordinals, and are trained on in this order. The group
+at place p of the ones that no step has yet is trained on p // batch steps from now; it begins once
+the engines have weights that will be at most `staleness` steps old by then. So a slow group is
+never overtaken, none becomes too old, and each step trains on the prompts of the synchronous run,
+which is staleness 0: groups begin when their step asks for them.
 """
 
-from __future__ import annotations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from dataclasses import dataclass, replace
+from nemorl.checks import require
+from nemorl.data.digest import Digest
+from nemorl.data.rows import RowOrder, StreamedRows
 
 STALE = "stale"
 """Why a group is dropped that began too many steps ago."""
+Order = RowOrder | StreamedRows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A group that has begun, and that no step has trained on."""
+    """A prompt that was taken, and whose step has not ended."""
 
-    number: int
-    begun: int
-    """Finished steps that the engines' weights included when it began."""
-    done: bool = False
-    handed: bool = False
-    """Whether the present step trains on it."""
+    ordinal: int
+    """Number of the group in the run."""
+    stream: str
+    """Name of the order that the prompt was taken from."""
+    row: int
+    """Index of its row there."""
+    step: int | None = None
+    """Step that trains on it; None: not known yet."""
+    state: Literal["waiting", "taken", "running", "ended", "given"] = "taken"
+    """waiting: a resumed run has yet to take it again. given: a step has its responses, for which
+    it was running, and has ended, if they were sampled ahead.
+    """
+    begun: int = 0
+    """Finished steps that the engines' weights included when it began to run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Admission:
-    """Groups in flight, and what may begin."""
+@dataclass(frozen=True)
+class LoopState:
+    """The state of a loop besides the trainer and the random generators.
 
-    staleness: int
-    """Most steps by which a token may be older than the step that trains on it."""
-    batch: int
-    """Groups of a step."""
-    last: int | None = None
-    """Steps of the whole run: nothing begins that no step will train on. None: no end."""
+    A group is the n-th of the run, whatever step trains on it: its responses are sampled from
+    `derive_seed(seed, n)`.
+
+    >>> state, groups = LoopState(3).take_groups("train", RowOrder(sizes=(9,)), 2, step=1)
+    >>> [group.ordinal for group in groups], state.groups, state.advance()[0].open_groups
+    ([0, 1], 2, ())
+    """
+
+    seed: int
     step: int = 0
-    """Finished steps."""
-    version: int = 0
-    """Finished steps that the engines' weights include."""
-    next_number: int = 0
-    """Number of the group that begins next."""
-    open: tuple[Group, ...] = ()
-    """Groups that have begun, in order."""
-    wanted: int = 0
-    """Groups that the present step waits for."""
-    served: bool = False
-    """Whether the present step has been given groups."""
+    """Finished steps: rollout batches in RL, optimizer steps in SFT."""
+    cursors: Mapping[str, int] = field(default_factory=dict)
+    """Rows taken so far from each seeded order, by name, through all epochs."""
+    groups: int = 0
+    """Groups numbered so far."""
+    open_groups: tuple[Group, ...] = ()
+    """Groups taken and not yet trained on, by ordinal."""
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Groups that the present step takes and does not train on, by reason."""
+    data: Sequence[Digest] = field(default_factory=list, repr=False)
+    """Digests of the data sets to train and to validate on."""
+    synced: int = field(default=0, compare=False)
+    """Finished steps that the engines' weights include; not saved, like what follows."""
+    asked: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Groups for which the present step still waits, by stream."""
+    missed: frozenset[int] = field(default=frozenset(), compare=False)
+    """Groups that were not sampled before the end of their step."""
 
-    def __post_init__(self) -> None:
-        assert self.staleness >= 0 and self.batch >= 1
+    @classmethod
+    def resumed(cls, saved: Mapping[str, Any]) -> "LoopState":
+        """Return a state from a checkpoint's JSON: its open groups wait to be taken again."""
+        groups = tuple(
+            Group(ordinal=each["ordinal"], stream=each["stream"], row=each["row"], state="waiting")
+            for each in saved["open_groups"]
+        )
+        return cls(**{**saved, "open_groups": groups})
 
-    @property
-    def trains_next(self) -> int:
-        """The step, from 0, that will train on a group that begins now."""
-        present = sum(group.handed for group in self.open) + self.wanted
-        first = present if self.served else max(self.batch, present)
-        place = len(self.open)
-        ahead = 0 if place < first else 1 + (place - first) // self.batch
-        return self.step + ahead
+    def saved(self) -> dict[str, Any]:
+        """Return it for a checkpoint's JSON."""
+        names = ("seed", "step", "cursors", "groups", "open_groups", "dropped", "data")
+        groups = [
+            {
+                **{name: getattr(group, name) for name in ("ordinal", "stream", "row", "step")},
+                "sampled": group.state not in ("waiting", "taken"),
+            }
+            for group in self.open_groups
+        ]
+        return {**{name: getattr(self, name) for name in names}, "open_groups": groups}
 
-    @property
-    def may_begin(self) -> bool:
-        step = self.trains_next
-        ends = self.last is not None and step >= self.last
-        return step - self.version <= self.staleness and not ends
+    def take(self, name: str, order: Order, count: int) -> tuple["LoopState", list[int]]:
+        """Return the state after the next `count` rows of an order, and their indices."""
+        cursor = self.cursors.get(name, 0)
+        cursors = {**self.cursors, name: cursor + count}
+        return replace(self, cursors=cursors), order.take(cursor, count)
+
+    def take_groups(
+        self, name: str, order: Order, count: int, *, step: int | None = None
+    ) -> tuple["LoopState", list[Group]]:
+        """Return the state after the next `count` prompts of an order, and their groups, open until
+        `step` ends. Those that a resumed run has yet to take again come first.
+        """
+        again = [g for g in self.open_groups if (g.stream, g.state) == (name, "waiting")][:count]
+        state, rows = self.take(name, order, count - len(again))
+        new = [Group(ordinal=n, stream=name, row=row) for n, row in enumerate(rows, self.groups)]
+        taken = [replace(group, step=step, state="taken") for group in (*again, *new)]
+        return replace(state, groups=self.groups + len(rows)).put(taken), taken
+
+    def sample(self, groups: Sequence[int], count: int) -> tuple["LoopState", list[int]]:
+        """Return the state after `count` prompts were sampled, and the numbers of their groups.
+
+        groups: theirs, or none. A prompt gets a new one if its own was sampled or closed before.
+        Raises: ValueError for prompts that were taken for a step that has ended.
+        """
+        if missed := self.missed.intersection(groups):
+            raise ValueError(
+                "prompts must be sampled by the end of the step for which they were taken, but"
+                f" group {min(missed)} was taken for an earlier one, and a resumed run would lose"
+                " it: take prompts for the next step by prompts.next(count, ahead=1)"
+            )
+        fresh = {group.ordinal: group for group in self.open_groups if group.state == "taken"}
+        sampled, next_number = list[Group](), self.groups
+        for number in groups or [-1] * count:
+            group = fresh.pop(number, None)
+            if group is None:
+                group = Group(ordinal=next_number, stream="", row=-1, step=self.step + 1)
+                next_number += 1
+            sampled.append(replace(group, state="given"))
+        state = replace(self, groups=next_number).put(sampled)
+        return state, [group.ordinal for group in sampled]
+
+    def drop(self, groups: Sequence[int], reason: str) -> "LoopState":
+        """Return the state in which no step trains on groups.
+
+        Raises: ValueError for groups that are not open: they would be counted twice.
+        """
+        numbers = {*groups}
+        closed = numbers - {group.ordinal for group in self.open_groups}
+        must = "must be open: neither dropped nor of a step that has ended"
+        remedy = "drop rollouts once, in the step that sampled them"
+        require(not closed, "groups to drop", must, sorted(closed), remedy)
+        left = tuple(g for g in self.open_groups if g.ordinal not in numbers)
+        counted = (*self.dropped.get(reason, ()), *dict.fromkeys(groups))
+        return replace(self, open_groups=left, dropped={**self.dropped, reason: counted})
+
+    def advance(self) -> tuple["LoopState", dict[str, Any]]:
+        """Return the state after the present step, which closes its groups, and the numbers of the
+        groups that it trained on, that were dropped, by reason, and that stay open.
+        """
+        here = self.step + 1
+        ends = [g for g in self.open_groups if g.step is not None and g.step <= here]
+        left = tuple(g for g in self.open_groups if g.step is None or g.step > here)
+        missed = tuple(group.ordinal for group in ends if group.state == "taken")
+        found = {
+            "trained": [group.ordinal for group in ends if group.state == "given"],
+            "dropped": {**self.dropped, **({"not sampled": missed} if missed else {})},
+            "open": [group.ordinal for group in left],
+        }
+        state = replace(self, step=here, open_groups=left, dropped={}, asked={})
+        return replace(state, missed=self.missed.union(missed)), found
+
+    def ahead(self, stream: str) -> list[Group]:
+        """Return the groups that run or have ended, and that no step has yet."""
+        states = ("running", "ended")
+        return [g for g in self.open_groups if g.stream == stream and g.state in states]
+
+    def put(self, groups: Sequence[Group]) -> "LoopState":
+        """Return the state with these records, in place of those of the same ordinals."""
+        found = {group.ordinal: group for group in (*self.open_groups, *groups)}
+        return replace(self, open_groups=tuple(found[number] for number in sorted(found)))
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The present step asks for groups; `Hand` answers."""
+    """The present step asks for groups."""
 
     count: int
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A group's conversations have ended."""
+class Ended:
+    """The conversations of groups have ended."""
 
-    number: int
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Groups are not trained on, as ones that teach nothing; later ones take their places."""
-
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The present step has trained on all groups that were handed to it, and ends."""
+    ordinals: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -102,108 +195,81 @@ class Updated:
     """The engines have the weights of all steps that have ended."""
 
     again: bool = False
-    """What was in flight was aborted, and is drawn again."""
+    """What was running was aborted, and is drawn again."""
 
 
-Event = Wanted | Finished | Dropped | Trained | Updated
+@dataclass(frozen=True, kw_only=True)
+class Actions:
+    """What is to be done, in this order."""
+
+    stop: tuple[int, ...] = ()
+    """End stale groups."""
+    begin: tuple[Group, ...] = ()
+    """Begin groups, or draw aborted ones again."""
+    give: tuple[int, ...] = ()
+    """Give the present step what it asked for."""
 
 
-@dataclass(frozen=True)
-class Begin:
-    """Begin the group of this number: of the next prompt, or again of its own."""
+def decide(
+    state: LoopState,
+    event: Wanted | Ended | Updated,
+    *,
+    stream: str,
+    order: Order,
+    batch: int,
+    staleness: int,
+    last: int | None = None,
+) -> tuple[LoopState, Actions]:
+    """Return the state after an event, and what is to be done.
 
-    number: int
+    batch: groups of a step. staleness: most steps by which a token may be older than the step that
+    trains on it. last: the run's last step, for which groups begin at most (None: no end).
+    Raises: ValueError for a group that does not run.
 
-
-@dataclass(frozen=True)
-class Drop:
-    """Stop a group, and train on a later one in its place."""
-
-    number: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Hand:
-    """Give the present step the groups that it asked for."""
-
-    numbers: tuple[int, ...]
-
-
-Action = Begin | Drop | Hand
-
-
-def decide(state: Admission, event: Event) -> tuple[Admission, tuple[Action, ...]]:
-    """Return the state after an event, and what is to be done, in order.
-
-    Raises: ValueError for a group that is not open, or that has ended before.
-
-    >>> state, actions = decide(Admission(staleness=1, batch=2), Wanted(2))
-    >>> actions  # two to train on now, and two for the next step
-    (Begin(number=0), Begin(number=1), Begin(number=2), Begin(number=3))
-    >>> state, actions = decide(state, Finished(1))
-    >>> actions  # in order: group 0 is not done
+    >>> settings = dict(stream="train", order=RowOrder(sizes=(9,)), batch=2, staleness=1)
+    >>> state, actions = decide(LoopState(0), Updated(), **settings)
+    >>> [group.ordinal for group in actions.begin]  # two to train on now, two for the next step
+    [0, 1, 2, 3]
+    >>> state, _ = decide(state, Wanted(2), **settings)
+    >>> state, actions = decide(state, Ended((1,)), **settings)
+    >>> actions.give  # in order: group 0 still runs
     ()
-    >>> decide(state, Finished(0))[1]
-    (Hand(numbers=(0, 1)),)
+    >>> decide(state, Ended((0,)), **settings)[1].give
+    (0, 1)
     """
-    state, actions = _noted(state, event)
-    state, dropped = _without_stale(state)
-    begun = list[Action]()
-    while state.may_begin:
-        group = Group(number=state.next_number, begun=state.version)
-        state = replace(state, open=(*state.open, group), next_number=group.number + 1)
-        begun.append(Begin(group.number))
-    waiting = [group for group in state.open if not group.handed][: state.wanted]
-    handed: tuple[Action, ...] = ()
-    if state.wanted and len(waiting) == state.wanted and all(group.done for group in waiting):
-        numbers = {group.number for group in waiting}
-        changed = tuple(
-            replace(group, handed=True) if group.number in numbers else group
-            for group in state.open
-        )
-        state = replace(state, open=changed, wanted=0, served=True)
-        handed = (Hand(tuple(sorted(numbers))),)
-    return state, (*actions, *dropped, *begun, *handed)
-
-
-def _noted(state: Admission, event: Event) -> tuple[Admission, tuple[Action, ...]]:
+    begin = list[Group]()
+    running = [group for group in state.ahead(stream) if group.state == "running"]
     match event:
         case Wanted(count):
-            return replace(state, wanted=state.wanted + count), ()
-        case Finished(number):
-            found = {group.number: group for group in state.open}
-            if number not in found or found[number].done:
-                raise ValueError(f"group {number} must be in flight, but it has ended before")
-            found[number] = replace(found[number], done=True)
-            return replace(state, open=tuple(found.values())), ()
-        case Dropped(numbers):
-            missing = {*numbers} - {group.number for group in state.open}
-            if missing:
-                raise ValueError(f"group {min(missing)} must be open to be dropped, but it is not")
-            left = tuple(group for group in state.open if group.number not in numbers)
-            return replace(state, open=left), ()
-        case Trained():
-            left = tuple(group for group in state.open if not group.handed)
-            step = state.step + 1
-            return replace(state, step=step, open=left, wanted=0, served=False), ()
+            asked = state.asked.get(stream, 0) + count
+            state = replace(state, asked={**state.asked, stream: asked})
+        case Ended(ordinals):
+            ended = [replace(g, state="ended") for g in running if g.ordinal in ordinals]
+            runs = len(ended) == len(ordinals)
+            require(runs, "groups", "must be running", ordinals, "end each once")
+            state = state.put(ended)
         case Updated(again):
-            state = replace(state, version=state.step)
-            if not again:
-                return state, ()
-            drawn = [group.number for group in state.open if not group.done]
-            renewed = tuple(
-                group if group.done else replace(group, begun=state.version) for group in state.open
-            )
-            return replace(state, open=renewed), tuple(map(Begin, drawn))
-    raise AssertionError(event)
-
-
-def _without_stale(state: Admission) -> tuple[Admission, tuple[Action, ...]]:
-    oldest = state.step - state.staleness
-    stale = [group for group in state.open if not group.handed and group.begun < oldest]
-    if not stale:
-        return state, ()
-    left = tuple(group for group in state.open if group not in stale)
-    actions = tuple(Drop(group.number, STALE) for group in stale)
-    return replace(state, open=left), actions
+            state = replace(state, synced=state.step)
+            begin += [replace(g, begun=state.synced) for g in running if again]
+            state = state.put(begin)
+    oldest = state.step - staleness
+    if stale := tuple(g.ordinal for g in state.ahead(stream) if g.begun < oldest):
+        state = state.drop(stale, STALE)
+    wanted = state.asked.get(stream, 0)
+    # A step that has not asked yet will train on `batch`.
+    present = wanted if stream in state.asked or not staleness else batch
+    ends = state.synced + staleness if last is None else min(state.synced + staleness, last - 1)
+    if ends >= state.step:
+        count = present + (ends - state.step) * batch - len(state.ahead(stream))
+        if count > 0:
+            state, new = state.take_groups(stream, order, count)
+            begin += new
+    begin = [replace(g, state="running", begun=state.synced) for g in begin]
+    state = state.put(begin)
+    first = state.ahead(stream)[:wanted]
+    give: tuple[int, ...] = ()
+    if wanted and len(first) == wanted and all(group.state == "ended" for group in first):
+        give = tuple(group.ordinal for group in first)
+        state = state.put([replace(g, state="given", step=state.step + 1) for g in first])
+        state = replace(state, asked={**state.asked, stream: 0})
+    return state, Actions(stop=stale, begin=tuple(begin), give=give)

@@ -146,8 +146,8 @@ async def code_tests(
 
     prompt, response: messages, or their texts. What the model or a tool said before is not read.
     entry_point: the function that a prompt begins and tests call by `check` (HumanEval). share:
-    return the share of tests that pass. limits: fields of `ProgramLimits`, for each test of stdin,
-    or all in Python.
+    return the share of tests that pass. limits: fields of `ProgramLimits`, for each test of
+    stdin, or all in Python.
     """
     asked = [
         each.get("content")

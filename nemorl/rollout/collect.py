@@ -1,7 +1,7 @@
-"""From prompts to judged responses (`collect`), and to a batch to train on (`to_token_batch`)."""
+"""From prompts to judged responses (`collect`), and to a batch to train on (`to_batch`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -14,6 +14,8 @@ from torch import Tensor
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, collate, pad
 from nemorl.data.packing import pack
+from nemorl.losses.advantages import to_tokens
+from nemorl.losses.importance import token_hashes
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.calls import Call, blocking, call_in_turn
 from nemorl.rollout.conversation import (
@@ -23,6 +25,7 @@ from nemorl.rollout.conversation import (
     Prompts,
     examples_of,
     prompt_text,
+    segments_of,
     turns_of,
 )
 from nemorl.rollout.driver import Driver
@@ -123,6 +126,34 @@ class Rollouts:
     @property
     def num_turns(self) -> Int[Tensor, "batch"]:
         return torch.tensor([len(each.turns) for each in self.conversations])
+
+    def to_batch(
+        self,
+        advantage: Callable[..., Tensor] | Tensor | None = None,
+        weights: Callable[..., Tensor] | Tensor | None = None,
+    ) -> TokenBatch:
+        """Return one row per conversation, all that was sampled trained on, with
+        `generation_logprobs`, and `policy_versions` where all completions have them.
+
+        Where a prompt rewrites what was before, a row has several segments.
+
+        Args:
+            advantage: advantages per conversation or token, or their function of rewards and
+                group_id, such as `advantages.grpo`.
+            weights: weights of tokens, or their function of the loss mask, such as
+                `masks.token_mean_weights`.
+
+        >>> batch = groups.to_batch(advantages.grpo, masks.token_mean_weights)  # doctest: +SKIP
+        """
+        batch = _batch_of(self)
+        if advantage is not None:
+            if not isinstance(advantage, Tensor):
+                advantage = advantage(self.rewards, self.group_id)
+            if advantage.ndim == 1:
+                advantage = to_tokens(advantage, batch.loss_mask)
+        if weights is not None and not isinstance(weights, Tensor):
+            weights = weights(batch.loss_mask)
+        return replace(batch, advantages=advantage, loss_weights=weights)
 
 
 def collect(
@@ -295,25 +326,46 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
     return sum(len(part) / size * part.metrics[name] for part in with_it)
 
 
-def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """Return one row per conversation, all that was sampled trained on, with `generation_logprobs`,
-    and `policy_versions` where all completions have them.
-
-    Where a prompt rewrites what was before, a row has several segments.
-    """
+def _batch_of(rollouts: Rollouts) -> TokenBatch:
     found = [examples_of(each.turns) for each in rollouts.conversations]
     examples = [one for each in found for one in each]
     if any(one.policy_versions is None for one in examples):
         examples = [replace(one, policy_versions=None) for one in examples]
     batch = collate(examples, logprob_kind=rollouts.kind)
-    if len(batch) == len(found):
-        return batch
-    places = iter(range(len(batch)))
-    return pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+    if len(batch) != len(found):
+        places = iter(range(len(batch)))
+        batch = pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+    hashes = torch.zeros_like(batch.input_ids)
+    hashes[batch.segment_ids > 0] = sampled_hashes(rollouts.conversations)
+    return replace(batch, sampled_hashes=hashes)
+
+
+def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens"]:
+    """Return `token_hashes` of all tokens of conversations, 0 of those that were not sampled."""
+    ids, places, logprobs, sampled = list[int](), list[int](), list[float](), list[bool]()
+    for conversation in conversations:
+        for turns in segments_of(conversation.turns):
+            begin, last = len(ids), turns[-1]
+            ids += [*last.prompt, *last.completion.token_ids]
+            length = len(ids) - begin
+            places += range(length)
+            logprobs += [0.0] * length
+            sampled += [False] * length
+            for turn in turns:
+                said = turn.completion
+                start = begin + len(turn.prompt)
+                end = start + len(said.token_ids)
+                ids[start:end] = said.token_ids
+                logprobs[start:end] = said.logprobs
+                sampled[start:end] = [True] * len(said.token_ids)
+    hashes = token_hashes(
+        torch.tensor([ids]), torch.tensor([places]), torch.tensor([logprobs], dtype=torch.float32)
+    )
+    return torch.where(torch.tensor(sampled), hashes[0], 0)
 
 
 def turn_numbers(rollouts: Rollouts, batch: TokenBatch) -> Int[Tensor, "batch seq"]:
-    """Return the turn, from 1, that sampled each token of `to_token_batch`; 0 of other tokens."""
+    """Return the turn, from 1, that sampled each token of `to_batch`; 0 of other tokens."""
     found = [torch.tensor(turns_of(each.turns)) for each in rollouts.conversations]
     return pad(found, value=0, length=batch.input_ids.shape[1])[0]
 

@@ -19,7 +19,7 @@ from nemorl.data.batch import pad, round_up, to_device
 from nemorl.losses.logprobs import filter_logits, running_mass
 from nemorl.models.attention import PLAIN, Rule, attend, use_attention, without_cudnn_attention
 from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, text_before
-from nemorl.rollout.random import uniform
+from nemorl.rollout.random import stream, uniform
 from nemorl.rollout.scheduler import Request
 
 FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -55,8 +55,7 @@ class SlotTensors:
     """The active slots on the device; from token to token only the last four fields change."""
 
     slots: list[Slot]
-    seeds: Tensor
-    samples: Tensor
+    streams: Tensor
     greedy: Tensor | None
     """Rows that take the most likely token; None: no row."""
     filters: dict[str, Any]
@@ -82,8 +81,7 @@ class SlotTensors:
         greedy = [p.temperature == 0 for p in params]
         return cls(
             slots=slots,
-            seeds=column([p.seed for p in params]),
-            samples=column([s.sample for s in slots]),
+            streams=stream(column([p.seed for p in params]), column([s.sample for s in slots])),
             greedy=column(greedy, torch.bool) if any(greedy) else None,
             filters={
                 name: same_or_column(
@@ -106,13 +104,13 @@ class SlotTensors:
 def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
     """Return each row's next token and its logprob under the distribution that it was drawn from.
 
-    Sampling inverts the cumulative distribution at the row's `uniform(seed, sample, place)`; greedy
+    Sampling inverts the cumulative distribution at the row's `uniform(stream, place)`; greedy
     rows take the best and the model's own logprob.
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)
     cumulative = running_mass(logprobs.exp())
-    threshold = (uniform(batch.seeds, batch.samples, batch.places) * cumulative[:, -1]).long()
+    threshold = (uniform(batch.streams, batch.places) * cumulative[:, -1]).long()
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(
         max=logits.shape[-1] - 1
     )
@@ -319,8 +317,8 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor
 
 
 class Decoding:
-    """The sequences that an engine decodes at a time, and those that wait for their slots. A prompt
-    is computed once for all its samples.
+    """The sequences that an engine decodes at a time, and those that wait for their slots. A
+    prompt is computed once for all that begin with it at a time, of one request or of several.
     """
 
     def __init__(
@@ -401,22 +399,22 @@ class Decoding:
         num_active = len(self.active)
         free = self.max_batch_size - num_active
         wanted = num_active + sum(map(len, self.waiting))
-        groups: list[list[Slot]] = []
+        new: list[Slot] = []
+        rows: list[int] = []
+        row_of: dict[tuple[int, ...], int] = {}
         width = 0
         while self.waiting and len(self.waiting[0]) <= free:
-            length = round_up(self.waiting[0][0].length, PREFILL_MULTIPLE)
+            first = self.waiting[0][0]
+            sequence = (*first.request.prompt, *first.token_ids)
+            length = round_up(len(sequence), PREFILL_MULTIPLE)
             width = max(width, min(length, self.max_positions))
-            if groups and (len(groups) + 1) * width > PREFILL_TOKENS:
+            if row_of and (len(row_of) + (sequence not in row_of)) * width > PREFILL_TOKENS:
                 break
-            free -= len(self.waiting[0])
-            groups.append(self.waiting.popleft())
-        input_ids, lengths = pad(
-            [torch.tensor([*first.request.prompt, *first.token_ids]) for first, *_ in groups],
-            value=0,
-            length=width,
-        )
-        new = [s for group in groups for s in group]
-        rows = [row for row, group in enumerate(groups) for _ in group]
+            group = self.waiting.popleft()
+            free -= len(group)
+            new += group
+            rows += [row_of.setdefault(sequence, len(row_of))] * len(group)
+        input_ids, lengths = pad([torch.tensor(each) for each in row_of], value=0, length=width)
         device = self.device
         input_ids, sources, lengths = to_device((input_ids, torch.tensor(rows), lengths), device)
         slots = torch.arange(num_active, num_active + len(new), device=device)
@@ -425,9 +423,9 @@ class Decoding:
         self.cache.prefill(slots, sources, num_slots=wanted, length=longest)
         work = Pass(
             input_ids=input_ids,
-            position_ids=torch.arange(width, device=device)[None].expand(len(groups), -1),
+            position_ids=torch.arange(width, device=device)[None].expand(len(row_of), -1),
             visible=torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril(),
-            states=torch.arange(len(groups), device=device) * width + lengths - 1,
+            states=torch.arange(len(row_of), device=device) * width + lengths - 1,
             sources=sources,
             rows=rows,
             slots=SlotTensors.of(new, device),

@@ -23,6 +23,7 @@ from nemorl.rollout.calls import (
     RESPONSE,
     Call,
     EventLoop,
+    Signature,
     columns_of,
     present_call,
     read_signature,
@@ -184,30 +185,7 @@ class FunctionalRewardWrapper:
         if rows and not self._columns_known:
             self.signature = self._read(there={name for row in rows for name in row})
             self._columns_known = True
-        wanted = [name for name, required in self.signature.columns.items() if required]
-        by_place = [
-            (what, name)
-            for what, name, own in (
-                ("prompt", self.signature.prompt, PROMPT),
-                ("response", self.signature.response, RESPONSE),
-            )
-            if name and name not in own
-        ]
-        for number, row in enumerate(rows):
-            for what, name in by_place:
-                if name in row:
-                    raise ValueError(
-                        f"reward {self.name!r} would get the {what} as its parameter {name!r}, but"
-                        f" there is a column of that name, too: call the parameter {what!r}"
-                    )
-            missing = next((name for name in wanted if row.get(name) is None), None)
-            if missing is not None:
-                hint = "" if missing in row else closest(missing, map(str, row))
-                raise ValueError(
-                    f"reward {self.name!r} wants the column {missing!r}, but"
-                    f" {origin_of(row, number)} has only {sorted(row)}{hint}: add it or leave the"
-                    " row out"
-                )
+        require_columns(self.signature, rows)
 
     def _of_each(
         self,
@@ -343,6 +321,34 @@ class FunctionalRewardWrapper:
                 f" {_shown(prompt, response)}: {remedy}"
             )
         return reward
+
+
+def require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
+    """Raise ValueError for a row without a column that a reward wants, or with one too many."""
+    wanted = [name for name, required in signature.columns.items() if required]
+    by_place = [
+        (what, name)
+        for what, name, own in (
+            ("prompt", signature.prompt, PROMPT),
+            ("response", signature.response, RESPONSE),
+        )
+        if name and name not in own
+    ]
+    for number, row in enumerate(rows):
+        for what, name in by_place:
+            if name in row:
+                raise ValueError(
+                    f"reward {signature.name!r} would get the {what} as its parameter {name!r}, but"
+                    f" there is a column of that name, too: call the parameter {what!r}"
+                )
+        missing = next((name for name in wanted if row.get(name) is None), None)
+        if missing is not None:
+            hint = "" if missing in row else closest(missing, map(str, row))
+            raise ValueError(
+                f"reward {signature.name!r} wants the column {missing!r}, but"
+                f" {origin_of(row, number)} has only {sorted(row)}{hint}: add it or leave the"
+                " row out"
+            )
 
 
 def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:

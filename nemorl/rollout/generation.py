@@ -329,6 +329,19 @@ EMBEDDED = GenerationTraits(embedded=True, records_experts=True)
 """Traits of the embedded engine, "torch"."""
 
 
+@runtime_checkable
+class HasEngines(Protocol):
+    """A generation backend whose engines are in processes of their own, as vLLM's."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
+
+    @property
+    def transport(self) -> Any:
+        """How the last weights came, as text for people; None before any."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Devices for a generation backend, as its `check` gets them."""

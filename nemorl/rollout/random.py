@@ -23,21 +23,24 @@ def _mix(x: Bits) -> Bits:
     return x ^ _shift_right(x, 31)
 
 
+def stream(seed: Int64[Tensor, "batch"], number: Int64[Tensor, "batch"]) -> Int64[Tensor, "batch"]:
+    """Return the stream of random numbers of each (seed of a request, number of a sample)."""
+    return _mix(_mix(seed + _GOLDEN) ^ (number * _GOLDEN))
+
+
 def uniform(
-    seed: Int64[Tensor, "batch"], stream: Int64[Tensor, "batch"], counter: Int64[Tensor, "batch"]
+    stream: Int64[Tensor, "batch"], counter: Int64[Tensor, "batch"]
 ) -> Float64[Tensor, "batch"]:
-    """Return a number in [0, 1) for each (seed of a request, stream = sample, counter = token).
+    """Return a number in [0, 1) for each (stream, counter = token).
 
     SplitMix64's mixing function (Steele et al. 2014) on 64-bit integers.
 
     >>> import torch
     >>> one, two = torch.tensor([1]), torch.tensor([5, 1])
-    >>> bool(uniform(one, one, one) == uniform(two, two, two)[1])
+    >>> bool(uniform(stream(one, one), one) == uniform(stream(two, two), two)[1])
     True
     """
-    state = _mix(seed + _GOLDEN)
-    state = _mix(state ^ (stream * _GOLDEN))
-    state = _mix(state + (counter + 1) * _GOLDEN)
+    state = _mix(stream + (counter + 1) * _GOLDEN)
     return _shift_right(state, 11).double() * 2.0**-53
 
 

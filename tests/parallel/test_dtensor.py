@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import max_positions
 from nemorl.parallel.attention import segment_attention, segments_of
-from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -90,7 +90,7 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
     for step in range(2):
         for filters in ({}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}):
             sampling = SamplingParams(n=4, max_new_tokens=12, **filters)
-            batch = to_token_batch(collect(generator, reward, prompts, sampling, seed=step))
+            batch = collect(generator, reward, prompts, sampling, seed=step).to_batch()
             ours = trainer.get_logprobs(batch).values
             gaps = (ours - batch.generation_logprobs)[batch.loss_mask].abs()
             assert gaps.max() < (1e-5 if precision == "float32" else 0.5)

@@ -18,7 +18,7 @@ from nemorl.parallel.config import (
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -143,7 +143,7 @@ def test_the_sampler_shares_the_live_model():
     reward = FunctionalRewardWrapper(lambda prompt, response: 0.0)
     sampling = SamplingParams(n=2, max_new_tokens=12)
     for step in range(3):
-        batch = to_token_batch(collect(generator, reward, prompts, sampling, seed=step))
+        batch = collect(generator, reward, prompts, sampling, seed=step).to_batch()
         now, reference = (
             (found.values - batch.generation_logprobs)[batch.loss_mask].abs().max()
             for found in (trainer.get_logprobs(batch), trainer.get_reference_logprobs(batch))

@@ -16,7 +16,7 @@ from nemorl.parallel.measure import (
     main_memory_peak,
     segment_lengths,
 )
-from nemorl.runtime.watch.resources import ResourceMeter
+from nemorl.runtime.watch.alerts import ResourceMeter
 from tests.parallel.batches import grouped, nll_loss
 from tests.parallel.ways import set_up
 from tests.tiny_models import KINDS, tiny_model

@@ -1,24 +1,22 @@
-"""Admission by events in any order: no lock, nothing stale, nothing lost or doubled."""
+"""Groups by events in any order: no lock, nothing stale, nothing lost, given or taken twice."""
 
-from collections import Counter
+import json
+from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nemorl.rollout.admission import (
-    STALE,
-    Admission,
-    Begin,
-    Drop,
-    Dropped,
-    Finished,
-    Hand,
-    Trained,
-    Updated,
-    Wanted,
-    decide,
-)
+from nemorl.data.rows import RowOrder
+from nemorl.rollout.admission import STALE, Actions, Ended, LoopState, Updated, Wanted, decide
+
+ORDERS = {"train": RowOrder(sizes=(7,)), "replay": RowOrder(sizes=(3,), seed=2)}
+
+
+def stream(**options: int | None) -> dict[str, Any]:
+    return {"stream": "train", "order": ORDERS["train"], **options}
 
 
 class Loop(RuleBasedStateMachine):
@@ -31,46 +29,40 @@ class Loop(RuleBasedStateMachine):
         whole=st.booleans(),
     )
     def begin(self, staleness: int, batch: int, last: int | None, whole: bool) -> None:
-        self.state = Admission(staleness=staleness, batch=batch, last=last)
+        self.state, self.batch, self.staleness, self.last = LoopState(0), batch, staleness, last
+        self.options = stream(batch=batch, staleness=staleness, last=last)
         self.whole = whole
         """Whether each step takes `batch` groups at least."""
         self.running = set[int]()
         self.began: dict[int, int] = {}
         self.trained: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
-        self.handed = list[int]()
+        self.given = list[int]()
         self.waits = False
         self.asked = self.taken = 0
 
-    def feed(self, event: object) -> None:
-        self.state, actions = decide(self.state, event)  # type: ignore[arg-type]
-        for action in actions:
-            match action:
-                case Begin(number):
-                    again = isinstance(event, Updated) and event.again and number in self.began
-                    assert again or number == len(self.began), "groups begin in order"
-                    self.began[number] = self.state.version
-                    self.running.add(number)
-                case Drop(number, reason):
-                    self.dropped[number] = reason
-                    self.running.discard(number)
-                case Hand(numbers):
-                    assert self.waits and len(numbers) == self.asked
-                    assert not self.running.intersection(numbers)
-                    self.handed += numbers
-                    self.taken += len(numbers)
-                    self.waits = False
+    def feed(self, event: Wanted | Ended | Updated) -> None:
+        self.state, actions = decide(self.state, event, **self.options)
+        self.dropped |= dict.fromkeys(actions.stop, STALE)
+        self.running -= {*actions.stop}
+        for group in actions.begin:
+            again = isinstance(event, Updated) and event.again and group.ordinal in self.running
+            assert again or group.ordinal == len(self.began), "groups begin in order"
+            self.began[group.ordinal] = self.state.synced
+            self.running.add(group.ordinal)
+        if actions.give:
+            assert self.waits and len(actions.give) == self.asked
+            assert not self.running.intersection(actions.give)
+            self.given += actions.give
+            self.taken += len(actions.give)
+            self.waits = False
 
-    @property
-    def over(self) -> bool:
-        return self.state.last is not None and self.state.step >= self.state.last
-
-    @precondition(lambda self: not self.waits and not self.over)
+    @precondition(lambda self: not self.waits and self.state.step != self.last)
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
-        batch = self.state.batch
-        lowest = batch if self.whole and not self.taken else 1
-        self.asked = data.draw(st.integers(lowest, batch if self.taken else 2 * batch), "count")
+        lowest = self.batch if self.whole and not self.taken else 1
+        largest = self.batch if self.taken else 2 * self.batch
+        self.asked = data.draw(st.integers(lowest, largest), "count")
         self.waits = True
         self.feed(Wanted(self.asked))
 
@@ -79,27 +71,28 @@ class Loop(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.running)), "group")
         self.running.discard(number)
-        self.feed(Finished(number))
+        self.feed(Ended((number,)))
 
-    @precondition(lambda self: self.handed and not self.waits)
+    @precondition(lambda self: self.given and not self.waits)
     @rule(data=st.data())
     def reject(self, data: st.DataObject) -> None:
         """Drop some of the groups, as dynamic sampling does, and draw as many again."""
-        numbers = data.draw(st.lists(st.sampled_from(self.handed), min_size=1, unique=True))
-        self.handed = [number for number in self.handed if number not in numbers]
+        numbers = data.draw(st.lists(st.sampled_from(self.given), min_size=1, unique=True))
+        self.given = [number for number in self.given if number not in numbers]
         self.dropped |= dict.fromkeys(numbers, "uninformative")
-        self.feed(Dropped(tuple(numbers)))
+        self.state = self.state.drop(numbers, "uninformative")
 
     @precondition(lambda self: self.taken and not self.waits)
     @rule(updates=st.booleans(), again=st.booleans())
     def train(self, updates: bool, again: bool) -> None:
         step = self.state.step
-        for number in self.handed:
+        for number in self.given:
             assert number not in self.trained
-            assert step - self.began[number] <= self.state.staleness, "a token is too old"
+            assert step - self.began[number] <= self.staleness, "a token is too old"
             self.trained[number] = step
-        self.handed, self.taken = [], 0
-        self.feed(Trained())
+        self.state, line = self.state.advance()
+        assert line["trained"] == self.given
+        self.given, self.taken = [], 0
         if updates:
             self.feed(Updated(again))
 
@@ -109,99 +102,149 @@ class Loop(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        groups = [group.number for group in self.state.open]
+        groups = [group.ordinal for group in self.state.open_groups]
         assert sorted([*groups, *self.trained, *self.dropped]) == list(range(len(self.began)))
 
     @invariant()
     def in_order(self) -> None:
         """None is overtaken: what is trained on, or dropped as not informative, came first."""
-        waiting = [group.number for group in self.state.open if not group.handed]
+        ahead = [group.ordinal for group in self.state.ahead("train")]
         passed = [*self.trained, *(n for n, why in self.dropped.items() if why != STALE)]
-        assert not waiting or max([-1, *passed, *self.handed]) < min(waiting)
+        assert not ahead or max([-1, *passed, *self.given]) < min(ahead)
 
     @invariant()
     def bounded(self) -> None:
-        one = self.state
-        waiting = sum(not group.handed for group in one.open)
-        assert waiting <= max(one.batch, one.wanted) + one.staleness * one.batch
+        asked = self.state.asked.get("train", 0)
+        most = max(self.batch if self.staleness else 0, asked) + self.staleness * self.batch
+        assert len(self.state.ahead("train")) <= most
         if self.whole:
             assert STALE not in self.dropped.values(), "whole steps make nothing stale"
 
     @invariant()
     def no_deadlock(self) -> None:
         """Where the trainer waits and engines have its weights, a group that it waits for runs."""
-        if self.waits and self.state.version == self.state.step:
-            first = [group for group in self.state.open if not group.handed][: self.asked]
-            assert len(first) == self.asked and any(not group.done for group in first)
+        if self.waits and self.state.synced == self.state.step:
+            first = self.state.ahead("train")[: self.asked]
+            assert len(first) == self.asked and any(group.state == "running" for group in first)
 
 
 Loop.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 TestLoop = Loop.TestCase
 
 
-@given(batch=st.integers(1, 6), steps=st.integers(1, 6))
-def test_staleness_of_0_is_the_synchronous_loop(batch: int, steps: int) -> None:
-    """A step's groups begin with its weights, and nothing else does."""
-    state, begun = Admission(staleness=0, batch=batch, last=steps), list[int]()
-    for step in range(steps):
-        before = len(begun)
-        state, first = decide(state, Updated())
-        state, then = decide(state, Wanted(batch))
-        begun += [each.number for each in (*first, *then) if isinstance(each, Begin)]
-        assert begun[before:] == list(range(step * batch, (step + 1) * batch))
-        handed: tuple[int, ...] = ()
-        for number in reversed(begun[before:]):
-            state, actions = decide(state, Finished(number))
-            handed += tuple(n for each in actions if isinstance(each, Hand) for n in each.numbers)
-        assert handed == tuple(begun[before:])
-        state, actions = decide(state, Trained())
-        assert actions == ()
-
-
-@given(
-    st.integers(0, 4),
-    st.lists(st.integers(1, 1000), min_size=12, max_size=40),
-    st.integers(1, 4),
-)
-def test_slow_groups_are_trained_on_with_their_own_step(
-    staleness: int, lengths: list[int], batch: int
-) -> None:
-    """Whatever takes how long, step s trains on groups s·batch … (s + 1)·batch − 1: prompts and
-    lengths are those of the synchronous run, step by step.
-    """
-    steps = len(lengths) // batch
-    state, ends, now = Admission(staleness=staleness, batch=batch, last=steps), {}, 0
-    trained = list[tuple[int, ...]]()
-    for _ in range(steps):
-        state, first = decide(state, Updated())
-        state, then = decide(state, Wanted(batch))
-        actions = [*first, *then]
-        while True:
-            for action in actions:
-                if isinstance(action, Begin):
-                    ends[action.number] = now + lengths[action.number]
-            handed = [action for action in actions if isinstance(action, Hand)]
-            if handed:
-                trained.append(handed[0].numbers)
-                break
-            number = min(ends, key=lambda each: (ends[each], each))
-            now = max(now, ends.pop(number))
-            state, more = decide(state, Finished(number))
-            actions = list(more)
-        state, _ = decide(state, Trained())
-    every = [tuple(range(step * batch, (step + 1) * batch)) for step in range(steps)]
-    assert trained == every
-    assert Counter(n for each in trained for n in each).most_common(1)[0][1] == 1
+@given(batch=st.integers(1, 6), counts=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_staleness_of_0_is_the_synchronous_loop(batch: int, counts: list[int]) -> None:
+    """A step's groups begin when it asks for them, with its weights, and nothing else does."""
+    state, options, begun = LoopState(0), stream(batch=batch, staleness=0), 0
+    for count in counts:
+        state, actions = decide(state, Updated(), **options)
+        assert actions == Actions()
+        state, actions = decide(state, Wanted(count), **options)
+        numbers = [group.ordinal for group in actions.begin]
+        assert numbers == list(range(begun, begun + count))
+        for number in reversed(numbers):
+            assert not actions.give
+            state, actions = decide(state, Ended((number,)), **options)
+        assert list(actions.give) == numbers
+        state, line = state.advance()
+        assert line == {"trained": numbers, "dropped": {}, "open": []}
+        begun += count
 
 
 def test_a_small_step_makes_groups_stale_and_draws_others() -> None:
     """A step that takes less than `batch` lets groups grow old: they are dropped by name."""
-    state, _ = decide(Admission(staleness=1, batch=2), Wanted(1))
+    options = stream(batch=2, staleness=1)
+    state, _ = decide(LoopState(0), Updated(), **options)
+    state, _ = decide(state, Wanted(1), **options)
     for number in range(4):
-        state, actions = decide(state, Finished(number))
-        assert actions == ((Hand((0,)),) if number == 0 else ())
-    state, actions = decide(decide(state, Trained())[0], Updated())
-    state, actions = decide(state, Wanted(1))
-    assert Hand((1,)) in actions
-    state, actions = decide(state, Trained())
-    assert actions[:2] == (Drop(2, STALE), Drop(3, STALE))
+        state, actions = decide(state, Ended((number,)), **options)
+        assert actions.give == ((0,) if number == 0 else ())
+    state, _ = decide(state.advance()[0], Updated(), **options)
+    state, actions = decide(state, Wanted(1), **options)
+    assert actions.give == (1,)
+    state, actions = decide(state.advance()[0], Updated(), **options)
+    assert actions.stop == (2, 3) == state.dropped[STALE]
+    assert [group.ordinal for group in state.ahead("train")] == [*range(4, 8)]
+
+
+takes = st.tuples(
+    st.sampled_from(sorted(ORDERS)), st.integers(1, 5), st.integers(0, 2), st.booleans()
+)
+"""An order, how many prompts of it, how many steps ahead, and whether they are sampled at once."""
+
+
+@given(st.integers(0, 2**62), st.lists(st.lists(takes, max_size=3), min_size=1, max_size=5))
+def test_no_group_is_lost_or_given_twice(seed: int, loop: list):
+    """Each ordinal is given once in a process; a resumed one gives again those that are open, and
+    the rows that they had.
+    """
+    state, given = LoopState(seed), []
+    for number, taken in enumerate(loop, start=1):
+        for name, count, ahead, at_once in taken:
+            state, groups = state.take_groups(name, ORDERS[name], count, step=number + ahead)
+            assert all(group.row < ORDERS[name].num_rows for group in groups)
+            ordinals = [group.ordinal for group in groups]
+            given += ordinals
+            if at_once:
+                state, sampled = state.sample(ordinals, count)
+                assert sampled == ordinals
+        state, _ = state.advance()
+        assert state.step == number and all(group.step > number for group in state.open_groups)
+    assert sorted(given) == list(range(state.groups)) == list(range(sum(state.cursors.values())))
+
+    resumed, again = LoopState.resumed(json.loads(json.dumps(state.saved()))), []
+    waiting = [replace(group, step=None, state="waiting") for group in state.open_groups]
+    assert resumed == replace(state, open_groups=tuple(waiting))
+    for group in waiting:
+        resumed = resumed.advance()[0]  # a step that does not take them keeps them
+        resumed, taken = resumed.take_groups(group.stream, ORDERS[group.stream], 1)
+        again += taken
+        resumed = resumed.put([replace(each, step=99) for each in taken])
+    again = [replace(group, state="waiting") for group in again]
+    assert sorted(again, key=lambda group: group.ordinal) == waiting
+    assert (resumed.groups, resumed.cursors) == (state.groups, state.cursors)
+
+
+def test_a_checkpoint_of_groups_ahead() -> None:
+    """They are drawn again, and come before others."""
+    options = stream(batch=2, staleness=1)
+    state, _ = decide(LoopState(0), Updated(), **options)
+    state, _ = decide(state, Ended((1,)), **options)
+    saved = state.advance()[0].saved()
+    rows = ORDERS["train"].take(0, 4)
+    assert list(saved) == ["seed", "step", "cursors", "groups", "open_groups", "dropped", "data"]
+    assert saved["open_groups"] == [
+        {"ordinal": number, "stream": "train", "row": row, "step": None, "sampled": True}
+        for number, row in enumerate(rows)
+    ]
+    state, actions = decide(LoopState.resumed(saved), Updated(), **options)
+    assert [(group.ordinal, group.begun) for group in actions.begin] == [(n, 1) for n in range(4)]
+    assert state.groups == state.cursors["train"] == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "found"),
+    [
+        ([], 2, [2, 3]),
+        ([0, 0, 1], 3, [0, 2, 1]),
+        ([9], 1, [2]),
+    ],
+)
+def test_a_number_is_sampled_once(asked: list[int], count: int, found: list[int]):
+    state, _ = LoopState(0).take_groups("train", ORDERS["train"], 2, step=1)
+    after, numbers = state.sample(asked, count)
+    assert numbers == found and after.groups == max([1, *found]) + 1
+    again, others = after.sample(found, len(found))
+    assert not set(others) & set(found)
+    again = again.advance()[0]
+    assert again.sample([n for n in found if n not in again.missed], 1)[1][0] == again.groups
+
+
+def test_a_group_is_dropped_once():
+    state, _ = LoopState(0).take_groups("train", ORDERS["train"], 4, step=1)
+    state = state.drop([1, 1], "a").drop([0, 2], "b")
+    assert state.dropped == {"a": (1,), "b": (0, 2)}
+    with pytest.raises(ValueError, match=r"groups to drop must be open: .* but it is \[1, 2\]"):
+        state.drop([3, 2, 1], "a")
+    with pytest.raises(ValueError, match=r"groups to drop .* but it is \[3\]"):
+        state.advance()[0].drop([3], "a")

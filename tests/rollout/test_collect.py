@@ -13,14 +13,13 @@ from nemorl.rollout.collect import (
     collect,
     join,
     select,
-    to_token_batch,
     turn_returns,
 )
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Limits, Outcome, Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, uniform
+from nemorl.rollout.random import _GOLDEN, _mix, _shift_right, derive_seed, stream, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER
 from tests.tiny_models import tiny_model
@@ -43,7 +42,7 @@ def rolled(generator) -> Rollouts:
 
 
 def test_a_batch_holds_what_was_sampled(rolled):
-    batch = to_token_batch(rolled)
+    batch = rolled.to_batch()
     assert rolled.group_id.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert batch.logprob_kind == LogprobKind(temperature=0.8) == rolled.kind
     for i, completion in enumerate(rolled.completions):
@@ -62,7 +61,7 @@ def test_a_batch_holds_what_was_sampled(rolled):
 
 def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
     """Of all tokens but the last."""
-    assert to_token_batch(rolled).routed_experts is None
+    assert rolled.to_batch().routed_experts is None
     generator, completions = torch.Generator().manual_seed(0), []
     for i, completion in enumerate(rolled.completions):
         computed = len(PROMPTS.token_ids[i // 3]) + len(completion.token_ids) - 1
@@ -72,7 +71,7 @@ def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
         replace(each, turns=(replace(each.turns[0], completion=completion),))
         for each, completion in zip(rolled.conversations, completions, strict=True)
     ]
-    found = to_token_batch(replace(rolled, conversations=changed)).routed_experts
+    found = replace(rolled, conversations=changed).to_batch().routed_experts
     assert found is not None and found.dtype == torch.int16
     for own, completion in zip(found, completions, strict=True):
         experts = completion.routed_experts
@@ -81,7 +80,7 @@ def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
 
 
 def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
-    found = to_token_batch(rolled)
+    found = rolled.to_batch()
     assert found.policy_versions is not None
     assert torch.equal(found.policy_versions, torch.where(found.loss_mask, 0, -1))
     (turn,) = rolled.conversations[1].turns
@@ -95,7 +94,7 @@ def test_a_batch_holds_the_version_that_sampled_each_token(rolled):
         completion = replace(turn.completion, policy_versions=tuple(versions))
         changed = list(rolled.conversations)
         changed[1] = replace(changed[1], turns=(replace(turn, completion=completion),))
-        found = to_token_batch(replace(rolled, conversations=changed))
+        found = replace(rolled, conversations=changed).to_batch()
         if expected is None:
             assert found.policy_versions is None
         else:
@@ -251,6 +250,10 @@ def test_an_environment_that_changes_a_row_changes_its_own_copy(generator):
     assert [row["answer"] for row in rolled.rows[::3]] == ["1", "2", "4"]
 
 
+def drawn(seed: torch.Tensor, number: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    return uniform(stream(seed, number), counter)
+
+
 @given(
     st.integers(0, 2**62),
     st.integers(0, 2**20),
@@ -258,12 +261,12 @@ def test_an_environment_that_changes_a_row_changes_its_own_copy(generator):
     st.lists(st.integers(0, 2**62), max_size=4),
 )
 def test_uniform_depends_on_its_own_row_alone(
-    seed: int, stream: int, counter: int, others: list[int]
+    seed: int, number: int, counter: int, others: list[int]
 ):
-    alone = uniform(*(torch.tensor([x]) for x in (seed, stream, counter)))
-    among = uniform(
+    alone = drawn(*(torch.tensor([x]) for x in (seed, number, counter)))
+    among = drawn(
         torch.tensor([*others, seed]),
-        torch.tensor([0] * len(others) + [stream]),
+        torch.tensor([0] * len(others) + [number]),
         torch.tensor([1] * len(others) + [counter]),
     )
     assert alone[0] == among[-1]
@@ -275,7 +278,7 @@ def test_uniform_is_uniform_along_each_of_its_arguments(axis):
     """Kolmogorov-Smirnov against the uniform distribution, and no correlated neighbors."""
     arguments = [torch.full((20000,), 7), torch.full((20000,), 3), torch.full((20000,), 5)]
     arguments[axis] = torch.arange(20000)
-    values = uniform(*arguments)
+    values = drawn(*arguments)
     distance = (values.sort().values - torch.linspace(0, 1, 20000, dtype=torch.float64)).abs().max()
     assert distance < 1.63 / 20000**0.5  # the 1 % point
     assert abs(float(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1])) < 0.02

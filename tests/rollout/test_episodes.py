@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -55,7 +55,7 @@ def test_an_episode_gives_what_an_environment_gives(generator):
     assert found.completions == expected.completions
     assert found.rewards.tolist() == expected.rewards.tolist()
     assert found.answers == [c.text for c in found.completions]
-    assert to_token_batch(found).input_ids.tolist() == to_token_batch(expected).input_ids.tolist()
+    assert found.to_batch().input_ids.tolist() == expected.to_batch().input_ids.tolist()
     members = [(each.group, each.member) for each in found.conversations]
     assert members == [(5 + i, j) for i in range(3) for j in range(3)]
     assert generator.calls == 3
@@ -105,7 +105,7 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
         ):
             versions[i] = version
         assert examples[0].policy_versions == versions
-    batch = to_token_batch(collect(generator, three_turns, PROMPTS, SAMPLING, seed=1))
+    batch = collect(generator, three_turns, PROMPTS, SAMPLING, seed=1).to_batch()
     assert batch.segment_ids.amax(-1).tolist() == [2] * 3 + [1] * 6
     for each, row, loss, response in zip(
         found, batch.input_ids, batch.loss_mask, batch.response_mask, strict=True

@@ -102,6 +102,28 @@ def test_passes_have_few_shapes(monkeypatch):
     assert len(set(shapes)) <= len(RESPONSES) + max(RESPONSES) // LEAST_LENGTH + 1
 
 
+def test_requests_with_the_same_prompt_share_its_computation(monkeypatch):
+    backend, rows = made(tiny_model(scale=2.0)), []
+    draw = backend.decoding.draw
+
+    def watched(work):
+        rows.append(work.input_ids.shape)
+        return draw(work)
+
+    monkeypatch.setattr(backend.decoding, "draw", watched)
+    one, two = [5, 6], [7, 8, 9]
+    params = [SamplingParams(seed=i, n=2, max_new_tokens=4, ignore_eos=True) for i in range(5)]
+    prompts = [one, two, one, one, two]
+    together = backend.generate(prompts, params)
+    assert rows == [(2, 8), (10, 1), (10, 1), (10, 1)]
+    alone = [
+        each
+        for prompt, request in zip(prompts, params, strict=True)
+        for each in backend.generate([prompt], request)
+    ]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
 def test_a_cache_that_grows_and_shrinks_keeps_its_contents():
     """Each answer is the one of a cache that is made for it alone."""
     model = tiny_model(scale=2.0, max_position_embeddings=2048)

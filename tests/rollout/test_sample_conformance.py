@@ -18,8 +18,8 @@ from tests.tiny_models import random_prompts
 make, pytest_generate_tests = backends.make, backends.pytest_generate_tests
 PROMPTS = random_prompts(8, seed=3)
 PARAMS = [SamplingParams(seed=i, n=1 + i % 3, max_new_tokens=4 + 5 * i) for i in range(8)]
-LONG = [SamplingParams(seed=i, max_new_tokens=100 if i else 4) for i in range(8)]
-"""All but the first, which ends while the others go on."""
+LONG = [SamplingParams(seed=i, max_new_tokens=200 if i else 4) for i in range(8)]
+"""All but the first, which ends while the others go on for several steps."""
 
 
 def begin(backend, prompts=PROMPTS, params=PARAMS):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemorl.losses import advantages
-from nemorl.rollout.collect import collect, join, to_token_batch, turn_numbers, turn_returns
+from nemorl.rollout.collect import collect, join, turn_numbers, turn_returns
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Limits, Outcome
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -35,7 +35,7 @@ def test_what_a_class_is_told_follows_what_it_heard(generator):
     assert found.num_turns.tolist() == [3] * 9 and Count.opened == Count.closed == 9
     assert found.rewards.tolist() == [6.0] * 9 and found.metrics == {"turn": 3.0}
     assert not found.failed
-    batch = to_token_batch(found)
+    batch = found.to_batch()
     turns = turn_numbers(found, batch)
     assert turns.amax(-1).tolist() == [3] * 9
     assert torch.equal(turns > 0, batch.loss_mask)
@@ -73,7 +73,7 @@ def test_a_limit_on_turns_or_tokens_ends_a_conversation(generator):
         limited = replace(PROMPTS, limits=Limits(max_tokens=13))
         found = collect(generator, environment, limited, SAMPLING, seed=1)
         assert found.truncated.all() and found.num_turns.max() <= 3
-        assert to_token_batch(found).lengths.max() <= 13
+        assert found.to_batch().lengths.max() <= 13
 
 
 def test_an_episode_whose_context_is_full_is_truncated(generator):
@@ -101,7 +101,7 @@ def test_returns_of_turns_and_their_groups(generator):
 
 def test_a_turns_advantage_is_at_its_tokens(generator):
     found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
-    batch = to_token_batch(found)
+    batch = found.to_batch()
     turns = turn_numbers(found, batch)
     values = torch.arange(27.0)
     placed = advantages.to_turns(values, turns, batch.loss_mask)
@@ -245,7 +245,7 @@ def test_batches_of_several_turns_get_the_stop_strings(generator):
     sampling = replace(SAMPLING, stop_strings=tuple("0123456789+="))
     found = collect(generator, Hears(), PROMPTS, sampling, seed=1)
     assert any(text.endswith(sampling.stop_strings) for text in heard)
-    assert len(to_token_batch(found)) == 9, "no turn was tokenized again"
+    assert len(found.to_batch()) == 9, "no turn was tokenized again"
 
 
 class Hushes:
@@ -367,7 +367,7 @@ ENDLESS = [
 ]
 
 
-@pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=[each[1] for each in ENDLESS])
 def test_code_of_the_users_that_never_ends_ends_the_run(generator, endless, environment, message):
     limited = replace(PROMPTS, limits=Limits(timeout_s=0.2))
     with pytest.raises(TimeoutError, match=rf"{message}.*rollout\.timeout_s"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.collect import collect
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams, Weights
@@ -156,7 +156,7 @@ def test_a_batch_to_train_on_comes_of_texts():
     reward = FunctionalRewardWrapper(lambda prompt, response: float(response[0] == "2"))
     rollouts = collect(made(Texts), reward, prompts, PARAMS, seed=0)
     assert rollouts.rewards.tolist() == [1.0] * 6
-    assert to_token_batch(rollouts).generation_logprobs.isfinite().all()
+    assert rollouts.to_batch().generation_logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize(

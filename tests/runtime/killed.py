@@ -107,7 +107,7 @@ class Kill(Callback):
     def __init__(self, how: str, step: int) -> None:
         self.how, self.step = how, step
 
-    def on_step_begin(self, trainer: nemorl.Run, step: int) -> None:
+    def on_step_begin(self, trainer: nemorl.RunView, step: int) -> None:
         if step == self.step and self.how == "amid":
             Step.log = lambda *args, **options: die()  # type: ignore[method-assign]
         elif step == self.step and self.how == "checkpoint":
@@ -120,7 +120,7 @@ class Kill(Callback):
 
             checkpoint.write_tensors = killing  # type: ignore[assignment]
 
-    def on_step_end(self, trainer: nemorl.Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: nemorl.RunView, step: int, metrics: dict[str, float]) -> None:
         if step == self.step and self.how == "between":
             die()
 
@@ -152,11 +152,11 @@ class KillInTurn(Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def on_train_begin(self, trainer: nemorl.Run) -> None:
+    def on_train_begin(self, trainer: nemorl.RunView) -> None:
         if trainer.state.step:
             Talk.left, Talk.number = random.Random(self.seed).randrange(self.TURNS), self.signal
 
-    def on_checkpoint(self, trainer: nemorl.Run, step: int, path: Path) -> None:
+    def on_checkpoint(self, trainer: nemorl.RunView, step: int, path: Path) -> None:
         if step == 1:
             self.on_train_begin(trainer)
 
@@ -173,7 +173,7 @@ def with_prompts_ahead(run: Any, steps: Any) -> None:
         now, following = following, prompts.next(3, ahead=1)
         responses = step.sample(now, n=4)
         step.log({"other": float(step.sample(mixed.next(2)).rewards.mean())})
-        learn(run, step, responses)
+        learn(step, responses)
 
 
 def with_responses_ahead(run: Any, steps: Any) -> None:
@@ -181,7 +181,7 @@ def with_responses_ahead(run: Any, steps: Any) -> None:
     prompts, following = run.prompts(), None
     for step in steps:
         responses = following or step.sample(prompts.next(3), n=4)
-        learn(run, step, responses)
+        learn(step, responses)
         following = step.sample(prompts.next(3, ahead=1), n=4)
 
 

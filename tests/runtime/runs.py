@@ -3,7 +3,6 @@
 import json
 import random
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 
 import nemorl
-from nemorl.losses import policy
-from nemorl.losses.advantages import advantages, to_tokens
+from nemorl.losses import advantages, policy
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.masks import token_mean_weights
-from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.collect import Rollouts
 from nemorl.rollout.conversation import Conversation, Outcome, Turn
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.store.directory import RunDirectory
@@ -45,7 +43,8 @@ TIMES = (
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
     """What two runs of the same numbers have in common."""
-    return {name: value for name, value in metrics.items() if name not in TIMES}
+    times = {f"{of}{name}" for of in ("", "critic/") for name in TIMES}
+    return {name: value for name, value in metrics.items() if name not in times}
 
 
 def of_phase(result: nemorl.TrainResult, phase: str) -> list[dict[str, Any]]:
@@ -128,13 +127,11 @@ def prove(folder: Path, steps: int, count: int = 6) -> None:
     assert {len(line["trained"]) for line in found} == {count}
 
 
-def learn(run: Any, step: Any, found: Rollouts) -> Any:
+def learn(step: Any, found: Rollouts) -> Any:
     """A step of GRPO in a loop of a test's own."""
-    batch = to_token_batch(found)
-    better = to_tokens(advantages(found.rewards, found.group_id), batch.loss_mask)
-    weights = token_mean_weights(batch.loss_mask)
-    batch = replace(batch, advantages=better, loss_weights=weights)
-    step.log(run.trainer.train_step(batch, LOSS), samples=found)
+    batch = found.to_batch(advantages.grpo, token_mean_weights)
+    step.log({}, samples=found)
+    step.train(batch, LOSS)
     return batch
 
 

@@ -12,15 +12,18 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+import nemorl
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.state import LoopState, Run
+from nemorl.runtime.store.state import POLICY, LoopState
 from nemorl.runtime.watch.callbacks import notify
 from nemorl.runtime.watch.loggers import JsonlLogger, LoggedRun, Recorder
 
@@ -77,14 +80,33 @@ class TinyTrainer:
     def shutdown(self) -> None: ...
 
 
-def save(directory: Path, run: Run, *, keep: int = 2, background: bool = False) -> Path:
+def save(directory: Path, run: "TinyRun", *, keep: int = 2, background: bool = False) -> Path:
     return checkpoint.begin(directory, run, keep=keep, background=background)()
 
 
-def tiny_run(*, step: int = 0, value: float = 0.0) -> Run:
+@dataclass(frozen=True)
+class TinyRun:
+    """What callbacks read of a run of a TinyTrainer."""
+
+    trainer: Any
+    state: LoopState
+    config: Any = field(default_factory=nemorl.BaseConfig)
+    tokenizer: Any = None
+    directory: Any = None
+
+    @property
+    def backends(self) -> dict[str, Any]:
+        return {POLICY: self.trainer}
+
+    @property
+    def updates(self) -> int:
+        return self.trainer.step
+
+
+def tiny_run(*, step: int = 0, value: float = 0.0) -> TinyRun:
     trainer = TinyTrainer()
     trainer.tensors["weight"] += value
-    return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursors={"train": 4 * step}))
+    return TinyRun(trainer, LoopState(seed=0, step=step, cursors={"train": 4 * step}))
 
 
 def recorder(directory: RunDirectory, **factories) -> Recorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -209,7 +209,7 @@ class DTensorBackend(Accumulating):
         forward = partial(_forward, model, config=self.config, world=world)
         layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
-        with self._gathered(model), self._watched():
+        with _passes(self, model):
             if self._mixtures:
                 _balance(self, self._mixtures, batch, parts, forward)
             for part in parts:
@@ -225,12 +225,6 @@ class DTensorBackend(Accumulating):
             return metrics, loss
         of_experts, more = self._mixtures.end_batch()
         return {**metrics, **of_experts}, loss + more
-
-    def _gathered(self, model: nn.Module) -> AbstractContextManager[None]:
-        return gathering(model) if self.world.sharded else nullcontext()
-
-    def _watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._mixtures is None else self._mixtures.watched()
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -316,8 +310,7 @@ class DTensorBackend(Accumulating):
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         rank = self.world.data_rank
-        special = adapters_off(model) if reference else self._watched()
-        with torch.no_grad(), self._gathered(model), special:
+        with torch.no_grad(), _passes(self, model, reference=reference):
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
             found = [forward(*_next(self, x, x.response_mask)) for x in layout.parts(rank)]
         model.train(was_training)
@@ -328,6 +321,18 @@ class DTensorBackend(Accumulating):
                 dist.all_reduce(placed, group=self.world.data_group)
             outputs[name] = layout.restore(placed.to(batch.input_ids.device))
         return ForwardOutput(**outputs)
+
+
+def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = False) -> ExitStack:
+    """Return what has to be around passes through the model."""
+    stack = ExitStack()
+    if backend.world.sharded:
+        stack.enter_context(gathering(model))
+    if reference:
+        stack.enter_context(adapters_off(model))
+    elif backend._mixtures is not None:
+        stack.enter_context(backend._mixtures.watched())
+    return stack
 
 
 def _work(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> Work:

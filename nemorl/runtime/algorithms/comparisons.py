@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,12 +22,21 @@ from nemorl.losses.preference import sequence_logprobs
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
-from nemorl.runtime.algorithms.common import in_chunks
-from nemorl.runtime.config.dpo import DPOConfig, KTOLoss, ORPOLoss, PreferenceLossConfig, SimPOLoss
+from nemorl.runtime.algorithms.sft import in_chunks
+from nemorl.runtime.config.offline import (
+    DPOConfig,
+    KTOLoss,
+    ORPOLoss,
+    PreferenceLossConfig,
+    SimPOLoss,
+)
 from nemorl.runtime.run.data import within_limit
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples, spread
 from nemorl.runtime.watch.log import waiting
+
+if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
+    from nemorl.parallel.backend import FullTrainingBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +127,9 @@ def with_reference_logprobs(
         return replace(data, rows=computed(data.rows), mismatched=computed(data.mismatched))
 
 
-def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenBatch:
+def with_reference(
+    trainer: "FullTrainingBackend", batch: TokenBatch, config: DPOConfig
+) -> TokenBatch:
     """Add the reference's logprobs, if needed."""
     if not config.needs_reference or batch.reference_logprobs is not None:
         return batch
@@ -126,7 +137,7 @@ def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenB
     return replace(batch, reference_logprobs=in_chunks(compute, batch, rows=rows))
 
 
-def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> float:
+def baseline(trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig) -> float:
     """Return KTO's baseline, an estimate of KL(π‖π_ref) in nats per response: the mean of
     log π − log π_ref over mismatched sequences.
     """
@@ -138,7 +149,7 @@ def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> float
 
 
 def samples(
-    run: OpenRun,
+    run: Run,
     examples: Sequence[Example],
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],

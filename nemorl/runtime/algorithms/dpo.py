@@ -3,7 +3,6 @@
 from nemorl.data.comparisons import collate_together
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import in_chunks
 from nemorl.runtime.algorithms.comparisons import (
     Comparisons,
     baseline,
@@ -15,11 +14,13 @@ from nemorl.runtime.algorithms.comparisons import (
     with_reference,
     with_reference_logprobs,
 )
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.algorithms.sft import in_chunks
+from nemorl.runtime.config.offline import DPOConfig
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.samples import Samples
 
 
-def dpo(run: OpenRun) -> None:
+def dpo(run: Run[DPOConfig]) -> None:
     """Train on the preferences of `run.rows`."""
     config = run.config
     train, kept, run.lengths["train"] = comparisons(config, run.rows, run.tokenizer)
@@ -48,11 +49,10 @@ def dpo(run: OpenRun) -> None:
             if train.mismatched:
                 kl = baseline(run.trainer, [train.mismatched[i] for i in rows], config)
                 step.log({"kl_baseline": kl})
-        with step.timed("train"):
-            step.log(run.trainer.train_step(batch, make_loss(config, batch, kl)))
+        step.train(batch, make_loss(config, batch, kl))
 
 
-def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Samples]:
+def validated(run: Run[DPOConfig], data: Comparisons) -> tuple[dict[str, float], Samples]:
     """Return metrics over all of the data, and some pairs."""
     config = run.config
     batch = with_loss_weights(

@@ -1,24 +1,28 @@
 """Supervised fine-tuning: raise the probability of the demonstrations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import to_examples
+from nemorl.data.packing import merge, split, split_microbatches
 from nemorl.data.rows import origin_of
+from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, TrainingBackend
-from nemorl.runtime.algorithms.common import in_chunks
-from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.run.data import within_limit
-from nemorl.runtime.run.loop import OpenRun, Validate
+from nemorl.runtime.run.loop import Run, Validate
 from nemorl.runtime.run.samples import Samples
 
 
-def sft(run: OpenRun) -> None:
+def sft(run: Run[SFTConfig]) -> None:
     """Train on the demonstrations of `run.rows`."""
     config = run.config
     examples, rows = demonstrations(run, "train", run.rows)
@@ -26,11 +30,11 @@ def sft(run: OpenRun) -> None:
     order = run.order(rows)
     for step in run.steps(config.planned_steps(order.num_rows), validate=validate):
         batch = collate([examples[i] for i in order.next(config.train_global_batch_size)])
-        step.log(run.trainer.train_step(with_loss_weights(batch, config), loss_fn))
+        step.train(with_loss_weights(batch, config), loss_fn)
 
 
 def demonstrations(
-    run: OpenRun, name: str, rows: Sequence[Any]
+    run: Run[SFTConfig], name: str, rows: Sequence[Any]
 ) -> tuple[Sequence[Example], Sequence[Any]]:
     """Return demonstrations as tokens, and their rows."""
     items = to_examples(rows, run.tokenizer)
@@ -38,7 +42,7 @@ def demonstrations(
     return found, kept
 
 
-def validation(run: OpenRun) -> Validate | None:
+def validation(run: Run[SFTConfig]) -> Validate | None:
     """Return the validation that the rows allow."""
     rows = run.validation_rows
     shown = [
@@ -80,3 +84,11 @@ def validation_loss(trainer: TrainingBackend, examples: Sequence[Example], *, ro
     batch = collate(examples)
     logprobs = in_chunks(trainer.get_logprobs, batch, rows=rows)
     return -float(logprobs[batch.loss_mask].double().mean())
+
+
+def in_chunks(
+    compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, *, rows: int
+) -> Float[Tensor, "batch seq"]:
+    """Return logprobs of a batch, computed `rows` rows at a time."""
+    plan = split_microbatches(batch, rows=rows)
+    return merge([compute(part).values for part in split(batch, plan)], plan)

@@ -11,15 +11,14 @@ from nemorl.checks import require, short
 from nemorl.models.hub import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
-from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.presets import preset_overrides
+from nemorl.runtime.config.grpo import GRPOConfig, preset_overrides
 from nemorl.runtime.config.spellings import advice, means_another
 from nemorl.runtime.config.tree import construct, flat, layer, leaves, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.open_run import run
 from nemorl.runtime.run.registry import get_algorithm
-from nemorl.runtime.run.result import TrainResult, html_table
+from nemorl.runtime.run.saving import TrainResult, html_table
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.log import changed_settings
 
@@ -88,12 +87,7 @@ def pop_reward(overrides: dict[str, Any], reward_fn: Reward | None) -> Reward | 
 
 
 def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) -> Any:
-    """Return the config of an algorithm with overrides as `train` takes them.
-
-    >>> config = make_config("grpo", preset="dapo", lr=1e-6, generation={"max_new_tokens": 64})
-    >>> config.optimizer.lr, config.generation.max_new_tokens, config.loss.clip_high
-    (1e-06, 64, 0.28)
-    """
+    """Return the config of an algorithm with overrides as `train` takes them."""
     cls = get_algorithm(algorithm).config
     require(
         preset is None or algorithm == "grpo",

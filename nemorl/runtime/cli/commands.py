@@ -4,11 +4,15 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from nemorl.checks import require
 from nemorl.data.datasets import load_rows, stream_rows, to_examples, to_prompts, warn_of_strings
@@ -16,7 +20,7 @@ from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row, first_of
-from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics, print_lengths
+from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
@@ -30,13 +34,10 @@ from nemorl.runtime.cli.settings import (
     ReportConfig,
     VerifyConfig,
 )
+from nemorl.runtime.watch.display import print_lengths
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from nemorl.runtime.watch.report import Gathered
-
 
 PLACES = ("data", "category")
 
@@ -64,21 +65,15 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int = 8) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    console, answers, columns = Console(), result["answers"], ("prompt", "response", "answer")
+    answers, columns = result["answers"], ("prompt", "response", "answer")
     title = f"the first {min(shown, len(answers))} of {len(answers)} answers"
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    table.add_column("reward", justify="right")
+    table = _table(*columns, right=("reward",), title=title)
     for row in answers[:shown]:
         color = "green" if row["reward"] > 0 else "red"
         cells = (Text(_short(row[name])) for name in columns)
         table.add_row(*cells, Text(f"{row['reward']:g}", style=color))
-    console.print(table)
+    Console().print(table)
     temperature = config.generation.temperature
     sampling = f"temperature {temperature:g}, {config.n} per prompt" if temperature else "greedy"
     names = config.data.validation
@@ -97,21 +92,15 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
     others = {name: value for name, value in result.items() if name.startswith("reward/")}
     others |= {**result["metrics"], "response_length": result["response_length"]}
     parts = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in others.items())
-    console.print(*parts, sep=", ")
+    Console().print(*parts, sep=", ")
 
 
 def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     places = [name for name in PLACES if any(line[name] for line in lines)]
     every = dict.fromkeys(name for line in lines for name in line)
     names = [name for name in every if name not in PLACES and not name.endswith("_ci")]
-    table = Table(box=None, pad_edge=False)
-    for name in (*places, *names):
-        justify: Any = "left" if name in places else "right"
-        table.add_column(name.removeprefix("num_").replace("_", " "), justify=justify)
+    table = _table(*places, right=names, box=None)
     for line in lines:
         cells = [Text(line[name] or "all") for name in places]
         table.add_row(*cells, *(_cell(line, name) for name in names))
@@ -133,6 +122,17 @@ def _cell(line: dict[str, Any], name: str) -> str:
     return shown + ("" if spread is None else f" ± {scale * spread:.{digits}f}") + unit
 
 
+def _table(
+    *columns: str, right: Sequence[str] = (), title: str | None = None, **options: Any
+) -> Table:
+    table = Table(title=title, title_justify="left", pad_edge="box" not in options, **options)
+    for name in columns:
+        table.add_column(name.replace("_", " "), overflow="fold")
+    for name in right:
+        table.add_column(name.removeprefix("num_").replace("_", " "), justify="right")
+    return table
+
+
 def compare(config: CompareConfig) -> None:
     """Print how two evaluations differ."""
     from nemorl.data.sources import read_rows
@@ -146,10 +146,14 @@ def compare(config: CompareConfig) -> None:
         require({*wanted} <= row.keys(), row.origin, has, sorted(row), remedy)
     found = comparison(*both, seed=config.seed)
     if config.json:
-        for line in found:
-            print(json.dumps(line, ensure_ascii=False))
+        _print_json(found)
         return
     _print_lines(found, f"{config.first} and {config.second}, paired by prompt, ± 95 % confidence")
+
+
+def _print_json(lines: Iterable[Any]) -> None:
+    for line in lines:
+        print(json.dumps(line, ensure_ascii=False))
 
 
 def _short(value: Any, limit: int = 200) -> str:
@@ -164,18 +168,9 @@ def generate(config: GenerateConfig) -> None:
 
     completions = inference.generate_config(config)
     if config.json:
-        for completion in completions:
-            print(json.dumps(completion, ensure_ascii=False))
+        _print_json(completions)
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for name in ("prompt", "response"):
-        table.add_column(name, overflow="fold")
-    for name in ("logprob", "tokens"):
-        table.add_column(name, justify="right")
+    table = _table("prompt", "response", right=("logprob", "tokens"))
     table.add_column("finish")
     previous = None
     for row in completions:
@@ -216,17 +211,11 @@ def report(config: ReportConfig) -> None:
 
 
 def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from nemorl.runtime.watch.metrics import headline, number
     from nemorl.runtime.watch.report import course_of, ends
 
     names = headline(*(line for run in runs for line in run.metrics))[:shown]
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "step", *names):
-        table.add_column(name.replace("_", " "))
+    table = _table("run", "status", "step", *names, box=None)
     for run in runs:
         found = [ends(course_of(run, name)) for name in names]
         values = [
@@ -239,25 +228,18 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
 
 def verify(config: VerifyConfig) -> None:
     """Print a run's receipts as recorded. Raises: SystemExit (1) where one does not hold."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from nemorl.runtime.store.verify import verify_run
 
     receipts = verify_run(config.run)
     if config.json:
-        for receipt in receipts:
-            print(json.dumps(vars(receipt), ensure_ascii=False))
+        _print_json(map(vars, receipts))
     else:
         verdicts = {
             True: Text("holds", style="green"),
             False: Text("does not hold", style="bold red"),
             None: Text("–", style="dim"),
         }
-        table = Table(box=None, pad_edge=False)
-        for name in ("receipt", "", "found"):
-            table.add_column(name, overflow="fold")
+        table = _table("receipt", "", "found", box=None)
         for each in receipts:
             table.add_row(each.name, verdicts[each.holds], Text(each.found))
         Console(highlight=False).print(table)
@@ -310,14 +292,10 @@ def plan(config: PlanConfig) -> None:
 
 def check_model(config: CheckConfig) -> None:
     """Print what a model can do here, found on a tiny model of its configuration."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from nemorl.models.capabilities import CAPABILITIES
     from nemorl.models.hub import check_supported, loading, model_folder, read_config
     from nemorl.parallel.proving import LIMIT, proved_now
-    from nemorl.runtime.engines.proving import prove_engine
+    from nemorl.runtime.engines.backend import prove_engine
 
     with loading(config.model, field="model"):
         path = Path(config.model)
@@ -332,9 +310,7 @@ def check_model(config: CheckConfig) -> None:
         with console.status(f"sampling from a tiny {of_model.model_type} with vLLM …"):
             rows.append(("vLLM's log-probabilities, also after an update", prove_engine(of_model)))
     title = f"{of_model.model_type}: largest difference from transformers (at most {LIMIT:g})"
-    table = Table(title=title, title_justify="left")
-    for name in ("capability", "", "difference or reason"):
-        table.add_column(name)
+    table = _table("capability", "", "difference or reason", title=title)
     for name, proof in rows:
         mark = "[green]yes[/]" if proof.holds else "[red]no[/]"
         table.add_row(name, mark, Text(str(proof)))
@@ -392,13 +368,11 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     read: Any = stream_rows if data.streaming else load_rows
     rows = first_of(read(source, split=data.split, **data.reading()))
     if tokenizer is None:
-        require(
+        named, remedy = (
             bool(model.path or model.tokenizer),
-            "model.path",
-            "must be given",
-            model.path,
             "add --model.path, or --model.tokenizer",
         )
+        require(named, "model.path", "must be given", model.path, remedy)
         name = model.tokenizer or model_folder(model.path)
         tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)
@@ -418,11 +392,7 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
 
 
 def kind_of(row: Mapping[str, Any]) -> Kind:
-    """Return what a row looks like it is for.
-
-    >>> kind_of({"prompt": "1+1=", "answer": "2"}), kind_of({"prompt": "1+1=", "response": "2"})
-    ('prompt', 'sft')
-    """
+    """Return what a row looks like it is for."""
     if row.get("chosen") is not None or row.get("completions") is not None:
         return "pairs"
     if row.get("response") is not None:
@@ -432,17 +402,13 @@ def kind_of(row: Mapping[str, Any]) -> Kind:
 
 
 def print_inspection(
-    config: InspectConfig, found: Inspection, console: "Console | None" = None
+    config: InspectConfig, found: Inspection, console: Console | None = None
 ) -> None:
     """Print the first rows, trained tokens in color or brackets, and the lengths of all."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = console or Console(highlight=False)
     styled = console.is_terminal and console.color_system is not None
-    legend = Text("trained on: ⟦like this⟧")
-    if styled:
-        legend = Text("trained on: ") + Text("like this", style="bold green")
+    like = Text("like this", style="bold green") if styled else Text("⟦like this⟧")
+    legend = Text("trained on: ") + like
     if found.kind == "prompt":
         legend = Text("prompts are not trained on")
     console.print(Text(f"{len(found.items)} {TITLES[found.kind]}; ") + legend)
@@ -453,8 +419,7 @@ def print_inspection(
                 count += f", {sum(example.loss_mask)} trained on"
             heading = Text(f"\n{row.origin}{name}: {count}", style="bold cyan")
             console.print(heading, soft_wrap=True)
-            text = shown(example, found.tokenizer, styled=styled)
-            console.print(text, soft_wrap=True)
+            console.print(shown(example, found.tokenizer, styled=styled), soft_wrap=True)
     console.print()
     print_lengths(console, {TITLES[found.kind]: found.statistics})
     _print_histogram(console, found.statistics)
@@ -466,9 +431,8 @@ def print_inspection(
         )
 
 
-def shown(example: Example, tokenizer: Any, *, styled: bool) -> "Text":
+def shown(example: Example, tokenizer: Any, *, styled: bool) -> Text:
     """Return an example as text, what is trained on green if `styled`, else in brackets."""
-    from rich.text import Text
 
     text, begin = Text(), 0
     for trained, places in groupby(range(example.num_tokens), key=lambda i: example.loss_mask[i]):
@@ -505,7 +469,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
     return through[len(before) :] if through.startswith(before) else decode(begin, end)
 
 
-def _print_histogram(console: "Console", statistics: LengthStatistics) -> None:
+def _print_histogram(console: Console, statistics: LengthStatistics) -> None:
     most = max((count for _, count in statistics.histogram), default=0)
     below = 0
     for edge, count in statistics.histogram:

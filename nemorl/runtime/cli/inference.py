@@ -40,7 +40,7 @@ from nemorl.runtime.config.yaml_io import Trust
 from nemorl.runtime.run.data import Reward, Rows, print_known, read_rows, reward_for
 from nemorl.runtime.run.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.run.launch import model_config_of, workers_of
-from nemorl.runtime.run.live import proofs_of
+from nemorl.runtime.run.parts import proofs_of
 from nemorl.runtime.run.registry import check_generation, get_generation_backend
 from nemorl.runtime.run.samples import said
 from nemorl.runtime.store import checkpoint
@@ -277,26 +277,19 @@ def export_config(config: ExportConfig) -> Path:
         case step:
             found = directory.checkpoints / f"step_{step}"
     if found is None or not found.exists():
-        steps = ", ".join(sorted(path.name for path in directory.checkpoints.glob("step_*")))
+        steps = ", ".join(path.name for path in checkpoint.present(directory.path).values())
         unranked = " and no run.metric that ranks them" if config.step == "best" else ""
         raise ValueError(
             f"step must be the step of a checkpoint in {directory.checkpoints}, but there is none"
             f" for {config.step}: there are {steps}{unranked}"
         )
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    output = Path(config.output)
+    output, name, names = Path(config.output), config.backend, checkpoint.backends_of(found)
     tokenizer = load_tokenizer(str(directory.path / "tokenizer"), **trust)
-    names = checkpoint.backends_of(found)
-    require(
-        config.backend in names,
-        "backend",
-        f"must be one of the models in the checkpoint ({', '.join(names)})",
-        config.backend,
-        "omit it for the policy",
-    )
-    saved = found / config.backend
-    options: dict[str, Any] = {"lora": config.lora, "base": config.base_model}
-    write_checkpoint(output, saved, tokenizer, **options, **trust)
+    must = f"must be one of the models in the checkpoint ({', '.join(names)})"
+    require(name in names, "backend", must, name, "omit it for the policy")
+    options: dict[str, Any] = {"lora": config.lora, "base": config.base_model, **trust}
+    write_checkpoint(output, found / name, tokenizer, **options)
     return output.resolve()
 
 
@@ -329,9 +322,10 @@ def _loaded(
     folder = model_folder(model.path)
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     machine, device = this_machine(), config.trainer.device
-    check_generation(config.generation, model_config_of(folder, **trust), machine)
+    of_model, traits = model_config_of(folder, **trust), config.generation.traits
+    check_generation(config.generation, of_model, machine)
     check_device(device, ranked=False, has_gpus=machine.gpus > 0)
-    address = os.environ.get("RAY_ADDRESS") if config.generation.traits.engines else None
+    address = os.environ.get("RAY_ADDRESS") if traits.engines else None
     accelerated = computes_on_accelerator(device, gpus=machine.gpus, address=address)
     tokenizer = with_chat_template(
         load_tokenizer(model.tokenizer or folder, **trust),
@@ -342,8 +336,6 @@ def _loaded(
     require_tools(tokenizer, tools)
     token_ids = to_prompts(rows, tokenizer, tools=tools)
     backend: Any = get_generation_backend(config.generation.backend)
-    of_model = model_config_of(folder, **trust)
-    traits = config.generation.traits
     if traits.embedded and traits.shares_model and of_model is not None:
         proofs_of(of_model, quiet=False)  # the engine looks whether it may keep the past
     generator = backend(
@@ -363,7 +355,7 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
-    """Yield slices of nearly equal size: in a small one a few that fail are most."""
+    """Yield slices of nearly equal size: in a small last one a few that fail would be most."""
     from rich import get_console
     from rich.progress import track
 

@@ -31,8 +31,8 @@ from nemorl.runtime.cli.settings import (
     used_by_plan,
 )
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
-from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, preset_overrides
+from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
     construct,
@@ -48,10 +48,9 @@ from nemorl.runtime.config.tree import (
 )
 from nemorl.runtime.config.yaml_io import CODE, Trust, read
 from nemorl.runtime.ranks import is_follower, torchrun_size
-from nemorl.runtime.run.receipts import ReceiptError
 from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.files import memory_advice
+from nemorl.runtime.store.files import ReceiptError, memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
 from nemorl.user_code import ExitInUserCode, module_of
 
@@ -207,10 +206,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
-    """Return the settings of a script from its flags (None: the flags of the process).
+    """Return the settings of a script from its flags (None: those of the process), with `--help`,
+    `--config`, `--run.resume` and errors as of `nemorl`'s commands.
 
-    `--help`, `--config`, `--run.resume` and errors are as of `nemorl`'s commands; they end the
-    process where there is nothing to run.
+    Raises: SystemExit where there is nothing to run.
     """
     command, found = Path(sys.argv[0]).name, list[Config]()
     SCRIPTS[command] = config
@@ -239,7 +238,9 @@ def _execute(
         elif command in COMMANDS:
             COMMANDS[command].execute(config)
         else:
-            _train(config)
+            from nemorl.runtime.run import open_run
+
+            open_run.run(config)
         return 0
     except Terminated as stop:
         return _fail(prog, "\n".join(["terminated", *_notes(stop)]), 143)
@@ -253,7 +254,7 @@ def _execute(
     except Exception as error:
         kinds = ValueError | OSError | FloatingPointError | ExitInUserCode | ReceiptError
         expected = isinstance(error, kinds) or memory_advice(error) is not None
-        if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_the_users(error)):
+        if os.environ.get("NEMORL_TRACEBACK") or not (expected or _of_the_users(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
         return _fail(prog, _message(error, parsed=config is not None), code)
@@ -270,26 +271,19 @@ def _unprintable() -> str | None:
     return None
 
 
-def _train(config: BaseConfig) -> None:
-    from nemorl.runtime.run import open_run
-
-    open_run.run(config)
-
-
 def _message(error: Exception, *, parsed: bool) -> str:
     kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
-    if of_the_users(error):
+    if _of_the_users(error):
         kind, others = f"{type(error).__name__}: ", (str(Path(__file__).parents[2]), *PLUMBING)
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith(others)]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
-    unclear = parsed and not of_our_own(error)
+    unclear = parsed and not _of_our_own(error)
     hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if unclear else ""
     return "\n".join([f"{kind}{text}", *_notes(error)]) + hint
 
 
-def of_our_own(error: BaseException) -> bool:
-    """Return whether this package raised it, and so says all that a traceback would."""
+def _of_our_own(error: BaseException) -> bool:
     *_, last = traceback.extract_tb(error.__traceback__)
     ours = last.filename.startswith(str(Path(__file__).parents[2]))
     return ours and not isinstance(error, ExitInUserCode)
@@ -300,8 +294,7 @@ def _notes(error: BaseException) -> list[str]:
     return [note for note in notes if not note.startswith("in worker ")]
 
 
-def of_the_users(error: BaseException) -> bool:
-    """Return whether a user's reward or environment raised it."""
+def _of_the_users(error: BaseException) -> bool:
     begins = ("This was reward ", "This was environment ", "This ended ")
     return any(note.startswith(begins) for note in _notes(error))
 
@@ -309,7 +302,6 @@ def of_the_users(error: BaseException) -> bool:
 def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any:
     """Return the checked config of a command; None where --print-config has printed it."""
     from nemorl.runtime.config.flags import help_of, in_full, names_of, parse_flags, peek
-    from nemorl.runtime.config.presets import preset_overrides
 
     cls = _config_of(command)
     raw = args
@@ -397,8 +389,6 @@ def _config_of(command: str) -> type[Any]:
 def _extra(cls: type) -> "list[Extra]":
     from tyro.conf import UseAppendAction
 
-    from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS
-
     text = (
         "A YAML file with settings; flags win over it, and of several files the later one."
         " --print-config writes one."
@@ -421,7 +411,7 @@ def _extra(cls: type) -> "list[Extra]":
     return [*extra, ("trust_code", bool, False, text)]
 
 
-def _require_inputs(command: str, config: Any) -> None:
+def _require_inputs(command: str, config: object) -> None:
     """Refuse what is missing or in the way, without importing torch."""
     from nemorl.models.hub import model_folder
 
@@ -431,16 +421,11 @@ def _require_inputs(command: str, config: Any) -> None:
         remedy = "add --model.path with a folder or a name on the hub"
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
     if isinstance(config, EvalConfig):
-        require(
-            config.data.validation is not None,
-            "data.validation",
-            "must be given",
-            None,
-            "add --data.validation FILE",
-        )
+        rows, remedy = config.data.validation, "add --data.validation FILE"
+        require(rows is not None, "data.validation", "must be given", None, remedy)
     model_folder(getattr(getattr(config, "model", None), "path", ""))
     _require_names_and_rows(config)
-    if command in ALGORITHMS:
+    if command in ALGORITHMS and isinstance(config, BaseConfig):
         require_rows(config.data.train)
         if config.run.dir and not config.run.resume and torchrun_size() is None:
             RunDirectory(Path(config.run.dir)).require_no_results()
@@ -448,7 +433,7 @@ def _require_inputs(command: str, config: Any) -> None:
         RunDirectory.open(config.run).require_checkpoint()
 
 
-def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
+def _require_names_and_rows(config: object, *, elsewhere: bool = False) -> None:
     """Refuse wrong names and first rows; only warn of files `elsewhere`."""
     require_names(config)
     data = getattr(config, "data", DataConfig())
@@ -532,11 +517,9 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
-            other = key.replace("_", ".", 1)
-            instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
                 f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
-                f" add --{section} {owners[0]}{instead}"
+                f" add --{section} {owners[0]}"
             )
 
 

@@ -52,14 +52,8 @@ class RuntimeConfig:
             runtime__start_timeout_s=self.start_timeout_s,
         )
         for name in ("timeout_s", "start_timeout_s"):
-            seconds = getattr(self, name)
-            require(
-                seconds <= WEEK_S,
-                f"runtime.{name}",
-                f"must be at most {WEEK_S}, a week",
-                seconds,
-                "86400 is a day",
-            )
+            seconds, must = getattr(self, name), f"must be at most {WEEK_S}, a week"
+            require(seconds <= WEEK_S, f"runtime.{name}", must, seconds, "86400 is a day")
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -104,12 +98,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The order of checkpoints by a metric.
-
-    >>> found = {1: {"val_loss": 2.0}, 2: {"val_loss": 1.0}, 3: {}, 4: {"val_loss": 1.5}}
-    >>> Ranking(metric="val_loss").best(found, 2)
-    [2, 4]
-    """
+    """The order of checkpoints by a metric."""
 
     metric: str
     higher_is_better: bool | None = None
@@ -133,16 +122,12 @@ class MetricWatch:
         self.field_name, self.metric = field_name, metric
         self.seen = False
 
-    @property
-    def of_validation(self) -> bool:
-        return self.metric.startswith(VALIDATION)
-
     def look(self, metrics: Mapping[str, Any], *, validation: bool) -> float | None:
         """Return the finite value in the metrics of a step or a validation, or None.
 
         Raises ValueError if it is missing the first time.
         """
-        if validation != self.of_validation:
+        if validation != self.metric.startswith(VALIDATION):
             return None
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics and not self.seen:
@@ -206,13 +191,8 @@ class RunConfig:
     """Write the trained model to hf/ when the run ends."""
 
     def __post_init__(self) -> None:
-        require(
-            not self.resume or self.dir is not None,
-            "run.dir",
-            "must be given to resume a run",
-            self.dir,
-            "name the run's folder (--run.dir)",
-        )
+        named, remedy = not self.resume or self.dir is not None, "name the run's folder (--run.dir)"
+        require(named, "run.dir", "must be given to resume a run", self.dir, remedy)
         at_least(
             0,
             run__val_period=self.val_period,
@@ -225,13 +205,9 @@ class RunConfig:
             run__keep_checkpoints=self.keep_checkpoints,
             run__max_val_samples=self.max_val_samples,
         )
-        require(
-            self.metric is not None or self.higher_is_better is None,
-            "run.higher_is_better",
-            "needs run.metric",
-            self.higher_is_better,
-            "name its metric (--run.metric)",
-        )
+        higher = self.higher_is_better
+        fits, remedy = self.metric is not None or higher is None, "name its metric (--run.metric)"
+        require(fits, "run.higher_is_better", "needs run.metric", higher, remedy)
         require(
             self.metric is None or not self.async_save,
             "run.async_save",
@@ -323,12 +299,12 @@ class DataConfig:
 
     def reading(self) -> dict[str, Any]:
         """Return the arguments of `load_rows` about what a row is."""
-        names = (
+        names = [
             *(f"{name}_column" for name in COLUMNS),
             "prompt_template",
             "system_prompt",
             "chat",
-        )
+        ]
         return {name: getattr(self, name) for name in names}
 
 
@@ -381,15 +357,13 @@ class BaseConfig:
             most,
             "set lora.rank, and this to the same, or remove it",
         )
-        offloads, field = (
-            self.trainer.offload_during_generation,
-            "trainer.offload_during_generation",
-        )
+        offloads = self.trainer.offload_during_generation
         for free, requirement in (
             (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
             (not self.generation.colocated, "needs generation.colocated: others have own GPUs"),
         ):
-            require(not (offloads and free), field, requirement, offloads, "remove it")
+            name = "trainer.offload_during_generation"
+            require(not (offloads and free), name, requirement, offloads, "remove it")
         require(
             self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
             "optimizer.min_lr_ratio",
@@ -431,16 +405,6 @@ class BaseConfig:
                 f"optimizer.lr is {lr:g}, too little to change a float32 weight: nothing will be"
                 " learned; 1e-6 to 1e-4 is usual"
             )
-
-    def refuse_replay(self) -> None:
-        """Refuse trainer.router_replay where what is trained on was not sampled."""
-        require(
-            not self.trainer.router_replay,
-            "trainer.router_replay",
-            "is for runs that train on what an engine samples (grpo)",
-            True,
-            "remove it",
-        )
 
     @property
     def longest_row(self) -> int:

@@ -35,11 +35,7 @@ def libraries() -> dict[str, dict[str, str]]:
 
 
 def algorithm_hint(word: str, known: Collection[str]) -> str:
-    """Return what to write for an algorithm that is not known here, or what was misspelled.
-
-    >>> algorithm_hint("rloo", ["grpo"]), algorithm_hint("grop", ["grpo"])
-    ('; write nemorl grpo --preset rloo.', '; did you mean grpo?')
-    """
+    """Return what to write for an algorithm that is not known here, or what was misspelled."""
     ours = table()["algorithms"].get(word.replace("-", "_"))
     return f"; write {ours}." if ours else closest(word, known)
 
@@ -47,9 +43,6 @@ def algorithm_hint(word: str, known: Collection[str]) -> str:
 def settings_in(text: str) -> list[str]:
     """Return what may be keys in a text of the table: the first word, words with a dot or _, and
     those after a colon or comma.
-
-    >>> settings_in("kl.coef (DPO: loss.beta)"), settings_in("none: write a reward")
-    (['kl.coef', 'loss.beta'], [])
     """
     if text.startswith("none: "):
         return []
@@ -65,18 +58,9 @@ def advice(
     write: Callable[[str], str] = str,
 ) -> str:
     """Return the end of an error about a name that no setting has: what it stands for in another
-    library, else the setting that was misspelled, else what its section stands for, else nothing.
-    A misspelling is more likely than what another library has and this command has not.
+    library, else what was misspelled of `near`, else what its section stands for, else nothing.
 
-    Args:
-        known: our keys that can be written; `write` returns how.
-        command: what has them.
-        near: names of settings that may have been misspelled.
-
-    >>> advice("epsilon_high", ["loss.clip_high"], command="grpo", near=["optimizer.eps"])
-    ": TRL's epsilon_high is loss.clip_high; write loss.clip_high (docs/configuration.md#loss)"
-    >>> advice("kl.coeff", ["kl.coef"], command="grpo", near=["kl.coef"])
-    '; did you mean kl.coef?'
+    known: our keys that can be written; `write` returns how.
     """
     entry, hint = _entry(name, known), closest(name, near)
     ours = entry and (not settings_in(entry[2]) or _key(entry[2], known))
@@ -96,21 +80,13 @@ def advice(
 
 
 def means_another(name: str, key: str) -> bool:
-    """Return whether people who write a setting's last name alone want another setting.
-
-    >>> means_another("steps", "profile.steps"), means_another("beta", "loss.beta")
-    (True, False)
-    """
+    """Return whether people who write a setting's last name alone want another setting."""
     found = [names[name] for names in libraries().values() if name in names]
     return bool(found) and not any(_key(ours, [key]) for ours in found)
 
 
 def in_a_table(name: str) -> bool:
-    """Return whether a library has a setting of this whole name.
-
-    >>> in_a_table("grpo.max_num_steps"), in_a_table("parallel.tp")
-    (True, False)
-    """
+    """Return whether a library has a setting of this whole name."""
     return any(name in names for names in libraries().values())
 
 
@@ -119,9 +95,6 @@ def meaning_of(
 ) -> str:
     """Return a sentence about what a name is here, what to write and the page; nothing where no
     library has it. The last part of a name is enough, unless it is a common word.
-
-    >>> meaning_of("tools", [], "grpo")[-22:]
-    '(docs/environments.md)'
     """
     entry = _entry(name, known)
     if not entry:
@@ -141,11 +114,7 @@ def meaning_of(
 
 
 def page_of(key: str) -> str:
-    """Return the page that explains a setting.
-
-    >>> page_of("optimizer.lr"), page_of("num_prompts_per_step")
-    ('configuration.md#optimizer', 'configuration.md#nemorl-grpo')
-    """
+    """Return the page that explains a setting."""
     section, dot, _ = key.partition(".")
     return table()["pages"].get(key, f"configuration.md#{section if dot else 'nemorl-grpo'}")
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, asdict, dataclass, make_dataclass
@@ -45,9 +45,9 @@ class OwnFunction:
 
 
 def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
-    """Return a section derived from `base` with the parameters of `function` as settings.
+    """Return a section derived from `base`; the settings are the parameters of `function` that are
+    neither its first ones, the data of `base`, nor in `extra`.
 
-    The first are the data of `base`, those in `extra` are given, the rest are settings.
     Raises: ValueError, about `setting`, for a function with other parameters.
     """
     wanted = f"fn({', '.join(base.data)}, *, your_setting=0.1)"
@@ -155,23 +155,13 @@ Config = TypeVar("Config")
 
 
 def from_dict(cls: type[Config], mapping: Mapping[str, Any]) -> Config:
-    """Return the config that nested sections describe.
-
-    >>> from nemorl.runtime.config.grpo import GRPOConfig
-    >>> from_dict(GRPOConfig, {"kl": {"coeff": 0.1}})
-    Traceback (most recent call last):
-    ConfigError: unknown key kl.coeff; did you mean kl.coef? ...
-    """
+    """Return the config that nested sections describe."""
     return construct(cls, layer(cls, {}, mapping))
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(settings: Any) -> dict[str, Any]:
     """Return a config as nested plain values, ready for YAML or JSON."""
-    return dataclasses.asdict(config, dict_factory=_by_key)
-
-
-def _by_key(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {key_of(name): value for name, value in pairs}
+    return asdict(settings, dict_factory=lambda pairs: {key_of(name): each for name, each in pairs})
 
 
 def key_of(name: str) -> str:
@@ -205,23 +195,23 @@ def require_secrets(settings: Any, prefix: str = "") -> None:
             )
 
 
-def dump_yaml(config: Any, *, comments: bool = False) -> str:
+def dump_yaml(settings: Any, *, comments: bool = False) -> str:
     """Return a config as YAML that `load_config` reads back as an equal one, but for secrets;
     `comments` explain every key.
     """
-    tree = without_secrets(to_dict(config))
-    for section, names in getattr(config, "unused", {}).items():
+    tree = without_secrets(to_dict(settings))
+    for section, names in getattr(settings, "unused", {}).items():
         tree[section] = {key: value for key, value in tree[section].items() if key not in names}
-    return dump(tree, _comments(config) if comments else None)
+    return dump(tree, _comments(settings) if comments else None)
 
 
-def _comments(config: Any, prefix: str = "") -> dict[str, str]:
+def _comments(settings: Any, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    cls: Any = type(config)
+    cls: Any = type(settings)
     docs = field_docs(cls)
     for field, hint in fields_of(cls):
         key = key_of(field.name)
-        value, about = getattr(config, field.name), docs.get(field.name, "")
+        value, about = getattr(settings, field.name), docs.get(field.name, "")
         literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]
         choices = [each for part in literals for each in typing.get_args(part)]
         if dataclasses.is_dataclass(value):
@@ -270,11 +260,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `override` laid over `base`. A section whose `name` changes starts afresh.
-
-    >>> merge({"lr": 1, "loss": {"name": "clipped", "clip_low": 0.1}}, {"loss": "reinforce"})
-    {'lr': 1, 'loss': {'name': 'reinforce'}}
-    """
+    """Return `override` laid over `base`. A section whose `name` changes starts afresh."""
     merged = dict(base)
     for key, value in override.items():
         old = merged.get(key)
@@ -299,13 +285,13 @@ def layer(
     merged = merge(tree or defaults(cls), mapping)
     _import_own(cls, mapping, printed)
     if mapping:
-        _validated(cls, merged, ignored=("value_error", "missing"))
+        construct(cls, merged, ignored=("value_error", "missing"))
     return merged
 
 
 def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str]) -> None:
     for section, members in own_sections(cls).items():
-        name, base = name_in(mapping, section), members[OwnFunction.name]
+        name, base = _name_in(mapping, section), members[OwnFunction.name]
         known = members.get(name, base)
         if not (":" in name or name.endswith(".py")) or (
             known is not base and (section in printed or not known._unchecked)
@@ -321,12 +307,10 @@ def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str])
 
 def own_sections(cls: type) -> dict[str, dict[str, Any]]:
     """Return the sections that may be a function, with their variants by name."""
-    found = unions(cls).items()
-    return {section: members for section, members in found if OwnFunction.name in members}
+    return {key: members for key, members in unions(cls).items() if OwnFunction.name in members}
 
 
-def name_in(tree: Mapping[str, Any], section: str) -> str:
-    """Return the name of the variant of a section, "" without one."""
+def _name_in(tree: Mapping[str, Any], section: str) -> str:
     chosen = tree.get(section)
     name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
     return name if isinstance(name, str) else ""
@@ -372,7 +356,7 @@ def yaml_layer(
         mapping.pop("environment", None)
         printed = set()
         for section in own_sections(cls):
-            name, flag = name_in(mapping, section), trust.given.get(section)
+            name, flag = _name_in(mapping, section), trust.given.get(section)
             if ":" not in name:
                 continue
             if flag is None:
@@ -395,11 +379,6 @@ def located(path: str | Path, lines: Mapping[str, int]) -> Iterator[None]:
         raise ConfigError(f"{path}{line}: {error}", error.key) from None
 
 
-def construct(cls: type[Config], tree: Mapping[str, Any]) -> Config:
-    """Return the checked config of a tree."""
-    return typing.cast(Config, _validated(cls, tree))
-
-
 def fields_of(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
     """Return every field of a dataclass with its resolved type."""
     hints = typing.get_type_hints(cls)
@@ -419,12 +398,12 @@ def variants(hint: Any) -> tuple[type, ...]:
 
 
 def by_name(section: tuple[type, ...]) -> dict[str, type]:
-    """Return the variants of a union by their `name`."""
+    """Return variants by their `name`."""
     return {defaults(cls)["name"]: cls for cls in section}
 
 
 def unions(cls: type) -> dict[str, dict[str, type]]:
-    """Return the sections that have several variants, by name."""
+    """Return the variants of each section that has several."""
     found = {field.name: variants(hint) for field, hint in fields_of(cls)}
     return {name: by_name(members) for name, members in found.items() if len(members) > 1}
 
@@ -473,15 +452,17 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(typing.cast(Any, cls | None), config=ConfigDict(extra="forbid", strict=True))
 
 
-def _validated(cls: type, tree: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> Any:
+def construct(cls: type[Config], tree: Mapping[str, Any], ignored: Sequence[str] = ()) -> Config:
+    """Return the checked config of a tree; with `ignored` kinds of errors, perhaps None."""
     from pydantic import ValidationError
 
     try:  # as JSON, in which lists are tuples and mappings are dataclasses even if strict
-        return _adapter(cls).validate_json(json.dumps(tree, default=str))
+        return _adapter(typing.cast(Any, cls)).validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         for problem in error.errors():
             if problem["type"] not in ignored:
                 raise _explained(cls, problem) from None
+        return typing.cast(Config, None)
 
 
 def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
@@ -562,7 +543,6 @@ def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
 
 
 def _foreign(cls: type, key: str, value: Any) -> ConfigError | None:
-    """Return the error for a key of another library, or None."""
     for each in flat({key: value}):
         if meaning := meaning_of(each, leaves(cls), command_of(cls)):
             return ConfigError(f"unknown key {each}: {meaning}", each)

@@ -15,8 +15,8 @@ import yaml
 from yaml.composer import Composer
 from yaml.nodes import MappingNode, ScalarNode
 
-MAX_TEXT, MAX_VALUES, MAX_DEPTH = 10_000_000, 100_000, 100
-"""Characters of a file, values with each alias written out, levels of values within values."""
+MAX_TEXT = MAX_VALUES = 10_000_000
+"""Characters of a file, and values with each alias written out."""
 
 _BREAK = re.compile("[\x85\u2028\u2029]")
 
@@ -34,23 +34,13 @@ def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) 
 
     comments: lines above dotted keys. Raises: ConfigError for what `read` would refuse.
     """
-    size = _size(mapping)
-    text = _section(mapping, comments or {}, "", "") if size <= MAX_VALUES else ""
-    if size > MAX_VALUES or len(text) > MAX_TEXT:
+    text = _section(mapping, comments or {}, "", "")
+    if len(text) > MAX_TEXT:
         raise ConfigError(
-            f"settings must have at most {MAX_VALUES} values and {MAX_TEXT} characters of YAML:"
-            " put large ones in a file of their own and name that"
+            f"settings must have at most {MAX_TEXT} characters of YAML: put large ones in a file of"
+            " their own and name that"
         )
     return text
-
-
-def _size(value: Any, depth: int = 1) -> int:
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"settings must be nested at most {MAX_DEPTH} deep: use fewer levels")
-    if isinstance(value, Mapping):
-        return 1 + sum(1 + _size(each, depth + 1) for each in value.values())
-    sequence = value if isinstance(value, list | tuple) else ()
-    return 1 + sum(_size(each, depth + 1) for each in sequence)
 
 
 def _section(
@@ -108,6 +98,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
         where = f", line {min(mark.line, last) + 1}" if mark else ""
         why = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise ConfigError(f"{path}{where}: not valid YAML: {why}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or sections must not be nested so deep") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(plain, dict):
@@ -122,7 +114,6 @@ class _Loader(_Parser):
     """Reads PyYAML's syntax with YAML 1.2's types. Keys are texts, as they are written."""
 
     yaml_implicit_resolvers: Mapping[str, Any] = {}
-    depth = 0
 
     def __init__(self, text: str):
         _Parser.__init__(self, text)
@@ -134,15 +125,7 @@ class _Loader(_Parser):
     compose_scalar_node = Composer.compose_scalar_node
     compose_sequence_node = Composer.compose_sequence_node
     compose_mapping_node = Composer.compose_mapping_node
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            problem = f"lists, sections or brackets are nested more than {MAX_DEPTH} deep"
-            raise _error(problem, self.peek_event().start_mark)
-        node = Composer.compose_node(self, parent, index)
-        self.depth -= 1
-        return node
+    compose_node = Composer.compose_node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
         if not isinstance(node, MappingNode):

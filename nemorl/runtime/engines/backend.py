@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemorl.checks import require
+from nemorl.models.capabilities import Proof
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.source import ModelSource
+from nemorl.models.tiny import SIZES, tiny_config, tiny_model
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import (
     Completion,
@@ -27,13 +31,13 @@ from nemorl.rollout.generation import (
     seeded,
     text_before,
 )
-from nemorl.runtime.engines import limits
-from nemorl.runtime.engines.spec import Place, check_arguments, engine_spec
-from nemorl.runtime.engines.weights import current_device, started
+from nemorl.runtime.engines.spec import check_arguments, check_machine, engine_spec
+from nemorl.runtime.engines.weights import Place, current_device, started
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+    from transformers import PretrainedConfig
 
     from nemorl.runtime.engines.replicas import Replicas, Request
     from nemorl.runtime.engines.spec import Sample
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
 class VLLMGenerationBackend:
     """Engines with a copy of the weights: the ones of `model` until the first `update_weights`."""
 
-    traits, check = TRAITS["vllm"], staticmethod(limits.check)
+    traits, check = TRAITS["vllm"], staticmethod(check_machine)
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class VLLMGenerationBackend:
     @property
     def transport(self) -> Any:
         """How the last weights came, a `Transport`; None before any."""
-        return None if self._engines is None else self._engines.transport
+        return None if self._engines is None else self._engines.supply.transport
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         requests = self._requests([prompt], params)
@@ -164,7 +168,7 @@ class VLLMGenerationBackend:
                 )
             self.policy_version, self.updated, self._failed = None, True, False
             try:
-                self.policy_version = self._running.update_weights(source, in_flight)
+                self.policy_version = self._running.supply.update(source, in_flight)
             except BaseException:
                 self._failed = True
                 raise
@@ -225,7 +229,6 @@ class VLLMGenerationBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        """Complete the requests: seeds, end tokens, lengths that fit."""
         self._check()
         params = checked_requests(
             prompts,
@@ -246,7 +249,7 @@ class VLLMGenerationBackend:
 
 
 def _tensor(experts: np.ndarray | None) -> Tensor | None:
-    """Return a copy of an array: Ray's are read-only, and keep all of their answer in memory."""
+    # A copy: Ray's arrays are read-only, and keep all of their answer in memory.
     return None if experts is None else torch.tensor(experts)
 
 
@@ -264,3 +267,41 @@ def check_sampling(params: SamplingParams) -> None:
         params.temperature,
         "use 0, or generation.backend torch",
     )
+
+
+ENGINE_SIZES = {
+    **SIZES,
+    **{"hidden_size": 128, "head_dim": 32, "attention_chunk_size": 32},
+    **{"q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+    **{"v_head_dim": 128},
+}
+"""Sizes of a tiny model that vLLM's kernels for CPUs take."""
+
+
+def prove_engine(config: PretrainedConfig) -> Proof:
+    """Start vLLM with a tiny model of a configuration, in about a minute, and compare its logprobs
+    with those of transformers' plain code: with the first weights, and with others after an update.
+    """
+    from nemorl.parallel.proving import proof_of
+
+    return proof_of(lambda: _sampled(tiny_config(config, ENGINE_SIZES)))
+
+
+def _sampled(config: PretrainedConfig) -> float:
+    from nemorl.models.adapters import merged_tensors
+    from nemorl.parallel.proving import sampled_differ, samples
+
+    rows = samples(config.vocab_size)
+    first, second = tiny_model(config), tiny_model(config, seed=1)
+    backend = VLLMGenerationBackend(model=first)
+    settings: dict[str, Any] = {"engine": {"kv_cache_memory_bytes": 2**25}, "max_restarts": 0}
+    settings |= {"backend": "vllm", "max_batch_size": 4, "max_model_len": 128}
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            backend.setup(GenerationConfig(**settings, log_dir=logs))
+            worst = sampled_differ(backend, first, rows)
+            update = Weights(version=1, tensors=merged_tensors(second))
+            blocking(backend.update_weights(update))
+            return max(worst, sampled_differ(backend, second, rows))
+        finally:
+            backend.shutdown()

@@ -1,22 +1,28 @@
-"""One vLLM engine in this process: requests in, samples out. It knows nothing of Ray."""
+"""One vLLM engine: requests in, samples out, and the Ray actor around it, in whose thread it is."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import math
 import os
 import re
+import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 
 from nemorl.checks import closest
@@ -26,13 +32,14 @@ from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
-from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
-from nemorl.runtime.engines.weights import Bucket, unpacked
+from nemorl.runtime.engines.spec import VLLM_CPU_HEADS, Answer, EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.weights import Bucket, Place, unpacked
 from nemorl.runtime.store.files import temporary_folder
+from nemorl.runtime.workers.worker import begin_worker, free_port
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 REPORT_TOKENS = 16
 """A sample's tokens are looked at after the first one and every so many."""
@@ -78,8 +85,6 @@ class EngineStartError(ValueError):
 
 @dataclass
 class _Tokens:
-    """An unfinished sample."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: tuple[int, ...] = ()
@@ -88,8 +93,10 @@ class _Tokens:
     experts: "np.ndarray | None" = None
 
 
-class Engine:
-    """A vLLM engine for one thread, usable once it has weights. Raises EngineStartError."""
+class VLLMEngine:
+    """A vLLM engine for one thread, usable once it has weights, which knows nothing of Ray. Raises
+    EngineStartError.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         self.usable = self.asleep = self._updating = False
@@ -306,7 +313,7 @@ def start_errors(own: ExitStack) -> Iterator[None]:
 
 @contextmanager
 def model_folder(spec: EngineSpec) -> Iterator[str]:
-    """Yield a temporary folder with the model's files."""
+    """Yield a folder with the files of a model without weights."""
     with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
         for name, content in spec.files.items():
             (Path(folder) / name).write_bytes(content)
@@ -362,7 +369,6 @@ def own_folder() -> Iterator[None]:
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
-    """Raise EngineStartError for arguments that do not go with the machine or nemorl's."""
     given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
     if cpu and given.get("enable_chunked_prefill"):
         raise EngineStartError(
@@ -503,7 +509,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _last_error(output: Path) -> str:
-    """Written by a process of the engine's own."""
     if not output.is_file():
         return ""
     said = re.findall(
@@ -512,3 +517,140 @@ def _last_error(output: Path) -> str:
         re.MULTILINE,
     )
     return said[-1] if said else ""
+
+
+class EngineActor:
+    """One engine in an asynchronous actor. All that touches the engine runs on its thread."""
+
+    make: Callable[[EngineSpec], Any] = VLLMEngine
+
+    def __init__(self, name: str, log: str) -> None:
+        begin_worker(name, Path(log))
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._waiting: dict[int, asyncio.Future[tuple[Sample, ...]]] = {}
+        self._ids = itertools.count()
+        self._stepping, self._progress, self._partial, self._busy_s = False, 0, 0, 0.0
+
+    async def meet(self, spec: EngineSpec) -> EngineSpec:
+        return replace(spec, meeting=(own_address(), free_port()))
+
+    async def start(self, spec: EngineSpec) -> Place:
+        """Raises EngineStartError."""
+        self._loop = asyncio.get_running_loop()
+        self._engine = await self._loop.run_in_executor(self._thread, self.make, spec)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Place(
+            node=ray.get_runtime_context().get_node_id(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            gpus=tuple(gpus.split(",")) if gpus else (),
+            uuids=self._engine.uuids,
+        )
+
+    async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+        """`params` have a seed, every token that ends a response, and a length that fits."""
+        id = next(self._ids)
+        self._waiting[id] = self._loop.create_future()
+        try:
+            self._thread.submit(self._add, id, prompt, params)
+            samples = await self._waiting[id]
+        except BaseException:
+            self._thread.submit(self._do, "abort", id)
+            raise
+        finally:
+            del self._waiting[id]
+        return Answer(samples, self._partial, self._busy_s)
+
+    async def progress(self) -> int:
+        """Return a number that grows as long as the engine works."""
+        return self._progress
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Before its next step."""
+        return await self._loop.run_in_executor(self._thread, self._do, method, *args)
+
+    def _add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        try:
+            self._do("add", id, prompt, params)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._answer, {id: error})
+
+    def _do(self, method: str, *args: Any) -> Any:
+        self._progress += 1
+        try:
+            return getattr(self._engine, method)(*args)
+        finally:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Have the next step done after all calls that wait."""
+        if self._engine.busy and not self._stepping:
+            self._stepping = True
+            self._thread.submit(self._step)
+
+    def _step(self) -> None:
+        self._stepping = False
+        if not self._engine.busy:  # a call has ended the work
+            return
+        begin = time.perf_counter()
+        try:
+            answers: dict[int, Any] = self._engine.step()
+            self._progress += 1
+        except Exception as error:
+            with suppress(Exception):  # the engine may be broken
+                self._engine.abort_all()
+            answers = dict.fromkeys(list(self._waiting), error)
+        self._partial = self._engine.partial
+        self._busy_s += time.perf_counter() - begin
+        self._loop.call_soon_threadsafe(self._answer, answers)
+        self._go_on()
+
+    def _answer(self, answers: Mapping[int, Any]) -> None:
+        """On the event loop."""
+        for id, answer in answers.items():
+            future = self._waiting.get(id)
+            if future is None or future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+def own_address() -> str:
+    """Return this node's address in Ray, and have vLLM's processes here use it, too."""
+    address = os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
+    return address
+
+
+class StageWorkers:
+    """The workers of one stage, by vLLM's executor for further nodes. Raises EngineStartError."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        own_address()
+        self._own = ExitStack()
+        self._own.enter_context(own_folder())
+        with start_errors(self._own), model_folder(spec) as folder:
+            arguments, _ = engine_arguments(spec, folder)
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+            config = arguments.create_engine_config(headless=True)
+            self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def wait(self) -> None:
+        """Return when a worker has ended; the others are ended then."""
+        self._executor.start_worker_monitor(inline=True)
+
+
+class StageActor:
+    make = StageWorkers
+
+    def __init__(self, name: str, log: str) -> None:
+        begin_worker(name, Path(log))
+        self._thread = ThreadPoolExecutor(1, "stage")
+
+    async def run(self, spec: EngineSpec) -> None:
+        """Return when a worker has ended. Raises EngineStartError."""
+        loop = asyncio.get_running_loop()
+        stage = await loop.run_in_executor(self._thread, self.make, spec)
+        await loop.run_in_executor(self._thread, stage.wait)

@@ -16,12 +16,10 @@ import ray
 
 from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.engines.actor import EngineActor, StageActor
-from nemorl.runtime.engines.engine import environment
-from nemorl.runtime.engines.limits import check_shares
+from nemorl.runtime.engines.engine import EngineActor, StageActor, environment
 from nemorl.runtime.engines.routing import Broke, ProcessId, RequestRouter, Started
-from nemorl.runtime.engines.spec import EngineSpec, Place
-from nemorl.runtime.engines.weights import cards_of, own_place
+from nemorl.runtime.engines.spec import EngineSpec, check_shares
+from nemorl.runtime.engines.weights import Place, cards_of, own_place
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, temporary_folder, with_log
 from nemorl.runtime.workers.cluster import (
     DRIVER,
@@ -73,7 +71,7 @@ class EngineProcesses:
         self.running: dict[ProcessId, EngineProcess] = {}
         self._keepers: dict[ProcessId, asyncio.Task[None]] = {}
         python, transport = config.python, config.weight_transport
-        found = python is None or shutil.which(python) is not None
+        found = python is None or bool(shutil.which(python))
         require(found, "generation.python", "must be an interpreter", python, "name one")
         works = spec.on_gpus or transport not in ("cuda_ipc", "nccl")
         require(works, "generation.weight_transport", "needs GPUs", transport, "remove it")
@@ -86,8 +84,7 @@ class EngineProcesses:
         """Return the cluster, and the bundles in it, one for each stage of each replica."""
         nodes = [place.node for place in self.beside]
         bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
-        timeout_s = self.config.start_timeout_s
-        connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
+        connect(timeout_s=self.config.start_timeout_s, setting=START)
         try:
             cluster = RayVirtualCluster(bundles)
         except ResourcesError as error:
@@ -125,10 +122,8 @@ class EngineProcesses:
     async def _start(self, id: ProcessId) -> None:
         """Start a process with an engine, and those of its other stages."""
         process = self.running[id] = EngineProcess(id, self.launched(id.rank))
-        worker, first = process.worker, self.spec
-        up = partial(
-            worker.answer, doing="its start", timeout_s=self.config.start_timeout_s, setting=START
-        )
+        worker, first, limit_s = process.worker, self.spec, self.config.start_timeout_s
+        up = partial(worker.answer, doing="its start", timeout_s=limit_s, setting=START)
         stages = range(1, first.pipeline_parallel_size)
         if stages:
             first = await up(worker.actor.meet.remote(first))
@@ -165,17 +160,16 @@ class EngineProcesses:
             shared = [gpu for rank in share for gpu in self.beside[rank].gpus]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-        runtime: dict[str, Any] = {"env_vars": variables}
-        if config.python is not None:
-            runtime["py_executable"] = config.python
+        python = {} if config.python is None else {"py_executable": config.python}
         name = f"replica-{rank}" + (f"-stage-{stage}" if stage else "")
         log = self._log_dir / f"{name}.log"
         actor: Any = ray.remote(self.stage_actor if stage else self.actor)
-        options = placement.options(number) | {
-            "max_concurrency": 2 * config.max_batch_size + 100,
-            "runtime_env": runtime,
-        }
-        return Worker(actor.options(**options).remote(name, str(log)), name, log)
+        actor = actor.options(
+            **placement.options(number),
+            max_concurrency=2 * config.max_batch_size + 100,
+            runtime_env={"env_vars": variables, **python},
+        )
+        return Worker(actor.remote(name, str(log)), name, log)
 
     async def _watch(self, process: EngineProcess) -> None:
         """Raise where a process died, or makes no progress for timeout_s though it has work."""
@@ -198,12 +192,11 @@ class EngineProcesses:
     async def everywhere(self, method: str) -> None:
         """One that fails or is late breaks its process."""
 
+        limit: Any = {"timeout_s": self.config.timeout_s, "setting": "generation.timeout_s"}
+
         async def call(process: EngineProcess) -> None:
-            limit, start = self.config.timeout_s, process.actor.call
             try:
-                await process.worker.answer(
-                    start.remote(method), method, timeout_s=limit, setting="generation.timeout_s"
-                )
+                await process.worker.answer(process.actor.call.remote(method), method, **limit)
             except Exception as error:
                 self._router.note(Broke(process.id, error))
 
@@ -287,26 +280,14 @@ def check_places(config: GenerationConfig, engines: Sequence[Place]) -> None:
     """
     if config.trainer_gpus == 0:
         return
-    own = own_place()
-    shared = bool(own.cards & cards_of(engines))
+    shared = bool(own_place().cards & cards_of(engines))
+    holds, remedy = not shared, "let trainer.device be the first GPU that Ray has here"
+    must = "must be true where a replica is on the trainer's GPU"
     if config.colocated:  # under torchrun, beside any of its ranks
         alone = config.trainer_gpus == 1 and any(one.gpus for one in engines)
-        require(
-            shared or not alone,
-            "generation.colocated",
-            "must be false where no replica is on the trainer's GPU",
-            True,
-            "add --generation.no-colocated, or let trainer.device be the first GPU that Ray has"
-            " here",
-        )
-        return
-    require(
-        not shared,
-        "generation.colocated",
-        "must be true where a replica is on the trainer's GPU",
-        False,
-        "let trainer.device be the first GPU that Ray has here",
-    )
+        holds, remedy = shared or not alone, f"add --generation.no-colocated, or {remedy}"
+        must = "must be false where no replica is on the trainer's GPU"
+    require(holds, "generation.colocated", must, config.colocated, remedy)
 
 
 def warn_softly(message: str) -> None:

@@ -84,7 +84,7 @@ class ExpertRecorder:
         return found
 
     def take(self, ids: Sequence[str]) -> list[np.ndarray]:
-        """Return `[tokens, layers, topk]` of requests that have just finished, and forget them."""
+        """Return and forget `[tokens, layers, topk]` of finished requests."""
         return [np.concatenate(self._records.pop(id).parts) for id in ids]
 
     def _saw(self, layer: int, experts: Tensor) -> None:
@@ -122,7 +122,7 @@ class ExpertRecorder:
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
-    """Return the model's layers of experts, in order."""
+    """Return a vLLM model's layers of experts, in order."""
     found = [part for part in model.modules() if isinstance(part, MoERunner)]
     return sorted(found, key=lambda part: part.layer_id)
 
@@ -251,7 +251,7 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
             self.inner.shutdown()
 
     def _parts(self) -> list[nn.Module]:
-        """All but tied layers, for which nothing is sent."""
+        """All but tied layers."""
         return [part for part in self.model.children() if part not in (self.tied or ())]
 
 
@@ -283,7 +283,6 @@ class WorkerExtension:
         self.nemorl_recorder = ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def nemorl_take_experts(self, ids: Sequence[str]) -> list[np.ndarray]:
-        """All ranks have them; one returns them."""
         found = self.nemorl_recorder.take(ids)
         return found if self.rank == 0 else []  # type: ignore[attr-defined]
 
@@ -300,7 +299,7 @@ def _packing_kernels(model: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:
-    """Layers all of whose parameters belong to an earlier one, as a tied output layer's do."""
+    """Layers all of whose parameters belong to an earlier one."""
     seen: set[int] = set()
     tied: list[Any] = []
     for layer in model.modules():

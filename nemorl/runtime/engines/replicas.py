@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,8 +46,9 @@ from nemorl.runtime.engines.routing import (
     Warn,
     routing,
 )
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
 from nemorl.runtime.engines.weights import (
+    Place,
     Transport,
     UpdateReceipt,
     WeightSender,
@@ -57,10 +59,7 @@ from nemorl.runtime.engines.weights import (
 
 
 class Supply:
-    """Sends the newest weights of a source to replicas without any, from any thread.
-
-    A replica that comes back gets what is newest then, which the others may not have yet.
-    """
+    """Sends the newest weights of a source to replicas without any, from any thread."""
 
     def __init__(
         self,
@@ -69,8 +68,19 @@ class Supply:
         processes: EngineProcesses,
         router: RequestRouter,
     ) -> None:
-        self.config, self.spec, self._processes, self._router = config, spec, processes, router
-        self._expected, self._stored = expected_weights(spec.files["config.json"])
+        self.spec, self._processes, self._router = spec, processes, router
+        expected, stored = expected_weights(spec.files["config.json"])
+        alone = spec.adapter_rank or spec.pipeline_parallel_size > 1
+        self._sender = WeightSender(
+            actors={},
+            places={},
+            expected=expected,
+            stored=stored,
+            dtype=getattr(torch, spec.dtype),
+            transport="object_store" if alone else config.weight_transport,
+            processes=config.devices_per_replica,
+            timeout_s=config.timeout_s,
+        )
         self._source: WeightSource = Weights(version=0, tensors=())
         self._version = 0
         self.sending = threading.RLock()
@@ -112,7 +122,7 @@ class Supply:
                 router.send(Held(False))
 
     def now(self) -> None:
-        """Unless they sleep."""
+        """Send weights to replicas without any, unless they sleep."""
         with self.sending:
             state = self._router.state
             lacking = () if state.asleep else state.lacking
@@ -137,16 +147,11 @@ class Supply:
                 )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
-        alone = self.spec.adapter_rank or self.spec.pipeline_parallel_size > 1
-        sender = WeightSender(
-            actors={rank: one.actor for rank, one in processes.items()},
+        sender = replace(
+            self._sender,
+            actors={rank: one.worker.actor for rank, one in processes.items()},
             places={rank: one.place for rank, one in processes.items() if one.place},
-            expected=self._expected,
-            stored=self._stored,
-            dtype=getattr(torch, self.spec.dtype),
-            transport="object_store" if alone else self.config.weight_transport,
-            processes=self.config.devices_per_replica,
-            timeout_s=self.config.timeout_s,
+            failed={},
         )
         options: dict[str, Any] = {}
         if self.spec.adapter_rank:
@@ -202,7 +207,7 @@ class Replicas:
             config.num_replicas, window=config.max_batch_size, max_restarts=config.max_restarts
         )
         self._router = RequestRouter(state, self._act, self._processes.cluster.check)
-        self._supply = Supply(config, spec, self._processes, self._router)
+        self.supply = Supply(config, spec, self._processes, self._router)
         try:
             self._router.do(self._processes.start_all(self._router))
             # On the trainer's thread: each thread has a current device of its own.
@@ -213,14 +218,12 @@ class Replicas:
             raise
 
     def running(self) -> list[EngineProcess]:
-        """By rank."""
         states = [one for one in self._router.state.replicas if one.status == "up"]
         found = [self._processes.running.get(one.process) for one in states]
         return [process for process in found if process]
 
     def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
-        """After an error nothing goes on."""
-        self._supply.now()
+        self.supply.now()
         return self._router.do(self._answers(requests))
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
@@ -247,19 +250,12 @@ class Replicas:
                 if self._open:
                     await asyncio.to_thread(router.check)
                 if self._open and router.state.lacking:  # the event loop must go on
-                    await asyncio.wrap_future(started(self._supply.others, self._device))
+                    await asyncio.wrap_future(started(self.supply.others, self._device))
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
                 said = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 router.note(Stopped(said))
-
-    @property
-    def transport(self) -> Transport | None:
-        return self._supply.transport
-
-    def update_weights(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
-        return self._supply.update(source, in_flight)
 
     async def _answers(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
         """On the router's event loop, as all below."""
@@ -344,7 +340,7 @@ class Replicas:
     def sleep(self) -> None:
         """Give memory back; no replica may start and take memory meanwhile. Requests pause."""
         if self.spec.sleep_level:
-            with self._supply.sending:  # not between two calls of an update
+            with self.supply.sending:  # not between two calls of an update
                 self._router.do(self._sleep())
 
     async def _sleep(self) -> None:
@@ -374,10 +370,9 @@ class Replicas:
                 measured[f"{name}/tokens_per_second"] = usage["tokens"] / seconds
         self._usage.clear()
         self._seconds, self._since = 0.0, now
-        return {**measured, **self._supply.metrics()}
+        return {**measured, **self.supply.metrics()}
 
     def shutdown(self) -> None:
-        """May be called again."""
         if self._router.loop.is_closed():
             return
         try:

@@ -53,7 +53,7 @@ class Replica:
     version: int | None = None
     """Version of its weights. None: it has none, or not all."""
     open: Mapping[int, RoutedRequest] = field(default_factory=dict)
-    """Requests that it was given and has not answered, by number."""
+    """Requests without an answer, by number."""
     samples: int = 0
     partial: int = 0
     """How many of these samples are finished, as last reported."""
@@ -66,7 +66,6 @@ class Replica:
 
     @property
     def unfinished(self) -> int:
-        """Return how many samples it decodes; of an open request, at least one."""
         return max(self.samples - self.partial, len(self.open))
 
     def given(self, request: RoutedRequest) -> Replica:
@@ -74,7 +73,6 @@ class Replica:
         return replace(self, open=open, samples=self.samples + request.n)
 
     def without(self, number: int, *, partial: int = 0) -> Replica:
-        """`partial` 0 is on the safe side."""
         open = dict(self.open)
         samples = self.samples - open.pop(number).n
         return replace(self, open=open, samples=samples, partial=partial)
@@ -87,10 +85,8 @@ class Routing:
     window: int
     """A replica with fewer unfinished samples is given the next request."""
     max_restarts: int
-    """A replica whose processes end more often in a row is given up."""
     replicas: tuple[Replica, ...]
     waiting: tuple[RoutedRequest, ...] = ()
-    """In the order of their numbers."""
     arrived: int = 0
     """Number of the next request."""
     held_from: int | None = None
@@ -102,7 +98,7 @@ class Routing:
 
     @property
     def drained(self) -> bool:
-        """No request that may begin is without an answer."""
+        """Whether every request that may begin has an answer."""
         return self._next is None and not any(one.open for one in self.replicas)
 
     @property
@@ -149,7 +145,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """A request was given up by whoever made it."""
+    """Nobody waits for a request any more."""
 
     number: int
 
@@ -168,7 +164,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Started:
-    """A process is up, still without weights."""
+    """A process is up, without weights."""
 
     process: ProcessId
 
@@ -183,7 +179,7 @@ class Broke:
 
 @dataclass(frozen=True)
 class Published:
-    """There are new weights, which no replica has yet."""
+    """There are new weights."""
 
     version: int
 
@@ -209,7 +205,7 @@ class Asleep:
 
     value: bool
     emptied: bool = False
-    """They gave up the memory of their weights, too."""
+    """Without their weights."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +229,7 @@ class Give:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Give up the call with a request; what it still returns is ignored."""
+    """Ignore what a request's call returns."""
 
     number: int
 
@@ -246,8 +242,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class End:
-    """End a process, or what is left of it."""
-
     process: ProcessId
 
 
@@ -293,7 +287,6 @@ def decide(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
 
 
 def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
-    """Return the state before requests are given to replicas."""
     actions: tuple[Action, ...] = ()
     if isinstance(event, Answered | Started | Broke | Supplied):
         found = state.replicas[event.process.rank]
@@ -351,7 +344,6 @@ def _stopped(state: Routing, error: Exception) -> tuple[Routing, tuple[Action, .
 
 
 def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
-    """Start the replica again, or give it up."""
     rank, deaths = broken.process.rank, broken.deaths + 1
     reason = str(error) or repr(error)
     following = ProcessId(rank, broken.process.start + 1)

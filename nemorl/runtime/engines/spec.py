@@ -1,9 +1,14 @@
-"""What an engine needs to start, and what it answers, as plain data."""
+"""What an engine needs to start, what it answers, and what it can't do, as plain data.
+
+Free of torch, Ray and vLLM.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,40 +16,40 @@ from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require, warn
 from nemorl.models.hub import copy_code, has_own_code, max_positions
-from nemorl.models.source import ModelSource
 from nemorl.parallel.plan import num_experts
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.generation import FinishReason
+from nemorl.rollout.generation import FinishReason, Machine
 from nemorl.runtime.store.files import temporary_folder, writing
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from nemorl.models.source import ModelSource
+
+
 OURS = {
-    "model": "it is the run's, which model.path names",
-    "skip_tokenizer_init": "the engine gets the run's tokenizer",
+    "model": "set model.path",
+    "skip_tokenizer_init": "set model.tokenizer",
     "dtype": "set parallel.param_dtype",
-    "seed": "set run.seed, from which each request has its own",
+    "seed": "set run.seed",
     "max_num_seqs": "set generation.max_batch_size",
     "max_model_len": "set generation.max_model_len",
     "tensor_parallel_size": "set generation.tensor_parallel_size",
     "data_parallel_size": "set generation.num_replicas",
-    "pipeline_parallel_size": "set generation.pipeline_parallel_size",
-    "nnodes": "set generation.pipeline_parallel_size",
-    "node_rank": "set generation.pipeline_parallel_size",
-    "master_addr": "stages meet where the first one is",
-    "master_port": "stages meet where the first one is",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"),
+        "set generation.pipeline_parallel_size",
+    ),
     "enable_sleep_mode": "set generation.sleep_level",
     "weight_transfer_config": "set generation.weight_transport",
     "worker_extension_cls": "it is what takes the trainer's weights",
     "load_format": "the weights are the trainer's",
     "trust_remote_code": "set model.trust_remote_code",
-    "enable_lora": "set generation.adapter_rank",
-    "max_loras": "set generation.adapter_rank",
-    "max_lora_rank": "set generation.adapter_rank",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "set generation.adapter_rank"),
     "generation_config": "set generation.temperature and the fields beside it",
-    "enable_return_routed_experts": "set trainer.router_replay",
-    "aux_output_config": "set trainer.router_replay",
+    **dict.fromkeys(
+        ("enable_return_routed_experts", "aux_output_config"), "set trainer.router_replay"
+    ),
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
 """Engine arguments that are not the user's."""
@@ -102,29 +107,6 @@ class Answer:
     """Finished samples of prompts that are still unanswered."""
     busy_s: float
     """Seconds of computing since the engine's start."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A process: its node in Ray, host and id, and the GPUs that it uses."""
-
-    node: str
-    host: str
-    pid: int
-    gpus: tuple[str, ...]
-    """By their names on the node, which a process may see other ones of than the next does."""
-    uuids: tuple[str, ...] = ()
-    """Of the GPUs, with those of an engine's other stages, where torch knows them."""
-
-    @property
-    def cards(self) -> frozenset[tuple[str, str]]:
-        """Return what tells each of the GPUs from the cluster's others.
-
-        >>> Place("node", "host", 1, ("0",)).cards == Place("node", "host", 2, ("0",)).cards
-        True
-        """
-        named = {("uuid", each) for each in self.uuids}
-        return frozenset(named or {(self.node, gpu) for gpu in self.gpus})
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -198,3 +180,62 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         paths = filter(Path.is_file, folder.glob("tokenizer/*"))
         files = {path.name: path.read_bytes() for path in paths}
     return {**files, "config.json": json.dumps(settings).encode()}
+
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
+seconds.
+"""
+
+
+def check_machine(config: GenerationConfig, model: Any, machine: Machine) -> None:
+    """Raise ValueError for engines that need more GPUs or cores than this machine has for them, and
+    for a model whose attention vLLM can't compute on a CPU.
+    """
+    if machine.cluster:
+        return
+    if model is not None and not machine.gpus:
+        check_heads(model)
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():  # a cluster of the caller's
+        return
+    cores, devices = os.cpu_count() or 1, config.num_replicas * config.devices_per_replica
+    processes = config.num_replicas * config.pipeline_parallel_size
+    threads = config.cpus_per_replica * (processes if machine.gpus else devices)
+    left = machine.gpus - (0 if config.colocated else machine.taken)
+    for needed, there, what in ((devices, left, "GPUs"), (threads, cores, "CPU cores")):
+        require(
+            needed <= there or (not machine.gpus and what == "GPUs"),
+            "generation.num_replicas",
+            f"times what a replica takes must be at most the {there} {what} that this machine has"
+            " for engines",
+            needed,
+            "lower it, tensor_parallel_size, pipeline_parallel_size or cpus_per_replica, or use a"
+            " cluster (RAY_ADDRESS)",
+        )
+
+
+def check_shares(config: GenerationConfig, room: int, ranks: str) -> None:
+    """Raise ValueError for more colocated engines than ranks have GPUs for."""
+    size = config.devices_per_replica
+    require(
+        config.num_replicas <= room,
+        "generation.num_replicas",
+        f"must be at most {room} where replicas of {size} GPUs share those of {ranks}",
+        config.num_replicas,
+        "lower it, generation.tensor_parallel_size or pipeline_parallel_size, use more ranks, or"
+        " give engines GPUs of their own (--generation.no-colocated)",
+    )
+
+
+def check_heads(model: Any) -> None:
+    """Raise ValueError if vLLM can't compute a model's attention on CPUs."""
+    heads = getattr(model, "num_attention_heads", None)
+    size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
+    require(
+        size is None or size in VLLM_CPU_HEADS,
+        "generation.backend",
+        f"must be torch on CPUs for a model with attention heads of {size} dimensions",
+        "vllm",
+        f"vLLM has kernels for {', '.join(map(str, VLLM_CPU_HEADS))}",
+    )

@@ -1,4 +1,6 @@
-"""Weights from a trainer to engines: `WeightSender`, which runs where the trainer's weights are."""
+"""Weights from a trainer to engines: `TrainerWeights` hands out those of one step, `WeightSender`
+sends them from where they are, and `check_agreement` proves that they have arrived.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import cloudpickle
 import torch
@@ -24,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.models.adapters import PREFIX, live_tensors, merged_tensors
+from nemorl.data.batch import Example, collate
+from nemorl.models.adapters import PREFIX, Adapters, live_tensors, merged_tensors
 from nemorl.models.tensor_files import (
     Stored,
     WeightsDiffer,
@@ -34,7 +38,10 @@ from nemorl.models.tensor_files import (
     stored_names,
     tensor_checksum,
 )
-from nemorl.runtime.engines.spec import Place
+from nemorl.parallel.backend import InTurns, TrainingBackend
+from nemorl.rollout.calls import blocking
+from nemorl.rollout.conversation import with_last
+from nemorl.rollout.generation import GenerationBackend, InFlight, SamplingParams, WeightSource
 from nemorl.runtime.store.files import FailedAlone, reason_of
 
 WAYS = {
@@ -52,6 +59,29 @@ REQUIRED = "as set, or as adapter_rank or pipeline_parallel_size requires"
 
 
 @dataclass(frozen=True)
+class Place:
+    """A process: its node in Ray, host and id, and the GPUs that it uses."""
+
+    node: str
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
+    """By their names on the node, which a process may see other ones of than the next does."""
+    uuids: tuple[str, ...] = ()
+    """Of the GPUs, with those of an engine's other stages, where torch knows them."""
+
+    @property
+    def cards(self) -> frozenset[tuple[str, str]]:
+        """Return what tells each of the GPUs from the cluster's others.
+
+        >>> Place("node", "host", 1, ("0",)).cards == Place("node", "host", 2, ("0",)).cards
+        True
+        """
+        named = {("uuid", each) for each in self.uuids}
+        return frozenset(named or {(self.node, gpu) for gpu in self.gpus})
+
+
+@dataclass(frozen=True)
 class Transport:
     """A value of generation.weight_transport, and why no faster one was taken."""
 
@@ -60,7 +90,6 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """What to do where it can't work, to be added to an error."""
         if self.name == "object_store":
             return ""
         return f" (if {self.name} fails again: set generation.weight_transport object_store)"
@@ -104,10 +133,9 @@ def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
 
 
 def places_of_ranks() -> list[Place]:
-    """In order; a collective call if there are several."""
-    places: list[Place] = [own_place()]
-    if num_ranks() > 1:
-        places = places * num_ranks()
+    """Return the places of all ranks in order; a collective call."""
+    places = [own_place()] * num_ranks()
+    if len(places) > 1:
         dist.all_gather_object(places, own_place())
     return places
 
@@ -118,7 +146,7 @@ def num_ranks() -> int:
 
 
 def own_place() -> Place:
-    """With the one GPU that this process computes on."""
+    """Return this process's place, with the one GPU that it computes on."""
     import ray
 
     gpus = uuids = tuple[str, ...]()
@@ -187,7 +215,12 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     Engines hear before each round which weights it has: backends yield them in orders of their own.
     """
     transfer, key = _connected("nccl", sender, sender)
-    transfer.client = _Rounds(sender)
+    # The update has begun, and goes on with the next round.
+    transfer.client = SimpleNamespace(
+        start_weight_update=lambda: None,
+        update_weights=sender.update_weights,
+        finish_weight_update=lambda weight_version=None: None,
+    )
     sender.start_weight_update()
     for part in _rounds(weights):
         transfer.source = _Source(sender.dtype, part)
@@ -261,17 +294,8 @@ class _Client:
     sender: Any
     error: EnginesFailed | None = None
 
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, info: Any) -> None:
-        self._call("update_weights", info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update")
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return partial(self._call, method)
 
     def _call(self, method: str, *args: Any) -> None:
         try:
@@ -282,28 +306,13 @@ class _Client:
 
 
 @dataclass
-class _Rounds:
-    """Calls engines for one round of an update."""
-
-    sender: Any
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, info: Any) -> None:
-        self.sender.update_weights(info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
-@dataclass
 class _Source:
-    """What vLLM's transfer engines call a WeightSource."""
+    """A WeightSource of vLLM's."""
 
     dtype: torch.dtype
     weights: Iterable[tuple[str, Tensor]]
 
     def metadata(self) -> list[Any]:
-        """Of a round, which is a list."""
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         return [ParamMeta(name, self.dtype, tuple(each.shape)) for name, each in self.weights]
@@ -338,7 +347,7 @@ def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], S
 
 
 def _with_floats(values: dict[str, Any]) -> Any:
-    """Return a float where transformers writes what JSON has none for, as infinity."""
+    # As transformers writes infinity.
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
@@ -386,7 +395,7 @@ class UpdateReceipt:
     failed: Mapping[int, str]
     """What went wrong. If anything did, all must be sent all weights again."""
     wrong: Mapping[int, str] = field(default_factory=dict)
-    """Weights that engines got otherwise than they were sent."""
+    """Weights that arrived otherwise than they were sent."""
     num_weights: int = 0
     transport: Transport | None = None
 
@@ -405,9 +414,6 @@ class WeightSender:
 
     Where a trainer has several ranks, all call it. Rank 0's is the client of vLLM's own engines.
     """
-
-    by_all_ranks: ClassVar[bool] = True
-    """Whether `TrainerWeights` has all ranks call it, not rank 0 alone."""
 
     actors: Mapping[int, Any]
     sealed: bytes = b""
@@ -605,7 +611,6 @@ class WeightSender:
 
 
 def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> str:
-    """Return in words which weights arrived otherwise than they were sent."""
     found, counts = dict(arrived), Counter(name for name, _ in arrived)
     wrong = [f"{name!r} did not arrive" for name in sent if name not in found]
     wrong += [f"{name!r} was not sent" for name in found if name not in sent]
@@ -635,13 +640,13 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def current_device() -> int | str | None:
-    """Return the present device of the accelerator, if there is one."""
+    """Return the current GPU, if there is one."""
     module = torch.get_device_module(DEVICE)
     return module.current_device() if module.is_available() else None
 
 
 def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
-    """Return the future of a function that runs in a thread of its own."""
+    """Run a function in a thread of its own."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who awaits it may be cancelled; the thread goes on
 
@@ -667,3 +672,133 @@ def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int
             f" network hangs, set generation.weight_transport object_store{why}"
         )
     done.result()
+
+
+AGREEMENT = {"float32": 1e-3, "bfloat16": 0.25}
+"""How far the log-probabilities of trainer and generator may be apart, by what the generator
+computes in.
+"""
+
+
+@runtime_checkable
+class HasWeights(Protocol):
+    """What is read of a trainer, whether or not it has the other methods."""
+
+    @property
+    def step(self) -> int: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@runtime_checkable
+class SendsWeights(Protocol):
+    """A trainer whose weights are in other processes, as `RankedTrainer`."""
+
+    def send_weights(
+        self,
+        send: Callable[[Iterator[tuple[str, Tensor]]], Any],
+        *,
+        dtype: torch.dtype | None = None,
+        together: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return `send(weights)`, called where rank 0 has the weights, gathered in `dtype`.
+
+        together: called by all ranks, of which rank 0 returns. options: of the backend's `weights`,
+        such as `adapters`.
+        """
+
+
+class TrainerWeights(WeightSource):
+    """The weights of a trainer after its last step; their version is its `step`.
+
+    `send` and the methods of a trainer that is `InTurns` wait for each other, so that no collective
+    of a reader meets one of a step; of another trainer, `send` must not meet a step. The iterator
+    of `newest` holds nothing up, and raises RuntimeError if a step comes between.
+    """
+
+    def __init__(self, trainer: HasWeights) -> None:
+        self.trainer = trainer
+        turn = trainer.turn if isinstance(trainer, InTurns) else nullcontext()
+        self._turn: AbstractContextManager[Any] = turn
+
+    def newest(self) -> tuple[int, Iterator[tuple[str, Tensor]]]:
+        with self._turn:
+            return self.trainer.step, self._unchanged(self.trainer.step)
+
+    def send(
+        self,
+        use: Callable[[int, Iterator[tuple[str, Tensor]]], T],
+        *,
+        dtype: torch.dtype | None = None,
+        adapters: Adapters = "merged",
+    ) -> T:
+        options: Any = {} if adapters == "merged" else {"adapters": adapters}
+        with self._turn:
+            version = self.trainer.step
+            if isinstance(self.trainer, SendsWeights):
+                if isinstance(use, WeightSender):
+                    options["together"] = True
+                return self.trainer.send_weights(partial(use, version), dtype=dtype, **options)
+            return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
+
+    def _unchanged(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        weights: Iterator[tuple[str, Tensor]] | None = None
+        while True:
+            with self._turn:
+                if self.trainer.step != version:
+                    raise RuntimeError(
+                        f"weights must be read between two steps, but while those of step {version}"
+                        f" were read, the trainer went on to step {self.trainer.step}: read the"
+                        " newest ones again"
+                    )
+                weights = weights or iter(self.trainer.weights())
+                found = next(weights, None)
+            if found is None:
+                return
+            yield found
+
+
+def sync_weights(
+    trainer: HasWeights, generator: GenerationBackend, *, in_flight: InFlight = "keep"
+) -> None:
+    """Give the generator the trainer's newest weights, unless it has them already. Blocks, also
+    where an event loop runs. After an error nothing can be generated until an update succeeds.
+    """
+    if generator.policy_version != trainer.step:
+        options: Any = {} if in_flight == "keep" else {"in_flight": in_flight}
+        blocking(generator.update_weights(TrainerWeights(trainer), **options))
+
+
+def check_agreement(
+    trainer: TrainingBackend,
+    generator: GenerationBackend,
+    prompt: Sequence[int],
+    *,
+    precision: str,
+    num_tokens: int = 8,
+) -> float:
+    """Return the largest difference between the log-probabilities that trainer and generator give
+    to the tokens of a greedy answer. The generator sleeps from then on.
+
+    Raises RuntimeError where it is more than rounding can explain: the generator then has other
+    weights, or computes another model.
+    """
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
+    answer = generator.generate([prompt], greedy)[0]
+    generator.sleep()  # the trainer needs its memory
+    tokens = [*prompt, *answer.token_ids]
+    mask = [False] * len(prompt) + [True] * len(answer.token_ids)
+    experts = with_last(answer.routed_experts)
+    example = Example(input_ids=tokens, loss_mask=mask, response_mask=mask, routed_experts=experts)
+    batch = collate([example])
+    ours = trainer.get_logprobs(batch).values[0, len(prompt) :].cpu()
+    theirs = torch.tensor(answer.logprobs)
+    worst = float((ours - theirs).abs().max())
+    if not worst <= AGREEMENT[precision]:
+        raise RuntimeError(
+            "trainer and generator must give a token the same log-probability, but they differ by"
+            f" {worst:.6f}, where {AGREEMENT[precision]} would be rounding: see that the generator"
+            " is of the same model, and that its weights are synced"
+        )
+    return worst

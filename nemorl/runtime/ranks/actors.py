@@ -7,7 +7,6 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from nemorl.openmp import spinning_variables
 from nemorl.parallel.world import RanksLost
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, Rank, RankAnswer, dumps, loads
 from nemorl.runtime.store.files import raised
 from nemorl.runtime.workers.cluster import (
@@ -32,11 +31,8 @@ from nemorl.runtime.workers.cluster import (
     most_on_a_node,
     release,
 )
-from nemorl.runtime.workers.worker import RayWorkerGroup, late
+from nemorl.runtime.workers.worker import RayWorkerGroup
 
-TICK_S = 0.5
-ALONE_S = 10.0
-"""Seconds to wait for the other ranks once one has failed: they stay usable where all fail."""
 GRACE_S = 5.0
 """A rank that takes too long writes its stack into its log first."""
 
@@ -47,24 +43,21 @@ class RankActor:
         self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
 
     def perform(
-        self, method: str, payload: list[Any], limit_s: float, part: list[Any] | None = None
+        self, method: str, payload: list[Any], limit_s: float, parts: Mapping[Coordinates, Any] = {}
     ) -> list[Any]:
-        """The stack goes into the log after `limit_s`. part: what this rank gets besides."""
+        """The stack goes into the log after `limit_s`. parts: of the routes, in Ray's memory."""
         watched = method not in BACKGROUND
         if watched:
             faulthandler.dump_traceback_later(limit_s)
         try:
             args, kwargs = loads(payload)
-            fetch = None if part is None else lambda _: loads(part)
+            fetch = (lambda where: loads(ray.get(parts[where]))) if parts else None
             return dumps(self._rank.perform(method, args, kwargs, fetch))
         except Exception as error:  # something that cannot be sent
             return dumps(self._rank.refuse(error))
         finally:
             if watched:
                 faulthandler.cancel_dump_traceback_later()
-
-    def coordinates(self) -> Coordinates:
-        return self._rank.coordinates()
 
 
 class RayRanks:
@@ -83,7 +76,6 @@ class RayRanks:
     ) -> None:
         """engines: those that may share the ranks' GPUs."""
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
-        self._coordinates: list[Coordinates] = []
         cpus = config.runtime.cpus_per_rank
         connect(
             num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, for engines as well
@@ -130,60 +122,43 @@ class RayRanks:
         """
         limit = "start_timeout_s" if method == "setup" else "timeout_s"
         limit_s = getattr(self._runtime, limit)
-        payload = ray.put(payload)  # each node fetches it once
-        if parts and not self._coordinates:
-            self._coordinates = self.workers.run_all("coordinates", timeout_s=limit_s)
-        stored = {where: ray.put(part) for where, part in parts.items()}
-        own = [stored[where] for where in self._coordinates] if parts else [None] * self.size
+        # Each node fetches them once.
+        call = method, ray.put(payload), limit_s, {at: ray.put(part) for at, part in parts.items()}
+        background = method in BACKGROUND
         with self._lock:  # all ranks get the calls in the same order
             calls = {
-                rank: self.workers.call(
-                    rank,
-                    "perform",
-                    method,
-                    payload,
-                    limit_s,
-                    own[rank],
-                    background=method in BACKGROUND,
-                )
+                rank: self.workers.call(rank, "perform", *call, background=background)
                 for rank in range(self.size)
             }
-        answers: dict[int, RankAnswer] = {}
-        left, alone = limit_s + GRACE_S, ALONE_S
-        while len(answers) < self.size and alone > 0:
-            before = time.monotonic()
-            for rank, answer in self.workers.ready(calls, TICK_S, doing=f" in {phase}").items():
-                answers[rank] = loads(answer)
-                del calls[rank]
-            passed = min(time.monotonic() - before, 4 * TICK_S)  # unless this process was stopped
-            left -= passed
-            alone -= passed * any(answer.error for answer in answers.values())
-            if left <= 0 and calls:
-                who = self.workers.named(sorted(calls))
-                who += ": the logs say where in the code they were"
-                raise late(phase, limit_s, f"runtime.{limit}", who)
-        return self._together(answers, phase, background=method in BACKGROUND)
+        answers = self.workers.gather(
+            calls,
+            limit_s,
+            phase,
+            setting=f"runtime.{limit}; the logs say where in the code they were",
+            grace_s=GRACE_S,
+            read=loads,
+            failed=lambda answer: answer.error,
+        )
+        return self._together(answers, phase, background)
 
     def _together(
-        self, answers: Mapping[int, RankAnswer], phase: str, *, background: bool = False
+        self, answers: Mapping[int, RankAnswer], phase: str, background: bool
     ) -> RankAnswer:
-        failed = {rank: answer for rank, answer in sorted(answers.items()) if answer.error}
+        errors = {rank: one.error for rank, one in sorted(answers.items()) if one.error}
         steps = {answer.step for answer in answers.values()}
         # In the background of an optimizer step some ranks answer before it and others after.
         alike = len(answers) == self.size and (background or len(steps) == 1)
-        if not failed and alike:
+        if not errors and alike:
             return answers[0]
-        if not failed:
+        if not errors:
             raise RuntimeError(f"ranks disagree on the optimizer step after {phase}: {steps}")
-        causes = [rank for rank, answer in failed.items() if not is_consequence(answer.error or {})]
-        cause = next(iter([*causes, *failed]))
-        lost = any((answer.error or {})["kind"] == RanksLost.__name__ for answer in failed.values())
-        if alike and not lost:
+        causes = [rank for rank, error in errors.items() if not is_consequence(error)]
+        cause = [*causes, *errors][0]
+        if alike and RanksLost.__name__ not in {error["kind"] for error in errors.values()}:
             return answers[cause]
-        error = raised(answers[cause].error or {}, cause)
-        where = self.workers.named(failed)
-        alone = "" if len(failed) == self.size else ", but not by the other ranks"
-        error.add_note(f"raised by {where} in {phase}{alone}: all were ended")
+        alone = "" if len(errors) == self.size else ", but not by the other ranks"
+        error = raised(errors[cause], cause)
+        error.add_note(f"raised by {self.workers.named(errors)} in {phase}{alone}: all were ended")
         raise error
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:

@@ -14,8 +14,7 @@ from nemorl.parallel.megatron.engine import Order
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
-from nemorl.runtime.engines.weight_sync import TrainerWeights
-from nemorl.runtime.engines.weights import checked_weights
+from nemorl.runtime.engines.weights import TrainerWeights, checked_weights
 from nemorl.runtime.ranks.trainer import RankedTrainer
 
 STEP_S = 0.05

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import cloudpickle
@@ -31,6 +30,7 @@ from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.store.files import FailedAlone, in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})
@@ -91,11 +91,9 @@ class Rank:
             routes = fetch(self.coordinates(name))
             args = (replace(args[0], routed_experts=routes), *args[1:])
         options = {key: value for key, value in kwargs.items() if key != "backend"}
-        if method in BACKGROUND:
-            call = getattr(self._ready(name), method)
-        else:
+        if method not in BACKGROUND:
             self._name = name
-            call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
+        call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
         value = call(*args, **options)
         return value if self.rank == 0 else None
 
@@ -126,8 +124,7 @@ class Rank:
 
     def _export_next(self) -> list[tuple[str, Tensor]]:
         """Gather some 64 MB more; none at the end."""
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
+        bucket, size = list[tuple[str, Tensor]](), 0
         for name, tensor in self._exports[self._name]:
             size += tensor.nbytes
             if self.rank == 0:
@@ -155,8 +152,8 @@ class Rank:
 
     def _release(self) -> None:
         self._exports.pop(self._name, None)
-        if (backend := self._backends.pop(self._name, None)) is not None:
-            backend.shutdown()
+        if self._name in self._backends:
+            self._backends.pop(self._name).shutdown()
 
     def _shutdown(self) -> None:
         for name in [*self._backends]:
@@ -216,6 +213,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TorchrunRanks:
+    places: Sequence[Place] = ()
+    """Not known."""
+
     def __init__(self, make: Callable[[], Any], size: int, config: BaseConfig) -> None:
         self._calls, self._done, self._background = _groups(config)
         require(size == dist.get_world_size(), "parallel",
@@ -230,7 +230,7 @@ class TorchrunRanks:
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
     ) -> RankAnswer:
-        """As `RayRanks.call`. Any error ends the ranks' use."""
+        """As `RayRanks.call`. After an error the ranks are of no more use."""
         args, kwargs = loads(payload)
         if method in BACKGROUND:
             with self._lock:
@@ -264,8 +264,7 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
     """
     calls, done, background = _groups(config)
     rank = Rank(make, dist.get_rank())
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
+    with _signals(signal.SIG_IGN):
         while True:
             method, payload, has_parts = _broadcast(calls)
             args, kwargs = loads(payload)
@@ -280,9 +279,6 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
                 continue
             rank.do(method, args, kwargs, partial(_own_part, calls, None) if has_parts else None)
             dist.barrier(done)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _together(
@@ -328,15 +324,19 @@ def signals_held() -> Iterator[None]:
         yield
         return
     held: dict[int, None] = {}
+    try:
+        with _signals(lambda number, frame: held.setdefault(number)):
+            yield
+    finally:
+        for number in held:
+            signal.raise_signal(number)
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        held[number] = None
 
-    before = {number: signal.signal(number, hold) for number in SIGNALS}
+@contextmanager
+def _signals(handler: Any) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        for late in held:
-            signal.raise_signal(late)
+        for number, each in before.items():
+            signal.signal(number, each)

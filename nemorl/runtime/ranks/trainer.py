@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +17,13 @@ from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs
 from nemorl.models.causal_lm import Head, from_config
 from nemorl.models.hub import CONFIG, base_of, read_config
-from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.ranks import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, RankAnswer, TorchrunRanks, dumps
 from nemorl.runtime.store.files import raised
@@ -35,6 +35,9 @@ SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
 @runtime_checkable
 class Ranks(Protocol):
     """`RayRanks` or `TorchrunRanks`."""
+
+    @property
+    def places(self) -> Sequence[Place]: ...
 
     def call(
         self,
@@ -56,9 +59,8 @@ def make_trainer(
 ) -> RankedTrainer:
     """Return the backend that `make` makes on as many ranks as `plan` has, as one backend.
 
-    Nothing is started before its `setup`. Ranks are Ray actors, which write to
-    `log_dir`/rank-N.log, or torchrun's processes, of which the others call `follow`. engines:
-    those that may share the ranks' GPUs.
+    Its `setup` starts Ray actors, which write to `log_dir`/rank-N.log, unless torchrun has started
+    processes, of which the others call `follow`. engines: those that may share the ranks' GPUs.
     """
 
     def start() -> Ranks:
@@ -68,8 +70,8 @@ def make_trainer(
             from nemorl.runtime.ranks.actors import RayRanks
         except ModuleNotFoundError as error:
             raise ValueError(
-                "parallel with ranks needs Ray, but it is not installed: pip install"
-                " 'nemorl[titan]', or start the run with torchrun"
+                "parallel with ranks needs Ray: pip install 'nemorl[titan]', or start the run with"
+                " torchrun"
             ) from error
         return RayRanks(make, plan.num_ranks, config, log_dir, engines)
 
@@ -92,8 +94,7 @@ class SharedRanks:
         """End the ranks for good. Is this error why?"""
         with self._losing:
             first = self.lost is None
-            if first:
-                self.lost = error
+            self.lost = self.lost or error
         with suppress(Exception):
             self.end()
         return first
@@ -104,7 +105,7 @@ class SharedRanks:
             group.shutdown(timeout_s, result)
 
 
-class RankedTrainer:
+class RankedTrainer(InTurns):
     """A `TrainingBackend` whose calls go to all ranks that `start` starts; rank 0 answers.
 
     What all ranks raise is raised here, and they stay usable. Where one dies (WorkerDied), does not
@@ -118,7 +119,7 @@ class RankedTrainer:
         self._name, self._ranks = name, ranks or SharedRanks(start)
         self._model: nn.Module | None = None
         self._shutdown_s = SHUTDOWN_S
-        self._export: object = None
+        self._exports = 0
         self._cutting: tuple[Any, ...] = ()
         self.step = 0
         """Optimizer steps begun, the one under way included."""
@@ -150,9 +151,9 @@ class RankedTrainer:
         return self._model
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> Sequence[Place]:
         """Where ranks are that Ray has placed; of torchrun's it is not known."""
-        return getattr(self._ranks.group, "places", [])
+        return () if self._ranks.group is None else self._ranks.group.places
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         return self._call("train_step", batch, loss_fn)
@@ -179,12 +180,12 @@ class RankedTrainer:
         RuntimeError.
         """
         self._call("export_open", **({} if dtype is None else {"dtype": dtype}))
-        export = self._export = object()
-        step = self.step
+        self._exports += 1
+        begun = self.step, self._exports
         while bucket := self._call("export_next"):
             for name, tensor in bucket:
                 yield name, tensor
-                if self.step != step or self._export is not export:
+                if begun != (self.step, self._exports):
                     raise RuntimeError(
                         "weights must be read before the trainer's next step or export, but it"
                         " has begun: call weights() again"
@@ -204,8 +205,7 @@ class RankedTrainer:
         usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
-        options |= {"together": True} if together else {}
-        result, error = self._call("send_weights", send, **options)
+        result, error = self._call("send_weights", send, together=together, **options)
         if error is not None:
             raise raised(error, 0)
         return result
@@ -246,10 +246,9 @@ class RankedTrainer:
             self._call("release")
 
     def _gone(self) -> RuntimeError:
-        reason = "call setup() first, and nothing after shutdown()"
-        if (lost := self._ranks.lost) is not None:
-            first = (str(lost) or repr(lost)).splitlines()[0]
-            reason = f"its ranks were ended: {first}"
+        reason, lost = "call setup() first, and nothing after shutdown()", self._ranks.lost
+        if lost is not None:
+            reason = f"its ranks were ended: {(str(lost) or repr(lost)).splitlines()[0]}"
         return RuntimeError(f"the training backend has no model: {reason}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -258,11 +257,10 @@ class RankedTrainer:
             raise self._gone() from self._ranks.lost
         args, parts = self._routes_apart(method, args)
         payload = dumps((args, {"backend": self._name, **kwargs}))
-        updates = method in ("train_step", "optim_step")
-        self.step += updates
-        at = f"of optimizer step {self.step}"
-        if not updates:
-            at = f"after {self.step} optimizer steps"
+        at = f"after {self.step} optimizer steps"
+        if method in ("train_step", "optim_step"):
+            self.step += 1
+            at = f"of optimizer step {self.step}"
         try:
             answer = group.call(method, payload, f"{method} {at}", parts)
         except Exception as error:
@@ -281,14 +279,13 @@ class RankedTrainer:
         """Return arguments without a batch's routes, and each rank's part of these."""
         if not args or getattr(args[0], "routed_experts", None) is None:
             return args, {}
-        if self._cutting == ():
+        if not self._cutting:
             self._cutting = (self._call("cutting"),)
-        (cutting,) = self._cutting
+        cutting, parts = self._cutting[0], dict[Coordinates, list[Any]]()
         if cutting is None:
-            return args, {}
-        replays = cutting.trainer.router_replay and method != "get_reference_logprobs"
-        routes = cutting.routes(args[0]) if replays else {}
-        parts = {place: dumps(part) for place, part in routes.items()}
+            return args, parts
+        if cutting.trainer.router_replay and method != "get_reference_logprobs":
+            parts = {place: dumps(part) for place, part in cutting.routes(args[0]).items()}
         return (replace(args[0], routed_experts=None), *args[1:]), parts
 
 
@@ -306,13 +303,12 @@ def structure(path: str, *, trust_remote_code: bool = False, head: Head = "lm") 
 
 
 def _findable(config: BackendConfig) -> BackendConfig:
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute()) if path and Path(path).exists() else path
-
-    initial, folder = config.same_initial_model_as, config.profile.dir
+    path, initial, folder = config.model.path, config.same_initial_model_as, config.profile.dir
+    if path and Path(path).exists():
+        path = str(Path(path).absolute())
     return replace(
         config,
-        model=replace(config.model, path=absolute(config.model.path)),
+        model=replace(config.model, path=path),
         profile=replace(config.profile, dir=folder and str(Path(folder).absolute())),
         same_initial_model_as=initial and initial.absolute(),
     )

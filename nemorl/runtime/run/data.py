@@ -16,7 +16,7 @@ from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments.tools import require_tools
-from nemorl.runtime.config.base import DataConfig, require_files
+from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
@@ -116,7 +116,7 @@ def _parts(*sources: Rows) -> list[Any]:
 
 
 def tokenised_prompts(
-    config: Any, rows: Sequence[Any], tokenizer: Any, environment: Any = None
+    config: BaseConfig, rows: Sequence[Any], tokenizer: Any, environment: Any = None
 ) -> tuple[Prompts, Lengths]:
     """Return prompts, with an environment's tools, as token ids that leave room for an answer, and
     their lengths.
@@ -157,7 +157,7 @@ def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], token
 
 
 def within_limit(
-    what: str, config: Any, rows: Sequence[Any], items: Any, *, room: int = 0
+    what: str, config: BaseConfig, rows: Sequence[Any], items: Any, *, room: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any], Lengths]:
     """Return the items that leave `room` tokens of the longest sequence, their rows and lengths."""
     limit = max(1, config.data.max_total_sequence_length - room)
@@ -191,7 +191,7 @@ def within_limit(
 
 
 def row_order(
-    config: Any, rows: Sequence[Any], *, weighted: bool = True
+    config: BaseConfig, rows: Sequence[Any], *, weighted: bool = True
 ) -> RowOrder | StreamedRows:
     """Return the order in which training visits rows."""
     if isinstance(rows, StreamedRows):

@@ -19,7 +19,7 @@ from nemorl.parallel.planner.sharing import GB, Sharing, check_states, sharing, 
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Machine
 from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
-from nemorl.runtime.engines.limits import check_shares
+from nemorl.runtime.engines.spec import check_shares
 from nemorl.runtime.ranks import is_follower, torchrun_size
 from nemorl.runtime.run.registry import check_generation
 

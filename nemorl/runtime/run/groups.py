@@ -1,243 +1,285 @@
 """Groups of responses, sampled ahead of their steps, and when a run's generator is awake."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from nemorl.checks import warn
+from nemorl.checks import at_least, require, warn
 from nemorl.rollout.admission import (
-    Action,
-    Admission,
-    Begin,
-    Drop,
-    Dropped,
-    Event,
-    Finished,
-    Hand,
-    Trained,
+    Ended,
+    Group,
+    LoopState,
+    Order,
     Updated,
     Wanted,
     decide,
 )
-from nemorl.rollout.collect import Rollouts, as_rollouts
+from nemorl.rollout.collect import MOST_FAILED, Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.driver import Driver
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.runtime.config.grpo import AsyncConfig
-from nemorl.runtime.engines.weight_sync import sync_weights
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.grpo import AsyncConfig, GRPOConfig
+from nemorl.runtime.engines.weights import HasWeights, sync_weights
 from nemorl.runtime.store.files import check_writer
+
+
+class Progress:
+    """Where a loop is: after its last finished step, and with what it has taken since."""
+
+    def __init__(self, state: LoopState) -> None:
+        self.state = self.taken = state
+        self.last_step: int | None = None
+        """Once the loop begins."""
+
+
+@dataclass(frozen=True)
+class RowStream:
+    """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
+
+    load: Callable[[], Progress]
+    """Loads the last checkpoint, if that was not done yet."""
+    order: Order
+    name: str
+
+    @property
+    def num_rows(self) -> int:
+        return self.order.num_rows
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` rows' indices, of the present step, or of the next one if taken
+        before it; a new epoch begins where one ends.
+        """
+        at_least(1, count=count)
+        progress = self.load()
+        progress.taken, rows = progress.taken.take(self.name, self.order, count)
+        return rows
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """Prompts in a seeded order, each with the number of its group in the run."""
+
+    prompts: Prompts
+    rows: RowStream
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def next(self, count: int, *, ahead: int = 0) -> Prompts:
+        """Return the next `count` prompts: of the present step, or of the next one if taken before
+        it.
+
+        ahead: how many steps later they are trained on. Until that step has ended they are open: a
+        run that is resumed from a checkpoint before gets them again, with the same numbers.
+        """
+        at_least(1, count=count)
+        at_least(0, ahead=ahead)
+        rows, progress = self.rows, self.rows.load()
+        step = progress.state.step + 1 + ahead
+        state, groups = progress.taken.take_groups(rows.name, rows.order, count, step=step)
+        progress.taken = state
+        return self.of(groups)
+
+    def of(self, groups: Sequence[Group]) -> Prompts:
+        """Return the prompts of groups."""
+        rows, taken = self.rows, [group.row for group in groups]
+        fits = f"must have the rows of the groups that are open, up to number {max(taken) + 1}"
+        remedy = "resume with the data of that run"
+        what = f"the prompts of {rows.name!r}"
+        require(max(taken) < rows.num_rows, what, fits, rows.num_rows, remedy)
+        found = self.prompts.take(taken)
+        return replace(found, groups=[group.ordinal for group in groups])
 
 
 class GroupStream:
     """Groups of responses in the order of their prompts, `count` for each step.
 
-    With async.max_staleness K of 1 or more they are sampled up to K steps ahead; with 0, `next`
-    samples them.
+    With async.max_staleness K they are sampled up to K steps ahead.
     """
 
     def __init__(
         self,
-        run: Any,
-        prompts: Any,
+        prompts: PromptStream,
         environment: Environment,
         *,
         count: int,
         n: int,
         params: SamplingParams,
+        sampler: "Sampling",
     ) -> None:
-        self.run, self.prompts, self.environment = run, prompts, environment
+        self.prompts, self.environment = prompts, environment
         self.count, self.n, self.params = count, n, params
-        self.settings: AsyncConfig = getattr(run.config, "async_", AsyncConfig())
-        self._admission = Admission(staleness=self.settings.max_staleness, batch=count)
-        self._driver: Driver | None = None
-        self._prompts: dict[int, Prompts] = {}
-        """Prompts of open groups by their place in the stream, with their numbers in the run."""
-        self._found: dict[int, list[Conversation]] = {}
-        """Conversations of groups that are done, by place."""
-        self._handed: Sequence[int] | None = None
+        self.progress, self.settings = sampler.progress, sampler.settings
+        self._streams = sampler.streams
+        self.driver: Driver
+        """From the first `next` on."""
+        self._running: dict[int, Prompts] = {}
+        """By ordinal: streamed rows can't be read twice."""
+        self._ended: dict[int, list[Conversation]] = {}
         self._failed: BaseException | None = None
-        """What ended the sampling ahead."""
-        self._warned = False
+        """What ended the sampling."""
 
-    def next(self, count: int | None = None) -> Rollouts:
-        """Return the responses to the next `count` prompts (None: the stream's), which the present
-        step trains on.
+    def next(self, count: int, generator: GenerationBackend) -> Rollouts:
+        """Return the responses to the next `count` prompts, which the present step trains on.
 
-        Raises: RuntimeError outside of a step; the first failure where most conversations fail.
+        generator: awake. Raises: the first failure where most conversations fail.
         """
-        step, count = self.run.step, count or self.count
-        groups: Sequence[int] = ()
+        groups = self._wait_for(count, generator)
+        talks = [each for group in groups for each in self._ended.pop(group)]
         try:
-            if self.settings.max_staleness:
-                groups, talks = self._taken(count)
-                timeout_s = self.run.config.rollout.timeout_s
-                found = as_rollouts(talks, self.environment, self.params, timeout_s=timeout_s)
-            else:
-                prompts = self.prompts.next(count)
-                groups = prompts.groups
-                found = step.sample(prompts, self.environment, n=self.n, params=self.params)
+            timeout_s = self.prompts.prompts.limits.timeout_s
+            found = as_rollouts(talks, self.environment, self.params, timeout_s=timeout_s)
         except Exception:  # from which a loop may go on
-            if groups:
-                self._drop(groups, "failed")
+            self._drop(groups, "failed")
             raise
-        step.aged(found.conversations, most=self.settings.max_staleness)
         if failed := {*groups} - {*found.group_id.tolist()}:
             self._drop(sorted(failed), "failed")
         return found
 
-    def _taken(self, count: int) -> tuple[Sequence[int], list[Conversation]]:
-        step = self.run.step
-        with self.run.sampling(), step.timed("generate"):
-            try:
-                places = self._wait_for(count)
-            except BaseException as error:
-                self._failed = self._failed or error
-                raise
-        groups = [self._prompts[place].groups[0] for place in places]
-        self.run.taken = self.run.taken.assign(groups)
-        talks = [each for place in places for each in self._found.pop(place)]
-        step.count(talks)
-        return groups, talks
-
-    def _wait_for(self, count: int) -> Sequence[int]:
-        if self._failed is not None:
-            raise RuntimeError(
-                "run.groups must not be read after sampling ahead has failed: resume the run from"
-                " its last checkpoint"
-            ) from self._failed
-        if self._driver is None:
-            self._driver = Driver(
-                self.run.generator,
-                self.environment,
-                replace(self.params, n=self.n),
-                seed=self.run.state.seed,
-            )
-            self.after_update(changed=False)
-        self._driver.resume()
-        self._feed(Wanted(count))
-        while self._handed is None:
-            self._note(*self._driver.next_ended())
-        places, self._handed = self._handed, None
-        return places
-
-    def drop(self, rollouts: Rollouts, reason: str) -> None:
-        """Count the groups of some responses as dropped: the step does not train on them. Others
-        may be taken in their place.
-
-        reason: a word, such as "uninformative".
-        """
-        self._drop(sorted({*rollouts.group_id.tolist()}), reason)
-
-    def _drop(self, groups: Sequence[int], reason: str) -> None:
-        self.run.taken = self.run.taken.drop(groups, reason)
-        if self._driver is not None:
-            places = [p for p, each in self._prompts.items() if each.groups[0] in groups]
-            self._forget(places)
-            self._feed(Dropped(tuple(places)))
-
     def before_update(self) -> None:
-        if self._driver is None or self.settings.in_flight != "abort":
-            return
-        self._driver.stop([*self._in_flight()])
-        for groups, talks in self._driver.ended():
-            self._note(groups, talks)
-
-    def _in_flight(self) -> dict[int, int]:
-        open_ones = [group.number for group in self._admission.open if not group.done]
-        return {self._prompts[place].groups[0]: place for place in open_ones}
+        if self.settings.in_flight == "abort":
+            self.driver.stop([*self._running])
+            for ended in self.driver.ended():
+                self._end(*ended)
 
     def after_update(self, *, changed: bool) -> None:
-        if self._driver is None:  # nobody has asked for groups yet
-            return
-        state = replace(self._admission, step=self.run.state.step, last=self.run.num_steps)
-        self._admission = state
-        self._driver.resume()
+        self.driver.resume()
         self._feed(Updated(again=changed and self.settings.in_flight == "abort"))
 
-    def pause(self) -> None:
-        if self._driver is not None:
-            self._driver.pause()
+    def _wait_for(self, count: int, generator: GenerationBackend) -> tuple[int, ...]:
+        if self._failed is not None:
+            raise RuntimeError(
+                "step.sample must not go on after sampling ahead has failed: resume the run from"
+                " its last checkpoint"
+            ) from self._failed
+        ahead, taken = self.settings.max_staleness > 0, self.progress.taken
+        with ExitStack() as stack:
+            try:
+                if not ahead or self not in self._streams:
+                    self.driver = Driver(
+                        generator,
+                        self.environment,
+                        replace(self.params, n=self.n),
+                        seed=taken.seed,
+                        most_failed=1.0 if ahead else MOST_FAILED,
+                    )
+                    self._streams.append(self) if ahead else stack.callback(self.driver.close)
+                    self._feed(Updated())
+                self.driver.resume()
+                given = self._feed(Wanted(count))
+                while not given:
+                    given = self._end(*self.driver.next_ended())
+            except BaseException as error:
+                self._failed = error if ahead else None
+                self.progress.taken = taken  # a loop may ask again
+                self._running.clear()
+                raise
+        return given
 
-    def end_step(self) -> None:
-        if self._driver is not None:
-            self._forget([group.number for group in self._admission.open if group.handed])
-            self._feed(Trained())
+    def _drop(self, groups: Sequence[int], reason: str) -> None:
+        self.progress.taken = self.progress.taken.drop(groups, reason)
 
-    def close(self) -> None:
-        if self._driver is not None:
-            self._driver.close()
+    def _end(self, groups: tuple[int, ...], talks: list[Conversation]) -> tuple[int, ...]:
+        if not self._running.keys() >= {*groups}:  # they were stopped
+            return ()
+        for group in groups:
+            del self._running[group]
+            self._ended[group] = []
+        for each in talks:
+            self._ended[each.group].append(each)
+        return self._feed(Ended(groups))
 
-    def _note(self, groups: Sequence[int], talks: list[Conversation]) -> None:
-        place = self._in_flight().get(*groups)
-        if place is not None:
-            self._found[place] = talks
-            self._feed(Finished(place))
-
-    def _feed(self, event: Event) -> None:
-        self._admission, actions = decide(self._admission, event)
-        self._act(actions)
-
-    def _act(self, actions: Iterable[Action]) -> None:
-        assert self._driver is not None
-        begun = [action.number for action in actions if isinstance(action, Begin)]
-        new = [place for place in begun if place not in self._prompts]
-        if new:
-            prompts = self.prompts.ahead(len(new))
-            self._prompts |= {place: prompts.take([i]) for i, place in enumerate(new)}
-        for action in actions:
-            match action:
-                case Drop(number, reason):
-                    group = self._prompts[number].groups[0]
-                    if not self._warned:
-                        self._warned = True
-                        warn(
-                            f"group {group} became older than async.max_staleness before a step"
-                            f" took it, and is dropped: take the {self.count} groups of run.groups"
-                            " in each step, or say fewer (count=…)"
-                        )
-                    self._driver.stop([group])
-                    self.run.taken = self.run.taken.drop([group], reason)
-                    self._forget([number])
-                case Hand(numbers):
-                    self._handed = numbers
-        if begun:
-            self._driver.begin([self._prompts[place] for place in begun])
-
-    def _forget(self, places: Iterable[int]) -> None:
-        for place in places:
-            self._prompts.pop(place, None)
-            self._found.pop(place, None)
+    def _feed(self, event: Wanted | Ended | Updated) -> tuple[int, ...]:
+        """Return the groups that the present step is given."""
+        rows = self.prompts.rows
+        self.progress.taken, actions = decide(
+            self.progress.taken,
+            event,
+            stream=rows.name,
+            order=rows.order,
+            batch=self.count,
+            staleness=self.settings.max_staleness,
+            last=self.progress.last_step,
+        )
+        if actions.stop:
+            warn(
+                "groups became older than async.max_staleness before a step took them, and are"
+                f" dropped: sample {self.count} groups in each step, or fewer in the first"
+                " (count=…)"
+            )
+            self.driver.stop(actions.stop)
+            for group in actions.stop:
+                self._running.pop(group, None)
+                self._ended.pop(group, None)
+        again = [g for g in actions.begin if g.ordinal in self._running]
+        cohorts = [self._running[group.ordinal] for group in again]
+        if new := [group for group in actions.begin if group not in again]:
+            prompts = self.prompts.of(new)
+            each = [prompts.take([place]) for place in range(len(new))]
+            cohorts += each if self.settings.max_staleness else [prompts]  # judged together
+        self._running |= {group: each for each in cohorts for group in each.groups}
+        if cohorts:
+            self.driver.begin(cohorts)
+        return actions.give
 
 
-class Sampler:
+class Sampling:
     """The generator of a run between the trainer's steps, and the streams that sample ahead."""
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, progress: Progress, config: BaseConfig, directory: Path) -> None:
+        self.progress, self.directory = progress, directory
+        self.settings = config.async_ if isinstance(config, GRPOConfig) else AsyncConfig()
         self.streams: list[GroupStream] = []
+        """Those that were asked for groups."""
         self.synced: dict[int, int] = {}
         """Finished steps when the generator last got a version of the weights, by version."""
-        self.ahead = hasattr(run.config, "async_") and run.config.async_.max_staleness > 0
-        """Whether the run samples ahead."""
+        self.updates = 0
+        """How often the generator was given new weights."""
+        self._rests = self.settings.max_staleness > 0 and config.generation.traits.embedded
+        """Whether it samples ahead with the trainer's own weights, and rests in between."""
         self._awake = False
 
+    def stream(
+        self,
+        prompts: PromptStream,
+        environment: Environment,
+        *,
+        count: int,
+        n: int,
+        params: SamplingParams,
+    ) -> GroupStream:
+        """Return the stream of groups of some prompts, `count` for each step."""
+        name = prompts.rows.name
+        for stream in self.streams:
+            if stream.prompts.rows.name == name:
+                same = (stream.environment, stream.n, stream.params) == (environment, n, params)
+                must = "must have the same environment, n and params in each step, if sampled ahead"
+                remedy = "sample others from a stream of their own, run.prompts(name=…)"
+                require(same, f"step.sample of {name!r}", must, f"n={n}", remedy)
+                return stream
+        return GroupStream(prompts, environment, count=count, n=n, params=params, sampler=self)
+
     @contextmanager
-    def awake(self) -> Iterator[GenerationBackend]:
-        """See `OpenRun.sampling`."""
-        run, nested = self.run, self._awake
-        generator: GenerationBackend = run.generator
-        # Of what is in flight, no token may have the trainer's new weights and the old version:
-        # where the engine computes with them, it wakes with the new one, and rests in between.
-        later = self.ahead and run.config.generation.traits.embedded
-        with nullcontext() if run.present is None else run.present.timed("sync"):
+    def awake(
+        self,
+        generator: GenerationBackend,
+        trainer: HasWeights,
+        *,
+        make_room: Callable[[], None],
+        timed: AbstractContextManager[None],
+    ) -> Iterator[GenerationBackend]:
+        """See `Run.sampling`. timed: measures how long it takes to wake."""
+        nested = self._awake
+        with timed:
             if not nested:
-                run.make_room()
-                if not later:
+                make_room()
+                if not self._rests:  # whose tokens would have new weights and the old version
                     generator.wake()
-            changed = self._update(generator)
-            if later:
+            changed = self._update(generator, trainer)
+            if self._rests:
                 generator.wake()
             for stream in self.streams if changed or not nested else ():
                 stream.after_update(changed=changed)
@@ -245,18 +287,18 @@ class Sampler:
         try:
             yield generator
         finally:
-            check_writer(run.directory)  # after rewards, and before an engine is called
+            check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
-            if not nested or later:
-                self._rest(generator)
+            if not nested or self._rests:
+                for stream in self.streams if getattr(generator, "sleeps", True) else ():
+                    stream.driver.pause()
+                generator.sleep()
 
     def synced_at(self, version: int) -> int:
         """Return the finished steps when the generator got a version of the weights; one between
         two, of a replica that came back between minibatches, counts as the older.
         """
-        if version in self.synced:
-            return self.synced[version]
-        known = [each for each in self.synced if each < version]
+        known = [each for each in self.synced if each <= version]
         if not known or version > max(self.synced):
             raise RuntimeError(
                 f"tokens must carry a version of the trainer's weights, but the engine gave"
@@ -264,27 +306,16 @@ class Sampler:
             )
         return self.synced[max(known)]
 
-    def end_step(self) -> None:
-        for stream in self.streams:
-            stream.end_step()
-
     def close(self) -> None:
         for stream in self.streams:
-            stream.close()
+            stream.driver.close()
 
-    def _update(self, generator: GenerationBackend) -> bool:
-        run = self.run
-        changed = generator.policy_version != run.trainer.step
+    def _update(self, generator: GenerationBackend, trainer: HasWeights) -> bool:
+        changed = generator.policy_version != trainer.step
         for stream in self.streams if changed else ():
             stream.before_update()
-        waits = any(stream.settings.in_flight == "wait" for stream in self.streams)
-        sync_weights(run.trainer, generator, in_flight="wait" if waits else "keep")
-        self.synced[run.trainer.step] = run.state.step
-        if changed and run.present is not None:
-            run.present.sent += 1
+        waits = self.settings.in_flight == "wait" and self.streams
+        sync_weights(trainer, generator, in_flight="wait" if waits else "keep")
+        self.synced[trainer.step] = self.progress.state.step
+        self.updates += changed
         return changed
-
-    def _rest(self, generator: GenerationBackend) -> None:
-        for stream in self.streams if getattr(generator, "sleeps", True) else ():
-            stream.pause()
-        generator.sleep()

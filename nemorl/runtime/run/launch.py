@@ -1,7 +1,7 @@
 """A run before its model is loaded: checked and read in order of cost."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from nemorl.models.hub import (
     read_config,
 )
 from nemorl.openmp import SPINS
+from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import Environment, check_limits, make_environment
@@ -44,7 +45,7 @@ from nemorl.runtime.run.registry import (
 )
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, check_algorithm, locked
-from nemorl.runtime.watch.callbacks import Callback, check_callbacks, signals_raise
+from nemorl.runtime.watch.callbacks import Callback, check_callbacks, closing, signals_raise
 from nemorl.runtime.watch.log import RunLog, recorded
 from nemorl.runtime.watch.loggers import LoggerFactory
 
@@ -314,9 +315,7 @@ def launched(
     with locked(Path(folder)), signals_raise():
         directory = open_directory(config, algorithm, restarted=devices.restarted)
         config = replace(config, run=replace(config.run, resume=directory.has_checkpoint()))
-        saved = checkpoint.data_of(folder) if config.run.resume else []
-        if saved and saved != data:
-            _require_same_rows(config, directory, train, saved, known, held_out)
+        _require_same_rows(config, directory, train, data, known, held_out)
         with recorded(directory, algorithm=algorithm) as log:
             warn_of_spinning()
             checkpoint.sweep(directory.path)
@@ -331,31 +330,37 @@ def launched(
                 config.model.chat_template_kwargs,
             )
             warn_of_strings(chain(known, held_out), tokenizer)
-            yield Launch(
-                config=config,
-                devices=devices,
-                directory=directory,
-                folder=path,
-                model=model,
-                of_model=of_model,
-                tokenizer=tokenizer,
-                environment=led,
-                rows=rows,
-                data=data,
-                validation_rows=first_of_each(held_out, config.run.max_val_samples),
-                log=log,
-                loggers=loggers,
-                callbacks=callbacks,
-            )
+            # An engine may compute here while ranks train.
+            fixed = devices.ranked and config.trainer.deterministic
+            with closing(callbacks), deterministic_kernels if fixed else nullcontext():
+                yield Launch(
+                    config=config,
+                    devices=devices,
+                    directory=directory,
+                    folder=path,
+                    model=model,
+                    of_model=of_model,
+                    tokenizer=tokenizer,
+                    environment=led,
+                    rows=rows,
+                    data=data,
+                    validation_rows=first_of_each(held_out, config.run.max_val_samples),
+                    log=log,
+                    loggers=loggers,
+                    callbacks=callbacks,
+                )
 
 
 def _require_same_rows(
     config: BaseConfig,
     directory: RunDirectory,
     train: Rows,
-    saved: list[Digest],
+    data: Sequence[Digest],
     *rows: Sequence[Row],
 ) -> None:
+    saved = checkpoint.data_of(directory.path) if config.run.resume else []
+    if not saved or saved == data:
+        return
     sources = sources_of(config.data.train if train is None else train)
     found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
     if not found:

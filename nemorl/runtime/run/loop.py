@@ -1,33 +1,38 @@
 """An open run and its steps: what happens around the lines of a training loop."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
 from nemorl.checks import at_least, require, warn
-from nemorl.data.rows import Row, RowOrder, StreamedRows
+from nemorl.data.batch import TokenBatch
+from nemorl.data.packing import segments_apart
+from nemorl.data.rows import Row
 from nemorl.data.sources import set_names
 from nemorl.data.statistics import Lengths
-from nemorl.losses.types import Metric, finalize, merge
+from nemorl.losses.types import Metric, finalize, in_main_memory, merge
+from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.rollout.collect import Rollouts, collect
-from nemorl.rollout.conversation import Conversation, Prompts, segments_of
+from nemorl.rollout.admission import LoopState
+from nemorl.rollout.collect import Rollouts, collect, join
+from nemorl.rollout.conversation import Prompts, segments_of
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import Environment
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.groups import GroupStream, Sampler
-from nemorl.runtime.run.models import BackendOrder, Models
-from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.run.groups import Progress, PromptStream, RowStream, Sampling
+from nemorl.runtime.run.launch import Launch
+from nemorl.runtime.run.parts import Backends, Parts, live_parts, other_setup, require_length
+from nemorl.runtime.run.receipts import Ages, Receipts, TokenReceipt, with_receipts
 from nemorl.runtime.run.samples import (
     ENVIRONMENT,
     Samples,
@@ -40,67 +45,31 @@ from nemorl.runtime.run.samples import (
     samples_of,
     whole_groups,
 )
+from nemorl.runtime.run.saving import TrainResult, loop_callbacks
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
-from nemorl.runtime.store.state import LoopState, OpenGroup, Run
+from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.callbacks import (
     Callback,
     StopTraining,
+    closing,
     notify,
     notify_of_error,
     update_in_progress,
 )
 
+if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
+    from nemorl.parallel.backend import FullTrainingBackend
+
+Config = TypeVar("Config", bound=BaseConfig, covariant=True)
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
 STEP, VALIDATION = 0, 1
 """Begin the numbers of seeds, apart from those of groups, `derive_seed(run.seed, number)`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What is live from the first use of the trainer on."""
-
-    trainer: Any
-    generator: GenerationBackend | None
-    state: LoopState
-    """The state in which the last checkpoint left the loop."""
-    resumed_from: Path | None = None
-    """That checkpoint; None in a new run."""
-    shares_weights: bool = True
-    """Whether the generator computes with the trainer's own weights."""
-
-
-@runtime_checkable
-class Maker(Protocol):
-    """What makes the parts of a run (`nemorl.runtime.run.live.Live`)."""
-
-    def parts(self, run: "OpenRun") -> Parts:
-        """Load the trainer as the last checkpoint left it, and start the generator."""
-
-    def prepared(self, run: "OpenRun", order: BackendOrder) -> BackendOrder:
-        """Check an order before anything is loaded, and return it with what it begins with."""
-
-    def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
-        """Load another backend, of a prepared order."""
-
-    def release(self, name: str) -> None:
-        """Shut a backend down."""
-
-    def make_room(
-        self, run: "OpenRun", backends: Iterable[Any], *, keep_weights: bool = False
-    ) -> None:
-        """Free memory of the backends' devices for engines, before they start or wake.
-
-        keep_weights: the generator computes with the backends' own.
-        """
-
-    def callbacks(self, run: "OpenRun") -> Sequence[Callback]:
-        """Return the callbacks of the loop, in the order in which they are called."""
-
-
-class OpenRun:
-    """A run whose loop is the caller's own (`nemorl.open_run`).
+class Run(Generic[Config]):
+    """A run whose loop is the caller's own (`nemorl.open_run`), with settings of class Config.
 
     environment: judges responses; None for a config without `reward`. state: the finished steps.
     result: a `TrainResult`, once the run is closed.
@@ -108,41 +77,36 @@ class OpenRun:
 
     def __init__(
         self,
+        launch: Launch,
+        stack: ExitStack,
         *,
-        config: BaseConfig,
-        tokenizer: Any,
-        environment: Environment | None,
-        rows: Sequence[Row],
-        validation_rows: Sequence[Row],
-        directory: Path,
-        maker: Maker,
         generates: bool | None = None,
         num_updates: int | None = None,
     ) -> None:
-        self.config: Any = config
-        self.tokenizer, self.environment = tokenizer, environment
-        self.rows, self.validation_rows, self.directory = rows, validation_rows, directory
-        self.state = self.taken = LoopState(config.run.seed)
-        """After the last finished step, and with what was taken since."""
+        self.launch, self.config = launch, cast(Config, launch.config)
+        self.tokenizer, self.environment = launch.tokenizer, launch.environment
+        self.rows, self.validation_rows = launch.rows, launch.validation_rows
+        self.directory = launch.directory.path
+        self.progress = Progress(LoopState(self.config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
-        """Rows of the orders, by name."""
-        self.missed: set[int] = set()
-        """Numbers of groups that were not sampled before the end of their step."""
-        questions = any(row.get("answer") is not None for row in validation_rows)
-        self.generates = config.generates(answers=questions) if generates is None else generates
-        self._num_updates, self._maker = num_updates, maker
-        self.num_steps: int | None = None
-        """The last step, once the loop begins."""
+        questions = any(row.get("answer") is not None for row in self.validation_rows)
+        usual = self.config.generates(answers=questions)
+        self.generates, self._num_updates = usual if generates is None else generates, num_updates
         self.live: Parts | None = None
-        self.callbacks: Sequence[Callback] = ()
-        """The callbacks of the loop, once it begins."""
-        self._models = Models(config.optimizer.schedule, self.num_updates)
-        self._steps: Steps | None = None
-        self.sampler = Sampler(self)
+        self.callbacks: Sequence[Callback] = ()  # before the loop
+        require_length(self.config.optimizer.schedule, self.num_updates)
+        self.others = Backends(launch, stack, generates=self.generates)
+        self.loop: Steps | None = None
+        self.sampler = Sampling(self.progress, self.config, self.directory)
         self._over = False
+
+    @property
+    def state(self) -> LoopState:
+        """After the last finished step."""
+        return self.progress.state
 
     @property
     def num_updates(self) -> int | None:
@@ -153,21 +117,15 @@ class OpenRun:
         return steps and steps * self.config.updates_per_step
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> "FullTrainingBackend":
         """The training backend, with the weights of the last checkpoint; loaded on first use."""
-        return self._live().trainer
+        return cast("FullTrainingBackend", self.parts().trainer)  # what it lacks is an error there
 
     @property
     def generator(self) -> GenerationBackend:
         """The generation backend; its weights are up to date within `sampling`."""
-        found = self._live().generator
-        require(
-            found is not None,
-            "generates",
-            "must be True for a run that samples",
-            self.generates,
-            "call nemorl.open_run(config, generates=True)",
-        )
+        found, remedy = self.parts().generator, "call nemorl.open_run(config, generates=True)"
+        require(self.generates, "generates", "must be True for a run that samples", False, remedy)
         assert found is not None
         return found
 
@@ -198,22 +156,19 @@ class OpenRun:
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
-        given = {"model": model, "head": head, "optimizer": optimizer, "own_ranks": own_ranks}
-        order = BackendOrder(name=name, trains=trains, **given)  # type: ignore[arg-type]
-        begun = self._steps is not None and self._steps.begun
-        self._models.check(order, begun=begun, num_updates=self.num_updates)
-        order = self._maker.prepared(self, order)
-        if trains:
-            self._live()
-        return self._models.add(order, self._maker.backend(self, order))
+        updates, begun = self.num_updates, self.loop is not None and self.loop.begun
+        self.others.check_new(name, trains, optimizer, begun=begun, num_updates=updates)
+        kind: Any = {"head": head, "trains": trains, "optimizer": optimizer, "own_ranks": own_ranks}
+        setup, model = other_setup(self.others, model, updates, live=self.live, **kind)
+        live = self.parts() if trains else self.live
+        return self.others.add(name, setup, model, own_ranks=own_ranks, live=live)
 
     def release(self, name: str) -> None:
         """Shut down a backend that does not train, before the end of the run."""
         self._open()
-        self._models.remove(name)
-        self._maker.release(name)
+        self.others.release(name)
 
-    def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> "PromptStream":
+    def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> PromptStream:
         """Return the prompts of `rows` (None: `data.train`) in the run's seeded order.
 
         The number of prompts taken is saved under `name` with every checkpoint. Raises ValueError
@@ -225,11 +180,11 @@ class OpenRun:
         prompts, self.lengths[name] = found
         return PromptStream(prompts, self.order(prompts.rows, name=name))
 
-    def order(self, rows: Sequence[Any], *, name: str = "train") -> "RowStream":
+    def order(self, rows: Sequence[Any], *, name: str = "train") -> RowStream:
         """Return the seeded order of rows; its place is saved under `name`."""
         order = row_order(self.config, rows, weighted=name == "train")
         self.num_rows[name] = order.num_rows
-        return RowStream(self, order, name)
+        return RowStream(self._loaded, order, name)
 
     def questions(self, rows: Sequence[Row]) -> Validate | None:
         """Return a validation by greedy answers to rows; None without rows."""
@@ -249,47 +204,19 @@ class OpenRun:
         """
         self._open()
         at_least(1, last_step=last_step)
-        if self._steps is not None:
+        if self.loop is not None:
             raise RuntimeError(
                 "run.steps must be called once in a run, but this is a second loop: open another"
                 " run for it, in a directory of its own"
             )
         if self._num_updates is None:
-            schedule, updates = self._models.schedule, self.config.updates_per_step
-            require(
-                schedule == "constant" or last_step * updates == self.num_updates,
-                "last_step",
-                f"times {updates} optimizer steps must be the {self.num_updates} for which"
-                f" optimizer.schedule {schedule} is made",
-                last_step,
-                "change max_num_steps, or give nemorl.open_run num_updates=…",
-            )
+            updates = self.config.updates_per_step
+            self.others.check_last_step(last_step, updates, planned=self.num_updates)
             self._num_updates = last_step * updates
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
-        self.num_steps, self._steps = last_step, Steps(self, last_step, validate)
-        return self._steps
-
-    def groups(
-        self,
-        prompts: "PromptStream",
-        environment: Environment | None = None,
-        *,
-        count: int,
-        n: int = 1,
-        params: SamplingParams | None = None,
-    ) -> GroupStream:
-        """Return a stream of groups, `count` for each step: its `next()` gives the `n` responses
-        to each of the next prompts, sampled ahead with async.max_staleness of 1 or more.
-
-        environment, params: as of `Step.sample`.
-        """
-        self._open()
-        at_least(1, count=count, n=n)
-        environment, params = self.asked(environment, params)
-        stream = GroupStream(self, prompts, environment, count=count, n=n, params=params)
-        self.sampler.streams.append(stream)
-        return stream
+        self.progress.last_step, self.loop = last_step, Steps(self, last_step, validate)
+        return self.loop
 
     def asked(
         self, environment: Environment | None, params: SamplingParams | None
@@ -305,7 +232,7 @@ class OpenRun:
     @property
     def present(self) -> "Step | None":
         """The present step; None outside of the loop over `steps`."""
-        return None if self._steps is None else self._steps.step
+        return None if self.loop is None else self.loop.step
 
     @property
     def step(self) -> "Step":
@@ -316,47 +243,38 @@ class OpenRun:
 
     def sampling(self) -> AbstractContextManager[GenerationBackend]:
         """Have the generator awake with the trainer's present weights in the block, and asleep
-        after it: the trainer needs its memory. May be nested.
-
-        What is sampled ahead (`groups`) goes on in the block, and after it in an engine that does
-        not sleep. The embedded engine sleeps after each `next` that samples ahead.
+        after it: the trainer needs its memory. May be nested. What is sampled ahead goes on in the
+        block, and after it in an engine that does not sleep.
         """
-        return self.sampler.awake()
+        timed = nullcontext() if self.present is None else self.present.timed("sync")
+        generator = self.generator
+        return self.sampler.awake(generator, self.trainer, make_room=self.make_room, timed=timed)
 
     def make_room(self) -> None:
         """Free memory of the trainer's devices for the generator."""
-        shared = self._live().shares_weights
-        self._maker.make_room(self, [self.trainer], keep_weights=shared)
-        self._maker.make_room(self, self._models.all)
+        others = [*self.others.trained.values(), *self.others.frozen.values()]
+        self.others.make_room([self.trainer], keep_weights=self.parts().shares_weights)
+        self.others.make_room(others)
 
     @property
-    def view(self) -> Run:
-        """The run as its callbacks see it."""
-        parts = self._live()
-        live = parts.trainer, parts.generator, self.tokenizer, self.state
-        return Run(self.config, *live, self.directory, self._models.trained)
+    def backends(self) -> "dict[str, FullTrainingBackend]":
+        """All backends that train, by name, the policy first."""
+        return {POLICY: self.trainer, **self.others.trained}
 
-    def begin(self) -> None:
-        self._models.require_all_of(self._live().resumed_from)
-        self.callbacks = self._maker.callbacks(self)
-
-    def finish(self) -> None:
-        if self._steps is not None:
-            self._steps.finish()
-
-    def end_step(self) -> None:
-        self.state = self.taken = self.taken.advance()
-        self.sampler.end_step()
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of all backends."""
+        return sum(backend.step for backend in self.backends.values())
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell the callbacks of an error, and return the one to raise."""
         check_writer(self.directory)
-        if self._steps is not None:
-            error = self._steps.leave_update(error)
+        if self.loop is not None:
+            error = self.loop.leave_update(error)
         if advice := memory_advice(error):
             error.add_note(advice)
         if self.callbacks:
-            notify_of_error(self.callbacks, self.view, error)
+            notify_of_error(self.callbacks, self, error)
         return error
 
     def close(self) -> None:
@@ -368,17 +286,22 @@ class OpenRun:
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
 
-    def _live(self) -> Parts:
+    def parts(self) -> Parts:
+        """Return what is live, loaded on first use."""
         self._open()
         if self.live is None:
-            self._maker.make_room(self, self._models.frozen.values())  # an engine may start
-            self.live = self._maker.parts(self)
-            self.state = self.taken = self.live.state
+            self.others.make_room(self.others.frozen.values())  # an engine may start
+            self.live = live_parts(self.others, self.lengths, num_updates=self.num_updates)
+            self.progress.state = self.progress.taken = self.live.state
         return self.live
+
+    def _loaded(self) -> Progress:
+        self.parts()
+        return self.progress
 
 
 def _answered(
-    run: OpenRun, prompts: Prompts, environment: Environment
+    run: Run, prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
     params = run.config.generation.sampling_params(greedy=True)
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
@@ -391,118 +314,81 @@ def _answered(
         directory.append_outcomes(run.state.step, outcomes)
     except NotWritten as error:
         warn(f"the run continues without this record: {error}")
-    samples = samples_of(found, None, whole_groups(found.group_id.tolist(), count))
-    samples += failures_of(found, count)
-    return measured(found) | by_set(found, names), samples
+    return measured(found) | by_set(found, names), _shown(found, count)
 
 
-class RowStream:
-    """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
-
-    def __init__(self, run: OpenRun, order: RowOrder | StreamedRows, name: str) -> None:
-        self.run, self.order, self.name = run, order, name
-
-    @property
-    def num_rows(self) -> int:
-        return self.order.num_rows
-
-    def next(self, count: int) -> list[int]:
-        """Return the next `count` rows' indices, of the present step, or of the next one if taken
-        before it; a new epoch begins where one ends.
-        """
-        at_least(1, count=count)
-        self.run._live()  # which knows where the last checkpoint left it
-        self.run.taken, rows = self.run.taken.take(self.name, self.order, count)
-        return rows
-
-
-@dataclass(frozen=True)
-class PromptStream:
-    """Prompts in a seeded order, each with the number of its group in the run."""
-
-    prompts: Prompts
-    rows: RowStream
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def next(self, count: int, *, ahead: int = 0) -> Prompts:
-        """Return the next `count` prompts: of the present step, or of the next one if taken before
-        it.
-
-        ahead: how many steps later they are trained on. Until that step has ended they are open: a
-        run that is resumed from a checkpoint before gets them again, with the same numbers.
-        """
-        at_least(1, count=count)
-        at_least(0, ahead=ahead)
-        run, rows = self.rows.run, self.rows
-        run._live()
-        step = run.state.step + 1 + ahead
-        run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=step)
-        return self._of(groups)
-
-    def ahead(self, count: int) -> Prompts:
-        """Return the next `count` prompts, open until a step trains on them (`GroupStream`)."""
-        run, rows = self.rows.run, self.rows
-        run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=None)
-        return self._of(groups)
-
-    def _of(self, groups: Sequence[OpenGroup]) -> Prompts:
-        rows = self.rows
-        last = max(group.row for group in groups)
-        fits = f"must have the rows of the groups that are open, up to number {last + 1}"
-        remedy = "resume with the data of that run"
-        what = f"the prompts of {rows.name!r}"
-        require(last < rows.num_rows, what, fits, rows.num_rows, remedy)
-        found = self.prompts.take([group.row for group in groups])
-        return replace(found, groups=[group.ordinal for group in groups])
+def _shown(rollouts: Rollouts, count: int) -> Samples:
+    rows = whole_groups(rollouts.group_id.tolist(), count)
+    return samples_of(rollouts, None, rows) + failures_of(rollouts, count)
 
 
 class Step:
-    """One step of a run: what it samples and logs. number: counted from 1."""
+    """One step of a run: it samples, trains and logs. number: counted from 1."""
 
-    def __init__(self, run: OpenRun) -> None:
+    def __init__(self, run: Run, receipts: Receipts) -> None:
         self.run, self.number = run, run.state.step + 1
         self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
+        self.updates = 0
+        """How often `train` was called."""
         self.samples: Samples = []
+        self._found, self._logs_samples = list[Rollouts](), False
         self._logged: dict[str, Metric | float] = {}
+        self._learned = list[Metric | float]()
+        """What `train` returned."""
+        self._receipts, self._receipt = receipts, TokenReceipt()
+        self.unproved = False
+        """Whether it trained on sampled tokens that nothing proves."""
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
-        self._tokens, self._ages = 0, Counter[int]()
-        self.sent = 0
-        """How often the generator was given new weights."""
-        self._oldest = 0
-        """Steps by which the weights of its tokens may be older."""
-        self._before, self._updates = run.taken, run.view.updates
-        if (generator := run._live().generator) is not None:
+        self._timed: set[str] = set()
+        self._tokens, self._ages = 0, Ages()
+        self._synced = run.sampler.updates
+        self._before, self._updates = run.progress.taken, run.updates
+        self._version = run.trainer.step
+        if (generator := run.parts().generator) is not None:
             generator.metrics()  # resets them after the check at the start, or a validation
 
     def sample(
         self,
-        prompts: Prompts,
+        prompts: "PromptStream | Prompts",
         environment: Environment | None = None,
         *,
+        count: int | None = None,
         n: int = 1,
         params: SamplingParams | None = None,
     ) -> Rollouts:
-        """Return `n` conversations about each prompt with the present weights, led or judged by the
-        environment or by an episode, `async def episode(row, policy) -> Outcome` (None: as the
-        config says).
+        """Return `n` conversations about each of the next `count` prompts of a stream, which this
+        step trains on, led or judged by the environment or by an episode, `async def episode(row,
+        policy) -> Outcome` (None: as the config says).
 
-        Their random numbers follow from the run's seed and the numbers of their groups. Prompts
-        without a number, or sampled before, get new ones. params: None for `config.generation`'s.
+        The present weights sample them, or with `async.max_staleness` of 1 or more earlier ones, up
+        to so many steps ahead. Their random numbers follow from the run's seed and the numbers of
+        their groups. They are measured and logged with the step, unless the loop logs samples.
 
-        Raises: ValueError for prompts of a step that has ended.
+        Args:
+            prompts: `run.prompts()`; or prompts taken from it, without `count`, which the present
+                weights sample. Those without a number, or sampled before, get new ones.
+            params: None for `config.generation`'s.
+        Raises: ValueError for prompts of a step that has ended; the first failure where most
+        conversations fail.
         """
-        if missed := self.run.missed.intersection(prompts.groups):
-            raise ValueError(
-                "prompts must be sampled by the end of the step for which they were taken, but"
-                f" group {min(missed)} was taken for an earlier one, and a resumed run would lose"
-                " it: take prompts for the next step by prompts.next(count, ahead=1)"
-            )
+        if isinstance(prompts, PromptStream):
+            if count is None:
+                raise ValueError(
+                    "count must say how many prompts of a stream are sampled, but it is None: pass"
+                    " step.sample(prompts, count=…)"
+                )
+            at_least(1, count=count, n=n)
+            environment, params = self.run.asked(environment, params)
+            stream = self.run.sampler.stream(prompts, environment, count=count, n=n, params=params)
+            with self._generating() as generator:
+                found = stream.next(count, generator)
+            most, synced_at = stream.settings.max_staleness, self.run.sampler.synced_at
+            self._ages.add(found.conversations, self.number, synced_at, most=most)
+            return self._sampled(found)
         environment, params = self.run.asked(environment, params)
-        taken, groups = self.run.taken.sample(prompts.groups, len(prompts))
-        with self.run.sampling() as generator, self.timed("generate"):
+        with self._generating() as generator:  # in which streams may take groups
+            taken, groups = self.run.progress.taken.sample(prompts.groups, len(prompts))
             found = collect(
                 generator,
                 environment,
@@ -510,43 +396,62 @@ class Step:
                 replace(params, n=n),
                 seed=taken.seed,
             )
-        self.run.taken = taken
-        self.count(found.conversations)
+        self.run.progress.taken = taken
+        return self._sampled(found)
+
+    @contextmanager
+    def _generating(self) -> Iterator[GenerationBackend]:
+        with self.run.sampling() as generator, self.timed("generate"):
+            yield generator
+
+    def _sampled(self, found: Rollouts) -> Rollouts:
+        self._found.append(found)
+        ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
+        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
         return found
 
-    def count(self, conversations: Iterable[Conversation]) -> None:
-        """Add to the step's tokens_per_second."""
-        ends = [part[-1] for each in conversations for part in segments_of(each.turns)]
-        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
+    def drop(self, rollouts: Rollouts, reason: str) -> None:
+        """Count the groups of some responses as dropped: the step does not train on them. Others
+        may be sampled in their place.
 
-    def aged(self, conversations: Iterable[Conversation], *, most: int) -> None:
-        """Add the ages of tokens, in steps, to the metrics of staleness.
-
-        Raises: RuntimeError for a token that is older than `most`.
+        reason: a word, such as "uninformative".
         """
-        for each in conversations:
-            for turn in each.turns:
-                versions = turn.completion.policy_versions
-                if most and len(versions) < len(turn.completion.token_ids):
-                    raise RuntimeError(
-                        "tokens must carry the version of their weights with async.max_staleness,"
-                        f" but {len(turn.completion.token_ids) - len(versions)} do not: give"
-                        " completions policy_versions"
-                    )
-                for version, number in Counter(versions).items():
-                    self._ages[self.number - 1 - self.run.sampler.synced_at(version)] += number
-        self._oldest = most
-        if self.staleness > most:
-            raise RuntimeError(
-                f"no token of step {self.number} may be older than {most} steps"
-                f" (async.max_staleness), but one is {self.staleness} steps old: resume the run"
-                " from its last checkpoint, and report this"
-            )
+        progress = self.run.progress
+        progress.taken = progress.taken.drop(sorted({*rollouts.group_id.tolist()}), reason)
 
-    @property
-    def staleness(self) -> int:
-        """Steps by which the weights that sampled a token are older than this step, at most."""
-        return max(self._ages, default=0)
+    def train(
+        self, batch: TokenBatch, loss_fn: LossFn, *, backend: str = POLICY
+    ) -> dict[str, Metric | float]:
+        """Take an optimizer step on a batch, or on a part of one, and return its metrics, which are
+        logged with the step (of another backend than the policy as BACKEND/metric).
+
+        The tokens of a batch of `Rollouts.to_batch` are proved (docs/receipts.md) when the step
+        ends, which raises ReceiptError where they are not the ones that were sampled.
+
+        Args:
+            batch: with `loss_weights`, which are not 0 at the tokens to train on.
+            loss_fn: such as `nemorl.policy_loss` gives, or one of your own.
+            backend: the name of the backend that trains, as `run.backend` was given it.
+        Raises: ValueError for a name of none that trains.
+        """
+        known = self.run.backends
+        must = f"must name a backend that trains ({', '.join(known)})"
+        require(backend in known, "backend", must, backend, "load it by run.backend(…)")
+        trainer, own = known[backend], backend == POLICY
+        with self.timed("train"):
+            if batch.sampled_hashes is not None and batch.loss_weights is not None:
+                self._receipt.expect(batch)
+                batch, _ = segments_apart(replace(batch, sampled_hashes=None))
+                fresh = trainer.step == self._version or batch.prev_logprobs is not None
+                loss_fn = with_receipts(loss_fn, compares=own and fresh)
+            else:
+                self.unproved |= batch.generation_logprobs is not None
+            metrics = trainer.train_step(batch, loss_fn)
+        self.updates += 1
+        rest = self._receipt.add(metrics)
+        self.log(rest if own else {f"{backend}/{name}": each for name, each in rest.items()})
+        self._learned += rest.values()
+        return rest
 
     def log(
         self,
@@ -554,15 +459,16 @@ class Step:
         samples: Rollouts | Samples | None = None,
     ) -> None:
         """Add measurements of this step: numbers, or metrics of a training step, of which those of
-        one name are combined, and a number of that name is logged as environment/NAME. samples:
-        for the sample log; `Rollouts` are measured as well.
+        one name are combined, and a number of that name is logged as environment/NAME. What `train`
+        returned is logged already. samples: for the sample log; `Rollouts` are measured as well.
         """
+        self._logs_samples |= samples is not None
+        ours = {id(each) for each in self._learned if isinstance(each, Metric)}
+        metrics = {name: each for name, each in metrics.items() if id(each) not in ours}
         if isinstance(samples, Rollouts):
             sets = by_set(samples, set_names(self.run.config.data.train))
             self.log({**compared(samples, self.run.config), **sets})
-            count = self.run.config.run.samples_per_step
-            rows = whole_groups(samples.group_id.tolist(), count)
-            samples = samples_of(samples, None, rows) + failures_of(samples, count)
+            samples = _shown(samples, self.run.config.run.samples_per_step)
         for name, value in metrics.items():
             before = self._logged.get(name)
             if isinstance(value, Metric) and isinstance(before, Metric):
@@ -576,36 +482,58 @@ class Step:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Measure the block: adds to the metric seconds_PART."""
+        """Measure the block, or the outer one of nested blocks: adds to the metric seconds_PART."""
+        if part in self._timed:
+            yield
+            return
         start = time.perf_counter()
-        yield
-        took = time.perf_counter() - start
-        self._seconds[part] = self._seconds.get(part, 0.0) + took
+        self._timed.add(part)
+        try:
+            yield
+        finally:
+            self._timed.remove(part)
+            took = time.perf_counter() - start
+            self._seconds[part] = self._seconds.get(part, 0.0) + took
+
+    @property
+    def trained(self) -> int:
+        """Updates of all backends in this step, in `train` or by the loop itself."""
+        return max(self.updates, self.run.updates - self._updates)
 
     @property
     def used(self) -> bool:
         """Whether anything has been logged, learned or taken."""
-        learned = self.run.view.updates != self._updates
-        return learned or bool(self._logged) or self.run.taken != self._before
+        return bool(self.trained or self._logged) or self.run.progress.taken != self._before
 
-    def metrics(self) -> dict[str, float]:
-        """Return what was logged, what the generator measured, and how long it took."""
+    def end(self) -> dict[str, float]:
+        """Check the receipts, and return what was logged and learned, what the generator measured,
+        and how long it took.
+        """
+        self.unproved |= bool(self._tokens) and self.trained > self.updates
+        held = {name: value for name, value in self._logged.items() if isinstance(value, Metric)}
+        seen = self._receipt.seen
+        read = in_main_memory({**held, **seen})  # at once: each copy waits for the device
+        self._logged |= {name: read[name] for name in held}
+        self._receipt.seen = {name: read[name] for name in seen}
+        self.log(self._receipt.check(self._receipts, self.number, stale=self._ages.oldest > 0))
+        if self._found and not self._logs_samples:
+            first = self._found[0]
+            kind = first.kind, [*first.components]
+            alike = [each for each in self._found if (each.kind, [*each.components]) == kind]
+            self.log({}, samples=join(alike))
         if self._tokens:
             measured = self.run.generator.metrics()
             self.log({f"generation/{name}": value for name, value in measured.items()})
             if any(name.endswith("/restarts") for name in measured):  # of engines' processes
-                self.log({"generation/weights/updates": float(self.sent)})
+                self.log(
+                    {"generation/weights/updates": float(self.run.sampler.updates - self._synced)}
+                )
         logged = self._logged.items()
-        read = finalize({name: value for name, value in logged if isinstance(value, Metric)})
-        numbers = {**self._logged, **read}  # in the order in which they were logged
+        last = finalize({name: value for name, value in logged if isinstance(value, Metric)})
+        numbers = {**self._logged, **last}  # in the order in which they were logged
         found = {name: float(value) for name, value in numbers.items()}  # type: ignore[arg-type]
         seconds = time.perf_counter() - self._begin
-        if total := self._ages.total():
-            mean = sum(age * number for age, number in self._ages.items()) / total
-            found |= {"staleness/mean": mean, "staleness/max": float(self.staleness)}
-            found["staleness/limit"] = float(self._oldest)
-            shares = sorted(self._ages.items())
-            found |= {f"staleness/{age}": number / total for age, number in shares}
+        found |= self._ages.metrics()
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
         tokens = self._tokens or found.get("num_tokens", 0.0)
         return beside({"seconds": seconds, **parts, "tokens_per_second": tokens / seconds}, found)
@@ -614,11 +542,13 @@ class Step:
 class Steps(Iterator[Step]):
     """The iterator of a training loop."""
 
-    def __init__(self, run: OpenRun, last_step: int, validate: Validate | None) -> None:
+    def __init__(self, run: Run, last_step: int, validate: Validate | None) -> None:
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None
         self._stop = self._ended = self.begun = False
         self._update, self._passed = ExitStack(), -1
+        self._receipts = Receipts(getattr(run.config, "receipts", ReceiptsConfig()))
+        self._warned = False
         self._validated = self._first = self._updates = 0
         self._metrics: dict[str, float] = {}
 
@@ -634,10 +564,9 @@ class Steps(Iterator[Step]):
             self._passed = epoch
             self._call("on_epoch_begin", epoch)
         self._call("on_step_begin", self.run.state.step + 1)
-        self.step, before = Step(self.run), self.run.view.updates
-        begun = update_in_progress(lambda: self.run.view.updates != before)
-        self._update.enter_context(begun)
-        return self.step
+        self.step = step = Step(self.run, self._receipts)
+        self._update.enter_context(update_in_progress(lambda: step.trained > 0))
+        return step
 
     def finish(self) -> None:
         """End the loop, also after a `break`: a step that has done something counts."""
@@ -650,17 +579,17 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        trained = self.run.view.updates > self._updates
+        trained = self.run.updates > self._updates
         # A loop that counts its updates has itself decided against them.
         if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
             warn(
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
-                " them: call run.trainer.train_step(batch, loss_fn)"
+                " them: call step.train(batch, loss_fn)"
             )
-        if self.run.sampler.ahead and not self.run.sampler.streams:
+        if self.run.sampler.settings.max_staleness and not self.run.sampler.streams:
             warn(
-                "async.max_staleness is set, but the loop took no groups from run.groups, so"
-                " nothing was sampled ahead: use it in place of step.sample"
+                "async.max_staleness is set, but the loop sampled from no stream, so nothing was"
+                " sampled ahead: call step.sample(run.prompts(), count=…)"
             )
         self._call("on_train_end", self._metrics)
 
@@ -673,9 +602,13 @@ class Steps(Iterator[Step]):
         return error
 
     def _begin(self) -> None:
-        self.run.begin()
+        run, launch, backends = self.run, self.run.launch, self.run.others
+        backends.require_all_of(run.parts().resumed_from)
+        run.callbacks = loop_callbacks(launch, run.backends, total_steps=self.last_step)
+        own = run.callbacks[1 + len(launch.callbacks) :]  # the others outlive a run with new ranks
+        backends.stack.enter_context(closing(own))
         self.begun = True
-        self._first, self._updates = self.run.state.step, self.run.view.updates
+        self._first, self._updates = self.run.state.step, self.run.updates
         self._validated = self._first
         if self._first >= self.last_step:
             warn(
@@ -692,10 +625,16 @@ class Steps(Iterator[Step]):
             return
         try:
             with self._update:
-                self._metrics = step.metrics()
+                self._metrics = step.end()
+                if step.unproved and not self._warned:
+                    self._warned = True
+                    warn(
+                        f"step {step.number} trained on sampled tokens that nothing proves to be"
+                        " the ones sampled: make the batch by groups.to_batch(…) and call"
+                        " step.train(batch, loss_fn) in place of run.trainer.train_step"
+                    )
                 self.step = None  # though a full disk may end the loop here
-                self._note_groups()  # before a checkpoint has the step
-                self.run.end_step()
+                self._close_groups()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
                 answers = self._validation()
@@ -709,20 +648,13 @@ class Steps(Iterator[Step]):
                 self._call("on_epoch_begin", passed)
             self._call("on_epoch_end", passed, self._metrics)
 
-    def _note_groups(self) -> None:
-        run, taken = self.run, self.run.taken
-        closed = taken.closing()
-        missed = tuple(group.ordinal for group in closed if not group.sampled)
-        run.missed |= {*missed}
-        ends = {group.ordinal for group in closed}
-        line = {
-            "trained": [group.ordinal for group in closed if group.sampled],
-            "dropped": {**taken.dropped, **({"not sampled": missed} if missed else {})},
-            "open": [g.ordinal for g in taken.open_groups if g.ordinal not in ends],
-        }
-        if any(line.values()):
-            self._metrics = {**self._metrics, "groups_trained": float(len(line["trained"]))}
-            RunDirectory(run.directory).append_groups(taken.step + 1, line)
+    def _close_groups(self) -> None:
+        progress = self.run.progress
+        state, groups = progress.taken.advance()
+        if any(groups.values()):
+            self._metrics = {**self._metrics, "groups_trained": float(len(groups["trained"]))}
+            RunDirectory(self.run.directory).append_groups(state.step, groups)
+        progress.state = progress.taken = state  # which a checkpoint has after groups.jsonl
 
     def _epoch(self) -> int:
         state = self.run.state
@@ -747,6 +679,6 @@ class Steps(Iterator[Step]):
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
-            notify(self.run.callbacks, hook, self.run.view, *args)
+            notify(self.run.callbacks, hook, self.run, *args)
         except StopTraining:
             self._stop = True

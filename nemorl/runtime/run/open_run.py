@@ -1,24 +1,22 @@
 """`open_run`, for a loop of one's own, and `run`, for one that has a name."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from nemorl.checks import warn
-from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks import is_follower
-from nemorl.runtime.run.launch import Launch, launched
-from nemorl.runtime.run.live import Live
-from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.ranks.trainer import RankedTrainer
+from nemorl.runtime.run.launch import Config, Launch, launched
+from nemorl.runtime.run.loop import Run
 from nemorl.runtime.run.registry import algorithm_of, loop_of, training_backend_class
-from nemorl.runtime.run.result import TrainResult, final_metrics
+from nemorl.runtime.run.saving import TrainResult, final_metrics
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import RandomState
 from nemorl.runtime.store.directory import script_with
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
-from nemorl.runtime.watch.callbacks import closing
 from nemorl.runtime.watch.log import event
 from nemorl.user_code import exit_is_error
 
@@ -27,12 +25,12 @@ OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
 
 @contextmanager
 def open_run(
-    config: BaseConfig,
+    config: Config,
     *,
     generates: bool | None = None,
     num_updates: int | None = None,
     **given: Any,
-) -> Iterator[OpenRun]:
+) -> Iterator[Run[Config]]:
     """Open the run in the folder `config.run.dir`, for a training loop in the block.
 
     Everything is as the run's last checkpoint left it, if `config.run.resume`: a loop that was
@@ -51,15 +49,13 @@ def open_run(
 
         with open_run(SFTConfig(...)) as run:
             for step in run.steps(100):
-                step.log(run.trainer.train_step(next_batch(), loss_fn))
+                step.train(next_batch(), loss_fn)
     """
     if is_follower():
         _follow(config)
         raise SystemExit(0)
     with (
         launched(config, script_with(type(config)), **given) as launch,
-        closing(launch.callbacks),
-        _kernels(launch),
         opened(launch, generates=generates, num_updates=num_updates) as run,
     ):
         yield run
@@ -82,11 +78,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
     if is_follower():
         return _follow(config)
     generators, restart = RandomState.now(), 0
-    with (
-        launched(config, algorithm_of(config), **given) as launch,
-        closing(launch.callbacks),
-        _kernels(launch),
-    ):
+    with launched(config, algorithm_of(config), **given) as launch:
         config = launch.config
         while True:
             try:
@@ -112,23 +104,14 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 @contextmanager
 def opened(
     launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
-) -> Iterator[OpenRun]:
+) -> Iterator[Run[Any]]:
     """Open a launched run for the block."""
     with ExitStack() as stack:
-        run = OpenRun(
-            config=launch.config,
-            tokenizer=launch.tokenizer,
-            environment=launch.environment,
-            rows=launch.rows,
-            validation_rows=launch.validation_rows,
-            directory=launch.directory.path,
-            maker=Live(launch, stack),
-            generates=generates,
-            num_updates=num_updates,
-        )
+        run = Run[Any](launch, stack, generates=generates, num_updates=num_updates)
         try:
             yield run
-            run.finish()
+            if run.loop is not None:
+                run.loop.finish()
         except BaseException as error:
             cause = run.fail(error)
             if cause is error:
@@ -136,15 +119,14 @@ def opened(
             raise cause from error
         finally:
             run.close()
-        history = launch.directory.read_metrics()
-        model = None
+        history, model = launch.directory.read_metrics(), None
         if run.live is not None and not launch.devices.ranked:
             model = getattr(run.live.trainer, "model", None)
         metrics = final_metrics(history)
         run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
         if launch.devices.torchrun and run.live is not None:
-            trainer: Any = run.live.trainer
-            trainer.result = run.result
+            assert isinstance(run.live.trainer, RankedTrainer)
+            run.live.trainer.result = run.result
 
 
 def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | None:
@@ -158,9 +140,3 @@ def _follow(config: BaseConfig) -> TrainResult:
     from nemorl.runtime.ranks.rank import follow
 
     return follow(training_backend_class(config.trainer.backend), config)
-
-
-def _kernels(launch: Launch) -> Any:
-    """Deterministic kernels where an engine may compute here while ranks train."""
-    ranked = launch.devices.ranked and launch.config.trainer.deterministic
-    return deterministic_kernels if ranked else nullcontext()

@@ -7,29 +7,28 @@ from inspect import getattr_static, signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import checked_by, closest, require
+from nemorl.checks import checked_by, closest, own_methods, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import TrainingTraits
 from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environment, require_reward
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.offline import DPOConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own
-from nemorl.runtime.engines import limits as engines
+from nemorl.runtime.engines import spec as engines
 from nemorl.user_code import check_function
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
     from nemorl.rollout.generation import GenerationBackend
-    from nemorl.runtime.run.loop import OpenRun
     from nemorl.runtime.watch.loggers import LoggerFactory
 
 
 Registered = TypeVar("Registered")
-Loop = Callable[["OpenRun"], None]
+Loop = Callable[[Any], None]
+"""loop(run), of a `nemorl.Run`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ GENERATION_BACKENDS: dict[str, str | type] = {
     "vllm": "nemorl.runtime.engines.backend:VLLMGenerationBackend",
 }
 GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
-GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
+GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check_machine}
 """check(config, model, machine); model: a configuration, None before it is known."""
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.watch.loggers:TensorBoardLogger",
@@ -169,7 +168,7 @@ def get_algorithm(name: str) -> Algorithm:
     return _get(name, ALGORITHMS, "algorithm")
 
 
-def algorithm_of(config: Any) -> str:
+def algorithm_of(config: object) -> str:
     """Return the name of a config's algorithm; of one that is not registered, its class's.
 
     >>> algorithm_of(SFTConfig())
@@ -187,7 +186,7 @@ def algorithm_of(config: Any) -> str:
     return next(names, cls.__name__)
 
 
-def loop_of(config: Any) -> Loop:
+def loop_of(config: object) -> Loop:
     """Return the training loop of a config."""
     name = algorithm_of(config)
     require(
@@ -229,6 +228,14 @@ def training_backend_class(name: str) -> "type[TrainingBackend]":
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 
+def has_method(config: BaseConfig, name: str) -> bool:
+    """Return whether a run's training backends have a method of `FullTrainingBackend`."""
+    from nemorl.parallel.backend import FullTrainingBackend
+
+    backend = training_backend_class(config.trainer.backend)
+    return name in own_methods(backend, FullTrainingBackend) or hasattr(backend, "__getattr__")
+
+
 def get_generation_backend(name: str) -> "type[GenerationBackend]":
     """Return the class of a generation backend, made with model=, tokenizer= and precision=."""
     from nemorl.rollout.wrapped import as_generation_backend
@@ -243,7 +250,7 @@ def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> 
             check(config, model, machine)
 
 
-def require_names(config: Any) -> None:
+def require_names(config: object) -> None:
     """Refuse a function, backend or logger that does not exist, without running code."""
     rewards = getattr(config, "reward", ())
     for reward in (rewards,) if isinstance(rewards, str) else rewards:

@@ -15,6 +15,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.advantages import informative_groups
 from nemorl.rollout.collect import Rollouts, select, turn_returns
 from nemorl.rollout.conversation import Conversation, Failure, examples_of, prompt_text
+from nemorl.runtime.config.base import BaseConfig
 
 Samples = list[dict[str, Any]]
 """Rows of the sample log."""
@@ -94,18 +95,19 @@ def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
     ]
 
 
-def informative(rollouts: Rollouts, config: Any = None) -> Bool[Tensor, "batch"]:
+def informative(rollouts: Rollouts, config: BaseConfig | None = None) -> Bool[Tensor, "batch"]:
     """Return whether the responses to each one's prompt differ in the reward, or with
     `advantage.level` turn in the return of a turn.
     """
     if getattr(getattr(config, "advantage", None), "level", None) != "turn":
         return informative_groups(rollouts.rewards, rollouts.group_id)
-    differ = informative_groups(*turn_returns(rollouts, discount=config.rollout.discount))
+    rollout: Any = getattr(config, "rollout", None)
+    differ = informative_groups(*turn_returns(rollouts, discount=rollout.discount))
     groups = rollouts.group_id.repeat_interleave(rollouts.num_turns)
     return torch.isin(rollouts.group_id, groups[differ])
 
 
-def compared(rollouts: Rollouts, config: Any = None) -> dict[str, float]:
+def compared(rollouts: Rollouts, config: BaseConfig | None = None) -> dict[str, float]:
     """Return `measured`, the standard deviation of rewards, and the share of prompts whose
     responses differ (`informative`).
     """

@@ -1,34 +1,99 @@
-"""The callbacks that end a run in time, save it and export its model; they come last, to cover all
-that others have written.
-"""
+"""What a run leaves: checkpoints, an exported model and a result; and callbacks that write them."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from nemorl.checks import warn
 from nemorl.models.hub import CONFIG
 from nemorl.runtime.config.base import VALIDATION, Condition, MetricWatch, Ranking
-from nemorl.runtime.run.result import final_metrics
+from nemorl.runtime.config.grpo import GapConfig
+from nemorl.runtime.config.tree import to_dict
+from nemorl.runtime.config.yaml_io import without_secrets
+from nemorl.runtime.run.launch import Launch
+from nemorl.runtime.run.registry import has_method
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError, RandomState
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
-from nemorl.runtime.store.state import POLICY, Run
+from nemorl.runtime.store.state import POLICY, RunView
+from nemorl.runtime.watch.alerts import GapWatch, ResourceMeter, SignalWatch
 from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.watch.display import make_display
+from nemorl.runtime.watch.loggers import LoggedRun, Recorder
 
 LOGGER = logging.getLogger(__name__)
 
 
-class EarlyStop(Callback):
-    """End the run after the step in which a metric meets the condition, also when it is resumed
-    there. Unless `quiet` the reason is printed.
+@dataclass(frozen=True, repr=False)
+class TrainResult:
+    """The result of a run in memory, in every process under torchrun."""
+
+    metrics: dict[str, float]
+    """Metrics of the last step, and of the last validation as val_…"""
+    history: list[dict[str, Any]]
+    """The lines of metrics.jsonl, of steps and validations."""
+    paths: RunDirectory
+    """Where the rest is: paths.path, paths.hf, paths.metrics, paths.plots, paths.checkpoints, …"""
+    model: nn.Module | None
+    """The trained model, live; None where it was spread over ranks: load it from paths.hf."""
+    tokenizer: Any
+
+    def _shown(self) -> dict[str, str]:
+        step = max((line["step"] for line in self.history), default=0)
+        first = [name for name in SHOWN if name in self.metrics]
+        return {"step": str(step)} | {name: f"{self.metrics[name]:.3g}" for name in first}
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value}" for name, value in self._shown().items())
+        return f"TrainResult({values}, path={str(self.paths.path)!r})"
+
+    def _repr_html_(self) -> str:
+        return html_table("TrainResult", {**self._shown(), "path": self.paths.path})
+
+
+SHOWN = ("reward", "val_reward", "accuracy", "val_accuracy", "loss", "val_loss")
+"""The metrics that a result shows of itself, if it has them; all are in `metrics`."""
+
+
+def html_table(title: str, values: Mapping[str, Any]) -> str:
+    """Return names and values as a table for a notebook.
+
+    >>> html_table("Run", {"lr": 0.1})
+    '<b>Run</b><table><tr><td>lr</td><td>0.1</td></tr></table>'
     """
+    rows = (
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
+        for name, value in values.items()
+    )
+    return f"<b>{escape(title)}</b><table>{''.join(rows)}</table>"
+
+
+def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the last step's metrics, and the last validation's with `val_` before their names.
+
+    >>> train = {"step": 1, "phase": "train", "loss": 2.0}
+    >>> final_metrics([train, {"step": 1, "phase": "validation", "accuracy": 0.5}])
+    {'loss': 2.0, 'val_accuracy': 0.5}
+    """
+    last = {line["phase"]: line for line in history}
+    return {
+        prefix + name: value
+        for phase, prefix in (("train", ""), ("validation", "val_"))
+        for name, value in last.get(phase, {}).items()
+        if name not in ("step", "time", "phase")
+    }
+
+
+class EarlyStop(Callback):
+    """End the run after the step in which a metric meets the condition, also when resumed there."""
 
     def __init__(
         self, condition: Condition, directory: RunDirectory, *, quiet: bool = False
@@ -36,16 +101,16 @@ class EarlyStop(Callback):
         self.condition, self.directory, self.quiet = condition, directory, quiet
         self.watch = MetricWatch("run.stop_when", condition.metric)
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         step, name = trainer.state.step, self.condition.metric.removeprefix(VALIDATION)
         for line in self.directory.read_metrics() if step else ():
             if line.get("step") == step and name in line:
                 self._check(step, line, validation=line.get("phase") == "validation")
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=True)
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=False)
 
     def _check(self, step: int, metrics: dict[str, Any], *, validation: bool) -> None:
@@ -67,19 +132,9 @@ class WholeStep:
 
     step: int
     updates: int
-    """Optimizer steps by then; with more of them the weights are of a later step."""
+    """Optimizer steps by then."""
     generators: RandomState
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Publication:
-    """A checkpoint that is being written."""
-
-    step: int
-    previous: int | None
-    """The step saved before."""
-    path: "Future[Path]"
 
 
 class CheckpointCallback(Callback):
@@ -109,9 +164,10 @@ class CheckpointCallback(Callback):
         self.metrics: dict[str, float] = {}
         self.is_among_the_best = False
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.pending: Publication | None = None
+        self.pending: tuple[int, int | None, Future[Path]] | None = None
+        """The step of a checkpoint that is being written, the one saved before, and its path."""
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
         self.whole = WholeStep(trainer.state.step, trainer.updates, RandomState.now(), {})
         if trainer.state.step:  # a kill may have come between the checkpoint and its ranking
@@ -119,11 +175,11 @@ class CheckpointCallback(Callback):
             here = [line for line in lines if line["step"] == trainer.state.step]
             self._rank(trainer.state.step, final_metrics(here))
 
-    def on_step_begin(self, trainer: Run, step: int) -> None:
+    def on_step_begin(self, trainer: RunView, step: int) -> None:
         self.metrics, self.is_among_the_best = {}, False
         self.settle(trainer, wait=False)
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         found = {VALIDATION + name: value for name, value in metrics.items()}
         self.metrics = {**self.metrics, **found}
         if self.whole and self.whole.step == step:  # of a run that ended early, after the step
@@ -139,7 +195,7 @@ class CheckpointCallback(Callback):
             best = self.ranking.best({**rivals, step: self.metrics}, self.keep)
             self.is_among_the_best = step in best
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self.metrics = {**self.metrics, **metrics}
         self.whole = WholeStep(step, trainer.updates, RandomState.now(), self.metrics)
         if self.watch:
@@ -148,13 +204,13 @@ class CheckpointCallback(Callback):
         if self.is_among_the_best or (self.period and step % self.period == 0):
             self._save(trainer)
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.settle(trainer, wait=True)
         if self.saved_step != trainer.state.step:
             self._save(trainer)
             self.settle(trainer, wait=True)
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
+    def on_exception(self, trainer: RunView, error: BaseException) -> None:
         """Save the last whole step, unless an update has begun since, and note how to go on."""
         if self.saved_step is None or self.whole is None:
             return  # it never began
@@ -186,22 +242,24 @@ class CheckpointCallback(Callback):
     def close(self) -> None:
         self.thread.shutdown()
 
-    def settle(self, trainer: Run, *, wait: bool) -> None:
-        """Notify observers of a checkpoint that was being written, if it is done or, with `wait`,
-        when it is. Raises CheckpointError if it failed.
+    def settle(self, trainer: RunView, *, wait: bool) -> None:
+        """Notify observers of a checkpoint that has been written. Raises CheckpointError if it
+        failed.
         """
-        pending = self.pending
-        if pending is None or not (wait or pending.path.done()):
+        if self.pending is None:
+            return
+        step, previous, writing = self.pending
+        if not (wait or writing.done()):
             return
         try:
-            path = pending.path.result()
+            path = writing.result()
         except Exception:
-            self.saved_step = pending.previous
+            self.saved_step = previous
             raise
         finally:
-            if pending.path.done():
+            if writing.done():
                 self.pending = None
-        notify(self.observers, "on_checkpoint", trainer, pending.step, path)
+        notify(self.observers, "on_checkpoint", trainer, step, path)
 
     def _rank(self, step: int, metrics: dict[str, float]) -> None:
         if (self.directory.checkpoints / f"step_{step}").exists():
@@ -209,7 +267,7 @@ class CheckpointCallback(Callback):
                 self.directory.path, step, metrics, keep=self.keep, ranking=self.ranking
             )
 
-    def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
+    def _save(self, trainer: RunView, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
         for file in (directory.metrics, directory.groups, directory.samples_file(step)):
@@ -224,15 +282,15 @@ class CheckpointCallback(Callback):
             generators=whole.generators if whole else None,
             background=self.background,
         )
-        self.pending = Publication(step, self.saved_step, self.thread.submit(publish))
+        self.pending = step, self.saved_step, self.thread.submit(publish)
         self.saved_step = step
         if not self.background:
             self.settle(trainer, wait=True)
 
 
 class ExportCallback(Callback):
-    """Write the trained models, or with `adapter` their adapters alone: the policy's to the run's
-    hf/ folder, others to hf-NAME/.
+    """Write the trained models, or with `adapter` their adapters alone: the policy's to hf/, others
+    to hf-NAME/.
     """
 
     def __init__(
@@ -240,7 +298,7 @@ class ExportCallback(Callback):
     ) -> None:
         self.directory, self.models, self.adapter = directory, models, adapter
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         tokenizer = trainer.tokenizer
         for name, model in self.models.items():
             hf = self.directory.hf if name == POLICY else self.directory.path / f"hf-{name}"
@@ -249,3 +307,57 @@ class ExportCallback(Callback):
                 write_checkpoint(hf, saved, tokenizer, lora="adapter")
             else:
                 write_pretrained(hf, trainer.backends[name].weights(), model, tokenizer)
+
+
+def loop_callbacks(
+    launch: Launch, backends: Mapping[str, Any], *, total_steps: int | None
+) -> list[Callback]:
+    """Return the callbacks of a loop: those that save come after those that record."""
+    config, directory, quiet = launch.config, launch.directory, launch.quiet
+    launch.log.total_steps = total_steps
+    models = {name: getattr(each, "model", None) for name, each in backends.items()}
+    if not has_method(config, "weights"):
+        models = {}
+    exported = {name: model for name, model in models.items() if model is not None}
+    logged = LoggedRun(
+        directory=directory,
+        run_id=launch.log.record.run_id,
+        config=without_secrets(to_dict(config)),
+        project=config.run.project,
+        samples_per_step=config.run.samples_per_step,
+    )
+    found: list[Callback] = [
+        launch.log,
+        *launch.callbacks,
+        ResourceMeter(),
+        make_display(config.run.display, total_steps=total_steps),
+        Recorder(launch.loggers, logged),
+        SignalWatch(),
+    ]
+    observers = tuple(found)
+    if condition := config.run.stop_condition():
+        found.append(EarlyStop(condition, directory, quiet=quiet))
+    found.append(
+        CheckpointCallback(
+            directory,
+            period=config.run.save_period,
+            keep=config.run.keep_checkpoints,
+            ranking=config.run.ranking(),
+            observers=observers,
+            background=config.run.async_save,
+        )
+    )
+    if isinstance(gap := getattr(config, "gap", None), GapConfig):
+        found.append(GapWatch(gap, directory))
+    if config.run.export and POLICY not in exported:
+        warn(
+            f"{directory.hf} will not be written, because the training backend"
+            f" {config.trainer.backend!r} has no attribute model or no weights to export"
+        )
+    elif config.run.export:
+        found.append(ExportCallback(directory, exported, adapter=config.lora.export == "adapter"))
+    if config.run.plots:
+        from nemorl.runtime.watch.curves import PlotCallback
+
+        found.append(PlotCallback(directory))
+    return found

@@ -20,7 +20,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,8 +38,9 @@ from nemorl.models.tensor_files import (
     read_manifest,
     write_manifest,
 )
-from nemorl.runtime.config.base import Ranking
-from nemorl.runtime.store.directory import step_of, to_json
+from nemorl.parallel.backend import TrainingBackend
+from nemorl.runtime.config.base import BaseConfig, Ranking
+from nemorl.runtime.store.directory import by_step, to_json
 from nemorl.runtime.store.files import (
     TEMPORARY,
     WorkerDied,
@@ -51,7 +51,7 @@ from nemorl.runtime.store.files import (
     sweep_temporary,
     write_atomically,
 )
-from nemorl.runtime.store.state import POLICY, LoopState, Run
+from nemorl.runtime.store.state import POLICY, LoopState, RunView
 
 T = TypeVar("T")
 SMALL = 1 << 20
@@ -101,7 +101,7 @@ class RandomState(NamedTuple):
 
 def begin(
     directory: Path,
-    run: Run,
+    run: RunView,
     *,
     keep: int,
     ranking: Ranking | None = None,
@@ -112,18 +112,18 @@ def begin(
     """Write the checkpoint of `run.state.step` aside, or with `background` copy it, and return a
     function that puts it in place, in any thread, and calls `rank`.
 
-    generators: the random state to save, unless it is the present one.
-    Raises: as that function does, CheckpointError; the previous checkpoint stays.
+    generators: the random state, unless it is the present one. Both raise CheckpointError, and the
+    previous checkpoint stays.
     """
     check_writer(directory)
-    step = run.state.step
+    step, trainer = run.state.step, run.trainer  # the run may be closed when it is published
     target = Path(directory) / "checkpoints" / f"step_{step}"
     temporary = target.with_name(TEMPORARY + target.name)
 
     def publish() -> Path:
         with _complete_or_removed(temporary, target):
             if background:
-                run.trainer.wait_for_checkpoint()
+                trainer.wait_for_checkpoint()
             _seal(temporary)
             if target.exists():  # of a run that went back: an earlier one is in force
                 _discard(target)
@@ -136,7 +136,8 @@ def begin(
 
     with _complete_or_removed(temporary, target):
         shutil.rmtree(temporary, ignore_errors=True)
-        for name, backend in [*run.others.items(), (POLICY, run.trainer)]:
+        policy_last = sorted(run.backends.items(), key=lambda each: each[0] == POLICY)
+        for name, backend in policy_last:
             folder = temporary / name
             folder.mkdir(parents=True)
             # One backend alone: two that write at a time would mix their collective calls.
@@ -145,8 +146,8 @@ def begin(
         values, tensors = generators or RandomState.now()
         save_file(tensors, temporary / "rng.safetensors")
         (temporary / "rng.json").write_text(json.dumps(values))
-        about = {"algorithm": _algorithm(run), "backends": list(run.backends)}
-        state = {**about, **asdict(run.state)}
+        about = {"algorithm": _algorithm(run.config), "backends": list(run.backends)}
+        state = {**about, **run.state.saved()}
         (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return publish
 
@@ -171,9 +172,7 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of the checkpoint of `step`, and remove those that are not to be kept. An
-    error is a warning.
-    """
+    """Record measurements of a checkpoint, and remove those not kept; an error is a warning."""
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
         measured = metrics_by_step(directory)
@@ -196,16 +195,18 @@ def rank(
 
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:
-    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or else
-    the newest of which no file is missing or cut. Others are warned of.
+    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or the
+    newest of which no file is missing or cut.
     """
     found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
     return found and found[0]
 
 
-def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
+def load_latest(
+    directory: Path, config: BaseConfig, trainer: TrainingBackend
+) -> tuple[Path, LoopState] | None:
     """Load the checkpoint to go on from, an older one if that is damaged; None if none is whole."""
-    return _first(directory, lambda path: load(path, run))
+    return _first(directory, lambda path: load(path, config, trainer))
 
 
 def _first(
@@ -230,8 +231,7 @@ def best(directory: Path) -> Path | None:
 
 def present(directory: Path) -> dict[int, Path]:
     """Return every checkpoint by its step, the oldest first."""
-    found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
-    return {step: found[step] for step in sorted(found) if step >= 0}
+    return by_step(Path(directory) / "checkpoints")
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
@@ -255,12 +255,11 @@ def backends_of(path: Path) -> list[str]:
     return json.loads((path / "state.json").read_bytes())["backends"]
 
 
-def load(path: Path, run: Run) -> LoopState:
+def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
-    Raises:
-        ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
-        CheckpointError: a file is missing or damaged; the trainer may have read a part.
+    Raises: ValueError for another algorithm or seed, before anything is changed; CheckpointError
+    for a missing or damaged file, of which the trainer may have read a part.
     """
     with _as_checkpoint_error(path):  # a trainer without a manifest of its own does not check files
         manifest = read_manifest(path)
@@ -268,21 +267,21 @@ def load(path: Path, run: Run) -> LoopState:
     values = json.loads(bytes(files["state.json"]))
     algorithm, names = values.pop("algorithm"), values.pop("backends")
     state = LoopState.resumed(values)
-    if algorithm != _algorithm(run):
+    if algorithm != _algorithm(config):
         raise ValueError(
             f"a run must be resumed by its own algorithm, but {path} is of {algorithm}, not"
-            f" {_algorithm(run)}: name another run.dir"
+            f" {_algorithm(config)}: name another run.dir"
         )
-    if state.seed != run.state.seed:
+    if state.seed != config.run.seed:
         raise ValueError(
             f"run.seed must stay as it was when a run is resumed ({state.seed}), but it is"
-            f" {run.state.seed}: omit it"
+            f" {config.run.seed}: omit it"
         )
     with _as_checkpoint_error(path):
         for name in names:
             for file, expected in _own_files(path / name).items() if name != POLICY else ():
                 CheckedFile(file, expected).read()
-        run.trainer.load_checkpoint(path / POLICY)
+        trainer.load_checkpoint(path / POLICY)
     tensors = load_tensors(bytes(files["rng.safetensors"]))
     # Last, as loading may draw from them.
     RandomState(json.loads(bytes(files["rng.json"])), tensors).restore()
@@ -338,8 +337,8 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {path} is not used: {error}.") from error
 
 
-def _algorithm(run: Run) -> str:
-    return type(run.config).__name__.removesuffix("Config").lower()
+def _algorithm(config: BaseConfig) -> str:
+    return type(config).__name__.removesuffix("Config").lower()
 
 
 def _seal(folder: Path) -> None:
@@ -352,7 +351,7 @@ def _seal(folder: Path) -> None:
 
 
 def _own_files(folder: Path) -> dict[Path, Checksum]:
-    """Return the files in the manifest of a backend that writes one; none for others."""
+    """Return the files that a backend's own manifest names, if it writes one."""
     known = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     return {folder / name: expected for name, expected in known.items()}
 

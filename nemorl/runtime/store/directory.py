@@ -101,7 +101,7 @@ class RunDirectory:
     @classmethod
     def create_free(cls, name: str, parent: Path | str = "runs") -> "RunDirectory":
         """Make the first of the folders runs/NAME, runs/NAME-2, … that doesn't exist."""
-        with writing_below(parent):
+        with _writing_below(parent):
             Path(parent).mkdir(parents=True, exist_ok=True)
             for number in itertools.count(1):
                 path = Path(parent) / (name if number == 1 else f"{name}-{number}")
@@ -156,8 +156,7 @@ class RunDirectory:
             cls(Path(run.dir)).check_resume(run.resume)
 
     def has_checkpoint(self) -> bool:
-        """Return whether there is a checkpoint, whole or not."""
-        return any(step_of(path) >= 0 for path in self.checkpoints.glob("step_*"))
+        return bool(by_step(self.checkpoints))
 
     def require_checkpoint(self) -> None:
         if not self.has_checkpoint():
@@ -175,41 +174,39 @@ class RunDirectory:
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
-        with writing("the metrics", self.metrics):
-            append_lines(self.metrics, [line])
+        self._append("the metrics", self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl."""
         return read_lines(self.metrics, METRICS)
 
     def append_groups(self, step: int, groups: Mapping[str, Any]) -> None:
-        with writing("the numbers of the groups", self.groups):
-            append_lines(self.groups, [{"step": step, **groups}])
+        self._append("the numbers of the groups", self.groups, [{"step": step, **groups}])
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines, each with its step, to the step's file in samples/."""
-        file = self.samples_file(step)
-        with writing("the samples", file):
-            file.parent.mkdir(exist_ok=True)
-            append_lines(file, ({"step": step} | {**each, "step": step} for each in samples))
+        lines = ({"step": step} | {**each, "step": step} for each in samples)
+        self._append("the samples", self.samples_file(step), lines)
 
     def append_outcomes(self, step: int, outcomes: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines to validation/step_N.jsonl."""
         file = self.path / "validation" / f"step_{step}.jsonl"
-        with writing("the validation", file):
+        self._append("the validation", file, outcomes)
+
+    def _append(self, what: str, file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+        with writing(what, file):
             file.parent.mkdir(exist_ok=True)
-            append_lines(file, outcomes)
+            append_lines(file, lines)
+
+    def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
+        """Return the lines of log.jsonl that are the run's."""
+        lines = read_lines(self.log)
+        return [line for line in lines if record is None or line.get("run_id") == record.run_id]
 
     def append_log(self, line: Mapping[str, Any]) -> None:
         append_lines(self.log, [line])
 
     def outcome_files(self) -> dict[int, Path]:
-        """Return the files in validation/ by step, in order."""
-        files = {step_of(file): file for file in (self.path / "validation").glob("step_*.jsonl")}
-        return {step: files[step] for step in sorted(files) if step >= 0}
+        return by_step(self.path / "validation")
 
     def samples_file(self, step: int) -> Path:
-        """Return the file that has the samples of a step."""
         first = max(step - 1, 0) // STEPS_PER_FILE * STEPS_PER_FILE + 1
         return self.samples / f"steps_{first}-{first + STEPS_PER_FILE - 1}.jsonl"
 
@@ -233,9 +230,7 @@ class RunDirectory:
         return {step: lines for step, lines in found.items() if lines}
 
     def truncate(self, step: int) -> None:
-        """Remove what a resumed run writes again: all of steps after `step`; warn where its
-        metrics are missing.
-        """
+        """Remove what a resumed run writes again, all of steps after `step`."""
         kept = cut_lines(self.metrics, step, "the metrics", METRICS)
         if step > 0 and step not in kept:
             warn(
@@ -254,8 +249,7 @@ class RunDirectory:
 
 
 @contextmanager
-def writing_below(path: Path | str) -> Iterator[None]:
-    """Raise a ValueError that names run.dir for an error of the block."""
+def _writing_below(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -267,9 +261,7 @@ def writing_below(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path | str) -> Iterator[None]:
-    """Hold a directory, which is made if it is missing, for this run while the block lasts.
-
-    The lock ends with the process. A fork of it may not write there (`check_writer`).
+    """Hold a directory, made if it is missing, for this run in the block while the process lives.
 
     Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
     """
@@ -277,7 +269,7 @@ def locked(directory: Path | str) -> Iterator[None]:
     link = path.is_symlink()
     require(not link, "run.dir", "must hold no symbolic link as its lock", str(path), "remove it")
     lock = FileLock(path)
-    with writing_below(path.parent):
+    with _writing_below(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
@@ -304,18 +296,26 @@ def locked(directory: Path | str) -> Iterator[None]:
 
 
 def step_of(path: Path) -> int:
-    """Return the N of `step_N` or `step_N.jsonl`; -1 for another name.
-
-    >>> step_of(Path("checkpoints/step_40")), step_of(Path("latest"))
-    (40, -1)
-    """
+    """Return the N of `step_N` or `step_N.jsonl`; -1 for another name."""
     match = STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
+def by_step(folder: Path) -> dict[int, Path]:
+    """Return what a folder has of single steps, by step, the first one first."""
+    found = {step_of(path): path for path in folder.glob("step_*")}
+    return {step: found[step] for step in sorted(found) if step >= 0}
+
+
 def environment() -> dict[str, str]:
     """Return versions, hardware and commit."""
-    found = {"python": platform.python_version(), "system": platform.platform(), **hardware()}
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    memory = psutil.virtual_memory().total / 1e9
+    found |= {"cpus": str(os.cpu_count()), "memory": f"{memory:.0f} GB"}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gpus = range(torch.cuda.device_count())
+        found["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
     found |= {name: version_of(name) for name in ("nemorl", "torch", "transformers")}
     commit = git_commit()
     return {**found, "commit": commit} if commit else found
@@ -329,18 +329,6 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
-def hardware() -> dict[str, str]:
-    """Return processors, memory and GPUs."""
-    import psutil
-
-    found = {"cpus": str(os.cpu_count()), "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB"}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        gpus = range(torch.cuda.device_count())
-        found["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
-    return found
-
-
 def git_commit() -> str | None:
     """Return the commit, marked if files differ."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty= with changes"]
@@ -352,7 +340,7 @@ def git_commit() -> str | None:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines in one write, apart from a torn one."""
+    """Append JSON lines in one write, after a torn one on a line of their own."""
     check_writer(path)
     text = "".join(json.dumps(to_json(record), ensure_ascii=False) + "\n" for record in records)
     with path.open("ab+") as file:
@@ -363,20 +351,10 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write(text.encode(errors="backslashreplace"))
 
 
-def is_phase(value: Any) -> bool:
-    """Return whether a value names a phase of a run."""
-    return value in get_args(Phase)
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a step's number."""
-    return type(value) is int and value >= 0
-
-
-STEP = {"step": is_count}
+STEP: dict[str, Callable[[Any], bool]] = {"step": lambda each: type(each) is int and each >= 0}
 """The fields that each line of a step has."""
-METRICS = {**STEP, "time": is_number, "phase": is_phase}
-"""Those of metrics.jsonl."""
+METRICS = {**STEP, "time": is_number, "phase": get_args(Phase).__contains__}
+"""The fields that each line of metrics.jsonl has."""
 STEP_LINE = re.compile(rb'\{"step": (\d+)[,}]')
 
 
@@ -405,9 +383,7 @@ def lines_of(
     *,
     steps: Container[int] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of a file as `read_lines` with its object; those that begin with another step
-    than some `steps` are passed over unread.
-    """
+    """Yield each line that `read_lines` keeps, with its object; of some `steps` alone, if given."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -519,16 +495,12 @@ class RunRecord:
 
 
 def script_with(config: type) -> str:
-    """Return what stands for an algorithm's name where a script has a training loop of its own.
-
-    >>> script_with(int)
-    'a script with int'
-    """
+    """Return what stands for an algorithm's name where a script has a training loop of its own."""
     return f"a script with {config.__name__}"
 
 
 def script_name() -> str:
-    """Return the script's name, "" in a notebook."""
+    """Return the script's name, "" without one."""
     return Path(getattr(sys.modules["__main__"], "__file__", None) or "").name
 
 

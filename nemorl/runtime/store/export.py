@@ -48,14 +48,10 @@ def write_checkpoint(
 ) -> None:
     """Write the model of one backend of a checkpoint as a folder that others load.
 
-    saved: the backend's folder in the checkpoint, such as step_5/policy.
-    lora: "merged" adds the adapters to their base model, "adapter" writes them alone.
-    base: where that base model is now.
-    trust_remote_code: run its code, if it has any.
-
-    Raises:
-        ValueError: the base model is unknown or has changed, or the run had none.
-        OSError: a file is missing or damaged.
+    saved: the backend's folder, such as step_5/policy.
+    lora: "merged" adds adapters to their base model, which is now at `base`; "adapter" writes them
+    alone.
+    Raises: ValueError where the base model is unknown or has changed, or the run had none.
     """
     if not (saved / CONFIG).exists():
         whole = "for a run that trained the whole model"

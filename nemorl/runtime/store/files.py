@@ -44,11 +44,7 @@ def writing(what: str, path: Path | str) -> Iterator[None]:
 
 
 def free_space(path: Path | str) -> str:
-    """Return the room for a file, as the end of a sentence.
-
-    >>> free_space("missing/file")
-    ''
-    """
+    """Return the room for a file, as the end of a sentence."""
     with suppress(OSError):
         return f"; {shutil.disk_usage(Path(path).parent).free / 1e9:.2f} GB are free there"
     return ""
@@ -136,6 +132,10 @@ def _remove_if_dead(mark: Path) -> None:
 LOG_LINES = 10
 
 
+class ReceiptError(RuntimeError):
+    """Raised where a receipt does not hold."""
+
+
 class WorkerError(RuntimeError):
     """A worker raised an exception of a class that is not built in."""
 
@@ -201,11 +201,7 @@ def with_log(text: str, log: Path | None) -> str:
 
 
 def reason_of(told: str) -> str:
-    """Return Ray's account of a death, in a line.
-
-    >>> reason_of("The actor died. Worker unexpectedly exits with a connection error code 2.")
-    'it was killed (the kernel does so, too, when memory is short) or it crashed'
-    """
+    """Return Ray's account of a death, in a line."""
     if "running low on memory" in told:
         return "Ray killed it, because memory was short on its machine"
     if "connection error code" in told:

@@ -2,7 +2,6 @@
 that its steps recorded. Nothing is computed again.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,70 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from nemorl.checks import is_number, warn
-from nemorl.runtime.config.yaml_io import ConfigError, read
-from nemorl.runtime.store.directory import RunDirectory, RunRecord, is_count, read_lines, step_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """The contents of a run's files."""
-
-    record: RunRecord | None
-    metrics: list[dict[str, Any]]
-    config: dict[str, Any]
-    """The settings."""
-    environment: dict[str, Any]
-    """Versions and host that config.yaml names."""
-    data: dict[str, dict[str, Any]]
-    """Lengths of each data set, by its name."""
-    log: list[dict[str, Any]]
-    """Messages of this run, not of another that was in its folder before."""
-    outcomes: list[dict[str, Any]]
-    """How the answers of the last validation were judged."""
-    samples: dict[int, int]
-    """Bytes of each step's samples."""
-
-
-def read_run(directory: RunDirectory) -> RunFiles:
-    """Return the contents of a run's files."""
-    record, config = RunRecord.read(directory), _read_config(directory)
-    environment = config.pop("environment", {})
-    judged = [*directory.outcome_files().values()]
-    log = read_lines(directory.log)
-    return RunFiles(
-        record=record,
-        metrics=directory.read_metrics(),
-        config=config,
-        environment=environment,
-        data=_read_data(directory),
-        log=[line for line in log if record is None or line.get("run_id") == record.run_id],
-        outcomes=read_lines(judged[-1], {"reward": is_number}) if judged else [],
-        samples=directory.sample_sizes(),
-    )
-
-
-def _read_config(directory: RunDirectory) -> dict[str, Any]:
-    """Return the contents of config.yaml; what can't be read is warned of."""
-    if not directory.config.exists():
-        return {}
-    try:
-        return read(directory.config)[0]
-    except ConfigError as error:
-        warn(f"the settings are omitted: {error}")
-        return {}
-
-
-def _read_data(directory: RunDirectory) -> dict[str, dict[str, Any]]:
-    """Return the contents of data.json; what can't be read is warned of."""
-    if not directory.data.exists():
-        return {}
-    try:
-        return {**json.loads(directory.data.read_text(encoding="utf-8"))}
-    except (OSError, ValueError, TypeError, RecursionError):
-        warn(f"{directory.data} is not a JSON object, and is omitted")
-        return {}
-
+from nemorl.checks import is_number
+from nemorl.runtime.store.directory import STEP, RunDirectory, RunRecord, by_step, read_lines
 
 RECORDED: dict[str, tuple[str, Any, str, str | None]] = {
     "weights": ("generation/weights/proved", min, "{:,.0f} tensors or more in each update", ""),
@@ -99,19 +36,15 @@ class Receipt:
 def verify_run(path: Path | str) -> list[Receipt]:
     """Return the receipts of a run, finished or not. Raises: ValueError where there is none."""
     directory = RunDirectory.open(path)
-    return receipts_of(directory, read_run(directory))
-
-
-def receipts_of(directory: RunDirectory, files: RunFiles) -> list[Receipt]:
-    """Return the receipts by a run's files."""
-    lines = [line for line in files.metrics if line["phase"] == "train"]
-    warned = [str(line.get("message")) for line in files.log if line.get("event") == "warning"]
-    said = [(files.record.error if files.record else None) or "", *warned]
+    record = RunRecord.read(directory)
+    lines = [line for line in directory.read_metrics() if line["phase"] == "train"]
+    log = directory.read_log(record)
+    warned = [str(line.get("message")) for line in log if line.get("event") == "warning"]
+    said = [(record.error if record else None) or "", *warned]
     steps = {line["step"]: line for line in lines}
-    ends = [line.get("step", 0) for line in files.log if line.get("event") == "train_end"]
-    finished = files.record is not None and files.record.status == "finished"
-    saved = map(step_of, directory.checkpoints.glob("step_*"))
-    last = max([*saved, *steps, *ends[-1:] * finished], default=0)
+    ends = [line.get("step", 0) for line in log if line.get("event") == "train_end"]
+    finished = record is not None and record.status == "finished"
+    last = max([*by_step(directory.checkpoints), *steps, *ends[-1:] * finished], default=0)
     found = [_recorded(name, lines, said, last) for name in RECORDED]
     return [*found, Receipt("prompts", *_prompts(directory, steps, last))]
 
@@ -142,9 +75,7 @@ def _must_have(name: str, line: Mapping[str, Any]) -> bool:
 def _prompts(
     directory: RunDirectory, steps: Mapping[int, Mapping[str, Any]], last: int
 ) -> tuple[bool | None, str]:
-    lines = [
-        line for line in read_lines(directory.groups, {"step": is_count}) if line["step"] <= last
-    ]
+    lines = [line for line in read_lines(directory.groups, STEP) if line["step"] <= last]
     if not lines:
         return None, "not recorded"
     ends, ended, highest = Counter({"trained on": 0}), Counter[int](), -1

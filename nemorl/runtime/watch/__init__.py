@@ -2,5 +2,5 @@
 
 Others use `make_display`, `waiting_for_engines` and `waiting_for_ranks`, `recorded` and `event`
 (log), `Recorder` and `LoggedRun` (loggers.base), the callbacks of `alerts` and `plots`,
-`ResourceMeter`, and `write_report`.
+and `write_report`.
 """

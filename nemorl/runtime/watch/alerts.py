@@ -1,12 +1,18 @@
-"""Callbacks that warn of a run that learns nothing, or whose sampler and trainer disagree."""
+"""Callbacks that measure what a run uses, and warn where it learns nothing or its sampler and
+trainer disagree.
+"""
 
 import math
 
+import psutil
+import torch
+
 from nemorl.checks import warn
+from nemorl.parallel.measure import GIGABYTE, gpu_peaks
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 REJECTED_STEPS = 16
@@ -14,16 +20,16 @@ REJECTED_STEPS = 16
 
 
 class SignalWatch(Callback):
-    """Warn of the first, second, fourth, eighth, … step from which there was little or nothing to
-    learn: all responses to each prompt had the same reward, or nothing was updated. End the run
-    with a RuntimeError where dynamic sampling rejects everything again and again.
+    """Warn of the first, second, fourth, eighth, … step without a signal: all responses to each
+    prompt had the same reward, or nothing was updated. End the run with a RuntimeError where
+    dynamic sampling rejects all of `REJECTED_STEPS`.
     """
 
     def __init__(self) -> None:
         self.silent = 0
         self.rejected = 0
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._warn(step, metrics)
         self.rejected = self.rejected + 1 if metrics.get("groups_kept") == 0 else 0
         if self.rejected == REJECTED_STEPS:
@@ -65,8 +71,7 @@ class SignalWatch(Callback):
 
 class GapWatch(Callback):
     """Warn where sampler and trainer disagree, unless on tokens of older weights, and end the run
-    with a FloatingPointError where they disagree too much (`GapConfig`). After the checkpoints, so
-    that it can name the newest one from before.
+    with a FloatingPointError where they do too much. Comes after checkpoints, to name the newest.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:
@@ -74,7 +79,7 @@ class GapWatch(Callback):
         self.next_warning = config.warn
         self.error: FloatingPointError | None = None
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         if "token_mult_prob_error" not in metrics:
             return
         value, worst = metrics["token_mult_prob_error"], metrics["token_mult_prob_error_max"]
@@ -102,7 +107,7 @@ class GapWatch(Callback):
             remedy = "off_policy.mode truncate corrects for what can't be avoided."
             warn(f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}")
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
+    def on_exception(self, trainer: RunView, error: BaseException) -> None:
         if error is not self.error or self.config.stop is None:
             return
         measured = checkpoint.metrics_by_step(self.directory.path)
@@ -115,3 +120,34 @@ class GapWatch(Callback):
             else "No checkpoint from before the gap is left: run.save_period and"
             " run.keep_checkpoints say how many there are."
         )
+
+
+class ResourceMeter(Callback):
+    """Add to the metrics of every step:
+
+    cpu_percent: of this process; 100 is one core · memory_gb: resident, in 10^9 bytes ·
+    gpu_memory_gb: the most that PyTorch's tensors took · gpu_percent: where NVIDIA's library
+    (nvidia-ml-py) can be asked.
+    """
+
+    def __init__(self) -> None:
+        self.process = psutil.Process()
+        self.process.cpu_percent()  # the first reading is what later ones count from
+        self.gpu = self.can_ask = torch.cuda.is_available()
+
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
+        metrics.update(self.read())
+
+    def read(self) -> dict[str, float]:
+        found = {
+            "cpu_percent": self.process.cpu_percent(),
+            "memory_gb": self.process.memory_info().rss / GIGABYTE,
+        }
+        if self.gpu:
+            found["gpu_memory_gb"] = gpu_peaks.take() / GIGABYTE
+        if self.can_ask:
+            try:
+                found["gpu_percent"] = float(torch.cuda.utilization())
+            except (ImportError, RuntimeError):  # the library is missing, or refuses
+                self.can_ask = False
+        return found

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from nemorl.checks import warn
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import (
     LABELS,
@@ -54,7 +54,7 @@ STYLE: Any = {
 
 
 def svg(name: str, *courses: Course) -> tuple[str, tuple[float, float]]:
-    """Return a metric's picture, and its first and last step."""
+    """Return a metric's picture in the page's colors, and its first and last step."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 2.0))
         axes = figure.add_axes((BOX[0], BOX[1], BOX[2] - BOX[0], BOX[3] - BOX[1]))
@@ -62,18 +62,12 @@ def svg(name: str, *courses: Course) -> tuple[str, tuple[float, float]]:
         axes.tick_params(labelsize=8)
         axes.spines[:].set_visible(False)
         axes.grid(False, axis="x")
-        return svg_of(figure), axes.get_xlim()
-
-
-def svg_of(figure: Figure) -> str:
-    """Return a picture in the page's colors."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True)
+        figure.savefig(file := io.StringIO(), format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(UNUSED, "", text[text.index("<svg") :], flags=re.DOTALL)
     for color, variable in COLORS.items():
         text = text.replace(color, f"var(--{variable})")
-    return text
+    return text, axes.get_xlim()
 
 
 def panel(axes: Axes, name: str, *courses: Course) -> None:
@@ -121,7 +115,7 @@ class PlotCallback(Callback):
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         try:
             draw(self.directory)
         except Exception as error:

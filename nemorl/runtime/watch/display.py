@@ -4,6 +4,7 @@ import io
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nemorl.runtime.store.state import Run
+from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
 
@@ -90,13 +92,13 @@ class Display(Callback):
         self.task = self.progress.tasks[0]  # for rich's estimate of the time left
         self.samples: list[dict[str, Any]] = []
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         self.progress.reset(self.task.id, completed=trainer.state.step)
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self.progress.update(self.task.id, completed=step)
 
-    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         group = [sample for sample in samples if sample.get("group") == samples[0].get("group")]
         if "group" in samples[0] and len(group) > 1:  # what GRPO compares: the best and the worst
             group.sort(key=lambda sample: -(sample.get("reward") or 0))
@@ -120,24 +122,24 @@ class PlainDisplay(Display):
     printed = -math.inf
     validated = False
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         super().on_train_begin(trainer)
         if trainer.state.step:
             self._print(f"continuing after step {trainer.state.step}")
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
         since, total = time.monotonic() - self.printed, self.total_steps or 0
         if step == total or (since >= 1 and (step % max(1, total // 1000) == 0 or since >= 30)):
             self._print(f"{self._line(metrics)}  {self.left}".rstrip())
             self.printed = time.monotonic()
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self.task.completed = step
         self._print(self._line(metrics, "validation"))
         self.validated = True
 
-    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         super().on_samples(trainer, step, samples)
         shown, self.validated = self.samples[:3] if self.validated else [], False
         for sample in shown:
@@ -146,7 +148,7 @@ class PlainDisplay(Display):
             verdict = f"  ({name} {number(value)})" if value is not None else ""
             self._print(f"    {prompt}  ->  {on_one_line(answer, 70)}{verdict}")
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.task.completed = trainer.state.step
         done = f"done in {duration(self.task.elapsed or 0)}"
         self._print(f"{self._line(metrics, done)}  {trainer.directory or ''}".rstrip())
@@ -178,7 +180,7 @@ class LiveDisplay(Display):
         self.latest: dict[str, float] = {}
         self.validations: list[tuple[int, dict[str, float]]] = []  # the first and the last one
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         super().on_train_begin(trainer)
         self.title = trainer.directory.resolve().name if trainer.directory else "nemorl"
         self.open()
@@ -188,20 +190,20 @@ class LiveDisplay(Display):
         self.live.start()
         self.console.show_cursor(True)  # so that it is there after a kill, too
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
         self.noted |= {name: metrics[name] for name in headline(metrics)}
         for name in metrics.keys() & LABELS:
             self.courses[name].append(metrics[name])
         self.latest = {name: metrics[name] for name in headline(self.noted) if name in metrics}
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self.validations = [*self.validations[:1], (step, metrics)]
 
-    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+    def on_checkpoint(self, trainer: RunView, step: int, path: Path) -> None:
         self.checkpoint = step
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.close()
         if trainer.directory:
             self.console.print(f"the run is in {trainer.directory}", highlight=False)
@@ -294,13 +296,13 @@ class NotebookDisplay(LiveDisplay):
     def open(self) -> None:
         self.draw()
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
         self.steps.append(step)
         if time.monotonic() - self.drawn >= 1:
             self.draw()
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.close()
 
     def close(self) -> None:
@@ -332,3 +334,32 @@ class NotebookDisplay(LiveDisplay):
         picture, _ = svg(name, ((self.steps[-len(values) :], values), ([], [])))
         colors = "; ".join(f"--{variable}: {color}" for color, variable in COLORS.items())
         return f'<div style="max-width: 30em; {colors}">{LABELS[name]}{picture}</div>'
+
+
+def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
+    """Print the lengths of a run's data sets, and return the contents of data.json."""
+    statistics = {name: length_statistics(given) for name, given in lengths.items()}
+    statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
+    if statistics and not quiet:
+        print_lengths(Console(highlight=False), statistics)
+    return {name: s.to_dict() for name, s in statistics.items()}
+
+
+def print_lengths(console: Console, statistics: Mapping[str, LengthStatistics]) -> None:
+    """Print a line for each data set."""
+    table = Table("data", title="lengths in tokens", title_justify="left")
+    for name in ("sequences", "total", "mean", "median", "95 %", "max", "limit"):
+        table.add_column(name, justify="right")
+    for name, s in statistics.items():
+        values = (s.count, s.total_tokens, f"{s.mean:.1f}", f"{s.median:g}", f"{s.p95:g}", s.max)
+        table.add_row(name, *map(str, values), str(s.limit))
+    console.print(table)
+    for name, s in statistics.items():
+        parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
+        taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        if s.num_over_limit:
+            console.print(
+                f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
+                + (f" ({taken})" if taken else ""),
+                style="yellow",
+            )

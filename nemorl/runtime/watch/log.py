@@ -20,7 +20,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.tree import flat, to_dict
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, Status
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 LOGGER = logging.getLogger("nemorl")
@@ -63,7 +63,7 @@ class RunLog(Callback):
         self.directory, self.record, self.fields = directory, record, fields
         self.total_steps: int | None = None
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         step = self.fields["step"] = trainer.state.step
         self.record = replace(self.record, total_steps=self.total_steps)
         self.record.write(self.directory)
@@ -75,16 +75,16 @@ class RunLog(Callback):
             defaults=changed_settings(trainer.config),
         )
 
-    def on_step_begin(self, trainer: Run, step: int) -> None:
+    def on_step_begin(self, trainer: RunView, step: int) -> None:
         self.fields["step"] = step
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         event("validation", f"validation after step {step}", metrics=metrics)
 
-    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+    def on_checkpoint(self, trainer: RunView, step: int, path: Path) -> None:
         event("checkpoint", f"checkpoint of step {step} written", path=str(path))
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         step = self.fields["step"] = trainer.state.step  # less than began, if one was dropped
         event("train_end", f"training ends after step {step}", metrics=metrics)
 
@@ -94,7 +94,7 @@ def event(name: str, message: str, **details: Any) -> None:
     LOGGER.info(message, extra={"event": name, "details": details})
 
 
-def changed_settings(config: Any) -> dict[str, Any]:
+def changed_settings(config: object) -> dict[str, Any]:
     """Return the settings (dotted) that are not at their default, with it."""
     try:
         defaults = flat(to_dict(type(config)()))

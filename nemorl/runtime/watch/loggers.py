@@ -15,7 +15,7 @@ from nemorl.checks import warn
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.store.directory import Phase, RunDirectory
 from nemorl.runtime.store.files import NotWritten, writing
-from nemorl.runtime.store.state import Run
+from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback, update_in_progress
 
 
@@ -81,18 +81,18 @@ class Recorder(Callback):
         self.failed: set[str] = set()
         self.finished = False
 
-    def on_train_begin(self, trainer: Run) -> None:
+    def on_train_begin(self, trainer: RunView) -> None:
         run = replace(self.run, first_step=trainer.state.step)
         for name, make in self.factories.items():
             self.loggers[name] = make(run)
 
-    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._each(lambda logger: logger.log("train", step, metrics))
 
-    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._each(lambda logger: logger.log("validation", step, metrics))
 
-    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+    def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         failed = [sample for sample in samples if "failure" in sample]
         samples = [sample for sample in samples if "failure" not in sample]
         groups = [sample.get("group", place) for place, sample in enumerate(samples)]
@@ -102,10 +102,10 @@ class Recorder(Callback):
         if limit and (kept := samples[:end] + failed):
             self._each(lambda logger: logger.log_samples(step, kept))
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
         self.finished = True
 
-    def on_exception(self, trainer: Run, error: BaseException) -> None:
+    def on_exception(self, trainer: RunView, error: BaseException) -> None:
         self.finished = False  # a later callback may fail at the end
 
     def close(self) -> None:
@@ -157,10 +157,10 @@ class TensorBoardLogger:
 
 class WandbLogger:
     """A run on Weights & Biases (`wandb login`, or WANDB_MODE=offline and later `wandb sync`):
-    metrics as train/… and validation/…, samples as tables, the settings as config.
+    metrics as train/… and validation/…, samples as tables.
 
-    The run's id is ours, so that a resumed run keeps its address. Our `step` is the axis, as W&B's
-    own never decreases.
+    The id is ours, so that a resumed run keeps its address; the axis is our `step`, as W&B's own
+    never decreases.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -207,9 +207,8 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run on an MLflow server, or in a local file, as MLFLOW_TRACKING_URI says: metrics as
-    train/… and validation/…, the settings as parameters, config.yaml as an artifact. A run of the
-    experiment that is tagged with our id is continued.
+    """A run in MLflow (see MLFLOW_TRACKING_URI): metrics as train/… and validation/…, settings
+    as parameters, config.yaml as an artifact. A run that is tagged with our id is continued.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -244,7 +243,7 @@ class MlflowLogger:
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        named = {valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
+        named = {_valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
         found = [self.metric(name, value, now, step) for name, value in named.items()]
         self.client.log_batch(self.id, found)
 
@@ -255,10 +254,5 @@ class MlflowLogger:
         self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
-def valid_name(name: str) -> str:
-    """Return a metric's name in the characters that MLflow accepts.
-
-    >>> valid_name("train/reward/<lambda>")
-    'train/reward/_lambda_'
-    """
+def _valid_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)

@@ -167,11 +167,7 @@ def placed(name: str) -> tuple[str, int, Metric]:
 
 
 def is_usual(metric: str, values: Iterable[float | None]) -> bool:
-    """Return whether a metric has no value but its usual one.
-
-    >>> is_usual("failed_fraction", [0.0, 0.0]), is_usual("loss", [0.0]), is_usual("loss", [])
-    (True, False, True)
-    """
+    """Return whether a metric has no value but its usual one."""
     usual = METRICS.get(metric, Metric("")).usual
     return all(value in (None, usual) for value in values)
 
@@ -229,21 +225,13 @@ def duration(seconds: float) -> str:
 
 
 def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
-    """Return a metric's numbers in the lines of metrics.jsonl.
-
-    >>> series_of([{"step": 1, "phase": "train", "loss": 2.0}], "loss", "train")
-    ([1], [2.0])
-    """
+    """Return a metric's numbers in the lines of metrics.jsonl."""
     found = [line for line in records if line["phase"] == phase and is_number(line.get(metric))]
     return [record["step"] for record in found], [record[metric] for record in found]
 
 
 def smooth(values: list[float], *, width: float) -> list[float]:
-    """Average neighbors with Gaussian weights of standard deviation `width`.
-
-    >>> [round(value, 2) for value in smooth([0.0, 0.0, 4.0, 0.0, 0.0], width=0.5)]
-    [0.0, 0.43, 3.15, 0.43, 0.0]
-    """
+    """Average neighbors with Gaussian weights of standard deviation `width`."""
     reach = math.ceil(3 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
 
@@ -254,11 +242,7 @@ def smooth(values: list[float], *, width: float) -> list[float]:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Return at most `most` points, each the mean of about equally many neighbors.
-
-    >>> thin(([1, 2, 3, 4, 5], [0.0, 1.0, 2.0, 3.0, 4.0]), 3)
-    ([1, 2, 4], [0.0, 1.5, 3.5])
-    """
+    """Return at most `most` points, each the mean of about equally many neighbors."""
     steps, values = series
     count = min(most, len(steps))
     edges = [index * len(steps) // count for index in range(count)] + [len(steps)]

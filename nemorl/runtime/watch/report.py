@@ -16,13 +16,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
-from nemorl.checks import is_number, require
+from nemorl.checks import is_number, require, warn
 from nemorl.rollout.evaluation import by_prompt, comparison
 from nemorl.runtime.config.tree import flat
-from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.store.directory import RunDirectory, RunRecord, to_json
+from nemorl.runtime.config.yaml_io import dump, read
+from nemorl.runtime.store.directory import RunDirectory, RunRecord, read_lines, to_json
 from nemorl.runtime.store.files import write_atomically
-from nemorl.runtime.store.verify import read_run, receipts_of
+from nemorl.runtime.store.verify import verify_run
 from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
 from nemorl.runtime.watch.metrics import (
     SECTIONS,
@@ -68,18 +68,22 @@ class Gathered:
         directory = RunDirectory.open(path)
         self.path, self.name = directory.path, directory.name
         self.now = time.time() if now is None else now
-        files = read_run(directory)
-        self.record, self.metrics, self.log = files.record, files.metrics, files.log
-        self.outcomes = files.outcomes
-        self.config, self.environment, self.data = files.config, files.environment, files.data
-        self.receipts = receipts_of(directory, files)
+        self.record, self.metrics = RunRecord.read(directory), directory.read_metrics()
+        self.log = directory.read_log(self.record)
+        self.config = _whole(directory.config, lambda path: read(path)[0])
+        self.environment = self.config.pop("environment", {})
+        self.data = _whole(directory.data, lambda path: {**json.loads(path.read_bytes())})
+        judged = [*directory.outcome_files().values()][-1:]
+        self.outcomes = [row for file in judged for row in read_lines(file, {"reward": is_number})]
+        self.receipts = verify_run(path)
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
-        opened = [step for step in files.samples if step == sample_step]
+        sizes = directory.sample_sizes()
+        opened = [step for step in sizes if step == sample_step]
         # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
-        self.samples = directory.read_samples({*spread(files.samples), *opened})
-        self.sample_steps = len(files.samples)
-        add_pieces(self.samples, directory.path / "tokenizer")
+        self.samples = directory.read_samples({*_spread(sizes), *opened})
+        self.sample_steps = len(sizes)
+        _add_pieces(self.samples, directory.path / "tokenizer")
         # Settings that are not at their default, with that default.
         self.changed: dict[str, Any] = {}
         for line in self.log:
@@ -91,8 +95,16 @@ class Gathered:
         return max((line["step"] for line in self.metrics), default=0)
 
 
-def spread(sizes: Mapping[int, int]) -> list[int]:
-    """Return evenly spaced steps whose samples fit, of the sizes by step."""
+def _whole(path: Path, reader: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Return the contents of a file, if any; what can't be read is warned of."""
+    try:
+        return reader(path) if path.exists() else {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        warn(f"{path} can't be read, and is omitted: {error}")
+        return {}
+
+
+def _spread(sizes: Mapping[int, int]) -> list[int]:
     steps, size = [*sizes], sum(sizes.values())
     count = min(len(steps), max(2, len(steps) * SAMPLE_BYTES // max(1, size)))
     return [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
@@ -113,20 +125,18 @@ def working_seconds(
     return total
 
 
-def add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path) -> None:
-    """Add each token's text, if known."""
+def _add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path) -> None:
     lines = [line for lines in samples.values() for line in lines if line.get("token_ids")]
     if not lines or not tokenizer_folder.exists():
         return
     with suppress(Exception):  # a report without colors is better than none
-        decode = decoder_of(tokenizer_folder)
+        decode = _decoder_of(tokenizer_folder)
         for line in lines:
             with suppress(Exception):  # ids that the tokenizer does not know
                 line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
 
 
-def decoder_of(folder: Path) -> Callable[[list[int]], str]:
-    """Return what turns token ids into text, without torch if possible."""
+def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
@@ -138,13 +148,8 @@ def decoder_of(folder: Path) -> Callable[[list[int]], str]:
 
 
 def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; together they are the whole text.
-
-    A token is decoded after its neighbors, which a tokenizer may join or space. A character of
-    several tokens belongs to the last one.
-
-    >>> pieces(lambda ids: bytes(ids).decode(errors="replace"), list("año".encode()))
-    ['a', '', 'ñ', 'o']
+    """Return the text that each token adds, decoded after its neighbors, which a tokenizer may join
+    or space; a character of several tokens belongs to the last one.
     """
     found: list[str] = []
     before = start = 0  # ids[before:start] are decoded again, before ids[start:]
@@ -170,38 +175,30 @@ OWN |= {"turns", "sampled", "trained"}
 
 def sample_data(run: Gathered) -> dict[str, Any]:
     """Return samples by step, and the advantage of full color."""
-    steps = {step: [compact(sample) for sample in lines] for step, lines in run.samples.items()}
+    steps = {step: [_compact(sample) for sample in lines] for step, lines in run.samples.items()}
     found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
     sizes = sorted(abs(value) for values in found for value in values if value)
     most = sizes[math.ceil(0.98 * len(sizes)) - 1] if sizes else 0
     return {"name": run.name, "steps": steps, "most": most}
 
 
-def modes(*runs: Gathered) -> dict[str, str]:
-    """Return what tokens can be colored by."""
-    names = {
-        "advantages": "advantage",
-        "logprobs": "surprise",
-        "trainer_logprobs": "gap to the trainer",
-    }
+def _modes(*runs: Gathered) -> dict[str, str]:
     lines = [line for run in runs for lines in run.samples.values() for line in lines]
     colored = [line for line in lines if line.get("pieces")]
-    return {key: name for key, name in names.items() if any(line.get(key) for line in colored)}
+    return {key: name for key, name in COLORED.items() if any(line.get(key) for line in colored)}
 
 
-def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample as the page takes it."""
+def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
     }
-    chips: dict[str, Any] = {}
     ids = sample.get("token_ids") or ()
     sampled = sample.get("sampled") or [True] * len(ids)
     if "pieces" in sample:
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
         found["cut"] = len(ids) - SHOWN_TOKENS
-    for name, values in {**sample, "gaps": gaps(sample)}.items():
+    for name, values in {**sample, "gaps": _gaps(sample)}.items():
         if name in ("logprobs", "gaps", "advantages") and values:
             found[name] = [
                 float(f"{value:.4g}") if own and is_number(value) else None
@@ -209,7 +206,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
             ]
     found |= {name: sample[name] for name in ("reward", "group") if is_number(sample.get(name))}
     found |= {name: sample[name] for name in ("turns", "trained", "failure") if name in sample}
-    chips |= sample.get("rewards", {})
+    chips: dict[str, Any] = dict(sample.get("rewards", {}))
     advantages = zip(found.get("advantages", ()), sampled, strict=False)
     same = {value for value, own in advantages if own}
     if len(same) == 1:
@@ -217,7 +214,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     columns = sample.get("columns", {})
     chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
     chips |= {name: value for name, value in sample.items() if name not in OWN}
-    chips |= {"widest gap": widest_gap(sample), "tokens": sum(sampled) or None}
+    chips |= {"widest gap": _widest_gap(sample), "tokens": sum(sampled) or None}
     if "cut_by" in sample:
         chips["end"] = f"cut by {sample['cut_by']}"
     elif "failure" not in sample and sample.get("finish_reason") not in (None, "stop"):
@@ -231,19 +228,12 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def gaps(sample: Mapping[str, Any]) -> list[float | None]:
-    """Return trainer's minus sampler's logprobs."""
+def _gaps(sample: Mapping[str, Any]) -> list[float | None]:
     pairs = zip(sample.get("trainer_logprobs", ()), sample.get("logprobs", ()), strict=False)
     return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 
 
-def widest_gap(sample: Mapping[str, Any]) -> str:
-    """Describe the token on which sampler and trainer differ most; "" within a percent.
-
-    >>> token = {"position": 4, "token": "ab", "logprob": -1.0, "trainer_logprob": -2.0}
-    >>> widest_gap({"worst_tokens": [token]})
-    "×2.72 in 'ab' (token 5)"
-    """
+def _widest_gap(sample: Mapping[str, Any]) -> str:
     for worst in sample.get("worst_tokens", ())[:1]:
         values = worst["logprob"], worst["trainer_logprob"]
         if all(map(is_number, values)) and abs(gap := values[0] - values[1]) >= 0.01:
@@ -264,6 +254,12 @@ def text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+COLORED = {
+    "advantages": "advantage",
+    "logprobs": "surprise",
+    "trainer_logprobs": "gap to the trainer",
+}
+"""What tokens can be colored by."""
 HERE = Path(__file__).parent / "page"
 MOST_POINTS = 1000
 ENGINES = {
@@ -280,21 +276,19 @@ WATCH_SECONDS = 5.0
 def write_report(runs: Runs, output: Path | str | None = None) -> Path:
     """Write the report of a run, or of several side by side, also in progress or crashed.
 
-    output: `report.html` in the run's directory unless given; of several, `comparison.html` in the
-    folder that holds them.
-    Returns: the file.
-    Raises: ValueError where there is no run, or the file can't be written.
+    output: by default `report.html` in the run's directory, or of several `comparison.html` in the
+    folder that holds them. Returns it. Raises: ValueError where there is no run.
     """
     return write_page(read_runs(runs), output)
 
 
 def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
     """Write the report again when its runs have gone on, until all have ended or Ctrl-C."""
-    directories = [RunDirectory.open(path) for path in paths_of(runs)]
+    directories = [RunDirectory.open(path) for path in _paths_of(runs)]
     files = [file for run in directories for file in (run.metrics, run.log)]
     seen: list[int] | None = None
     with suppress(KeyboardInterrupt):
-        while any(map(is_running, directories)):
+        while any(map(_running, directories)):
             now, start = [file.stat().st_size for file in files if file.exists()], time.monotonic()
             if now != seen:
                 write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
@@ -304,15 +298,14 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
     write_page(read_runs(runs), output)
 
 
-def is_running(directory: RunDirectory) -> bool:
-    """Return whether a process runs it."""
+def _running(directory: RunDirectory) -> bool:
     record = RunRecord.read(directory)
     return record is not None and record.present_status == "running"
 
 
 def read_runs(runs: Runs) -> list[Gathered]:
-    """Return what reports show of runs."""
-    paths = paths_of(runs)
+    """Return what a report shows of runs, with samples of a step that all have."""
+    paths = _paths_of(runs)
     steps = [{*RunDirectory(path).sample_sizes()} for path in paths]
     common = max(set.intersection(*steps), default=None)
     found = [Gathered(path, sample_step=common) for path in paths]
@@ -326,11 +319,10 @@ def write_page(
     runs: Sequence[Gathered], output: Path | str | None, *, refresh: float | None = None
 ) -> Path:
     """Write the report of runs that are read."""
-    target = runs[0].path / "report.html"
-    if len(runs) > 1:
-        target = Path(os.path.commonpath([run.path.absolute().parent for run in runs]))
-        target /= "comparison.html"
-    target = Path(output) if output is not None else target
+    target = Path(output or runs[0].path / "report.html")
+    if output is None and len(runs) > 1:
+        folder = os.path.commonpath([run.path.absolute().parent for run in runs])
+        target = Path(folder, "comparison.html")
     page = render(*runs, refresh=refresh)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -344,8 +336,7 @@ def write_page(
     return target
 
 
-def paths_of(runs: Runs) -> list[Path]:
-    """Return the runs' directories, 1 to 6 different ones."""
+def _paths_of(runs: Runs) -> list[Path]:
     paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
     places = {path.resolve() for path in paths}
     require(
@@ -392,12 +383,12 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         unproved=[each for each in runs[0].receipts if each.holds is None],
         tests=paired_tests(runs),
         groups=grouped(curves),
-        modes=modes(*runs),
-        statistics=statistics(runs[0]),
-        settings=settings(runs[0].config),
-        differences=differences(runs),
+        modes=_modes(*runs),
+        statistics=_statistics(runs[0]),
+        settings=_settings(runs[0].config),
+        differences=_differences(runs),
         yaml=dump(runs[0].config),
-        log=merged_log(runs[0].log),
+        log=_merged_log(runs[0].log),
     )
 
 
@@ -412,7 +403,7 @@ def _template() -> Template:
 
 
 def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
-    """Return every metric that was a number in a run, in the order of `SECTIONS`."""
+    """Return every metric that was a number, in the order of `SECTIONS`."""
     lines = [line for run in runs for line in run.metrics]
     names = {name for line in lines for name, value in line.items() if is_number(value)}
     names -= {"step", "time"}
@@ -436,14 +427,12 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
             "meaning": metric.meaning or ENGINES.get(name.rpartition("/")[2], ""),
             "ends": [ends(course) for course in courses],
             "total": sum(trained[0]),
-            "constant": not validated
-            and max(map(len, trained)) > 2
-            and len(set().union(*trained)) == 1,
             "place": len(curves),
             "data": {},
         }
         values = [value for course in courses for _, series in course for value in series]
-        curve["constant"] |= is_usual(name, values)
+        once = max(map(len, trained)) > 2 and len({*values}) == 1
+        curve["constant"] = is_usual(name, values) or (once and not validated)
         if not curve["constant"]:
             shown = [(thin(train, MOST_POINTS), thin(val, MOST_POINTS)) for train, val in courses]
             picture, edges = svg(name, *shown)
@@ -461,9 +450,8 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 
 
 def course_of(run: Gathered, metric: str) -> Course:
-    """Return a metric's course."""
-    train, validation = (series_of(run.metrics, metric, name) for name in ("train", "validation"))
-    return train, validation
+    """Return a metric in the training and in the validations."""
+    return series_of(run.metrics, metric, "train"), series_of(run.metrics, metric, "validation")
 
 
 def ends(course: Course) -> dict[str, Any] | None:
@@ -482,8 +470,7 @@ def ends(course: Course) -> dict[str, Any] | None:
     }
 
 
-def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
-    """Return settings that differ between runs."""
+def _differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
     flats = [flat(run.config) for run in runs]
     names = dict.fromkeys(name for each in flats for name in each if name != "run.dir")
     found = {name: [each.get(name) for each in flats] for name in names}
@@ -512,14 +499,13 @@ def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "name": section,
             "drawn": [curve for curve in members if not curve["constant"]],
             "constant": [curve for curve in members if curve["constant"]],
-            "shares": time_shares(members),
+            "shares": _time_shares(members),
         }
         for section, members in sections.items()
     ]
 
 
-def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the phases' shares of the time."""
+def _time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
     totals = {
         curve["metric"]: curve["total"] for curve in curves if curve["metric"].startswith("seconds")
     }
@@ -534,8 +520,7 @@ def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
     return shares | ({"other": rest} if rest > 0.005 else {})
 
 
-def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
-    """Return token counts, and bars of their histogram."""
+def _statistics(run: Gathered) -> dict[str, dict[str, Any]]:
     found = {}
     for name, numbers in run.data.items():
         rows = {
@@ -552,9 +537,8 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 def failures(run: Gathered) -> list[dict[str, Any]]:
     """Return why conversations failed, most frequent first."""
     samples = [line for lines in run.samples.values() for line in lines]
-    said = {
-        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
-    }
+    texts = [each["failure"] for each in samples if "failure" in each]
+    said = {each.partition(":")[0]: each for each in texts}
     found: dict[str, dict[str, Any]] = {}
     for line in run.metrics:
         for name, value in line.items():
@@ -566,19 +550,15 @@ def failures(run: Gathered) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda row: -row["count"])
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return settings by section."""
-    found: dict[str, dict[str, Any]] = {"": {}}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            found[key] = flat(value, f"{key}.")
-        else:
-            found[""][key] = value
+def _settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    sections = {
+        key: flat(each, f"{key}.") for key, each in config.items() if isinstance(each, dict)
+    }
+    found = {"": {key: each for key, each in config.items() if key not in sections}, **sections}
     return {name: values for name, values in found.items() if values}
 
 
-def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each message once, counted."""
+def _merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     for line in log:
         key = str(line.get("level")), str(line.get("message"))

@@ -195,10 +195,11 @@ def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int
             if late and time.monotonic() - begin < timeout_s:
                 continue  # Ray itself gives some parts 30 s
             os.close(owner)
-            did = f"did not start within {timeout_s:g} s" if late else "cannot be started"
-            remedy = f"raise {setting}, or " if late else ""
+            what = "a local Ray cluster cannot be started"
+            if late:
+                what = f"a local Ray cluster did not start within {timeout_s:g} s"
             raise RayClusterError(
-                f"a local Ray cluster {did} ({_first_line(error)}): {remedy}make room in"
+                f"{what} ({_first_line(error)}): {f'raise {setting}, or ' * late}make room in"
                 f" {folder.parent} and /dev/shm, if they are full; its logs are in"
                 f" {folder / 'r' / 'session_latest' / 'logs'}"
             ) from error
@@ -275,18 +276,17 @@ def _handlers() -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
     before = {number: signal.getsignal(number) for number in numbers}
-    ended: SystemExit | None = None
+    ended = False
     try:
         yield
-    except SystemExit as error:  # by Ray's handler
-        ended = error
+    except SystemExit:  # by Ray's handler: it has not started
+        ended = main
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if ended is not None:
-        if main:
+        if ended:
             signal.raise_signal(signal.SIGTERM)
-        raise ended  # Ray has not started, whatever the handler did
 
 
 @contextmanager

@@ -160,29 +160,31 @@ class _Process:
         self._end = f"{worker} is lost"
 
     async def answer(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
-        with self._call():
-            return await self.worker.answer(call(), timeout_s=timeout_s)
+        with self._usable():
+            self.busy = True
+            try:
+                found = await self.worker.answer(call(), timeout_s=timeout_s)
+            except (WorkerDied, WorkerTimeout):
+                raise
+            except Exception:  # of the method
+                self.busy = False
+                raise
+            self.busy = False
+            return found
 
     def attribute(self, name: str) -> Any:
-        with self._call(), self.worker.failures():
+        with self._usable(), self.worker.failures():
             return ray.get(self.worker.actor.attribute.remote(name))
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _usable(self) -> Iterator[None]:
         if self.busy:
             raise self._failure()
-        self.busy = True
         try:
             yield
         except WorkerDied as error:
-            self._end = str(error)
+            self.busy, self._end = True, str(error)
             raise self._failure() from None
-        except WorkerTimeout:
-            raise
-        except Exception:  # of the method
-            self.busy = False
-            raise
-        self.busy = False
 
     def _failure(self) -> ConversationFailed:
         failed = ConversationFailed(self._end)

@@ -25,7 +25,9 @@ from nemorl.checks import require
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, death
 from nemorl.runtime.workers.cluster import Placement, check, natural, start_guard
 
-TICK_S = 1.0
+TICK_S = 0.5
+ALONE_S = 10.0
+"""Seconds to wait for the other workers once one has failed: they stay usable where all fail."""
 
 
 def host() -> type:
@@ -74,8 +76,8 @@ class Worker:
     """0: it is not up yet."""
 
     def __str__(self) -> str:
-        process = [f"process {self.pid} on {self.host}"] if self.pid else []
-        known = [*process, *([f"log {self.log}"] if self.log else [])]
+        known = [f"process {self.pid} on {self.host}"] * (self.pid > 0)
+        known += [f"log {self.log}"] * (self.log is not None)
         return f"{self.name} ({', '.join(known)})" if known else self.name
 
     def died(self, said: str, doing: str = "") -> WorkerDied:
@@ -120,8 +122,8 @@ class Worker:
 
 def late(doing: str, timeout_s: float, setting: str, who: str) -> WorkerTimeout:
     """Return the error for workers that have not answered in time."""
-    limit = f"{timeout_s:g} s" + (f" ({setting})" if setting else "")
-    return WorkerTimeout(f"no answer to {doing} within {limit} from {who}")
+    limit = f" ({setting})" if setting else ""
+    return WorkerTimeout(f"no answer to {doing} within {timeout_s:g} s{limit} from {who}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,22 +231,39 @@ class RayWorkerGroup:
         calls = [self.call(rank, method, *args, **kwargs) for rank in range(len(self))]
         return self._all(calls, timeout_s, method)
 
-    def ready(
-        self, calls: Mapping[int, ray.ObjectRef], timeout_s: float, *, doing: str = ""
+    def gather(
+        self,
+        calls: Mapping[int, ray.ObjectRef],
+        timeout_s: float,
+        doing: str,
+        *,
+        setting: str = "",
+        grace_s: float = 0.0,
+        read: Callable[[Any], Any] = lambda result: result,
+        failed: Callable[[Any], object] = lambda result: False,
     ) -> dict[int, Any]:
-        """Return the results of calls by rank, once all are there, or those after `timeout_s`.
+        """Return what `read` makes of the results of calls, by rank. Where one has `failed`, the
+        others have ALONE_S.
 
-        Raises what a call raised, and WorkerDied.
+        Raises what a call raised, WorkerDied, and WorkerTimeout after `timeout_s`, which is the
+        user's `setting`, and `grace_s`.
         """
-        pending = list(calls.values())  # looked at once a tick, not once for each rank that ends
-        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
-        if not ready:
-            check()
-        found, done = dict[int, Any](), set(ready)
-        for rank, call in calls.items():
-            if call in done:
-                with self._workers[rank].failures(doing):
-                    found[rank] = ray.get(call)
+        left, found = dict(calls), dict[int, Any]()
+        left_s, alone_s = timeout_s + grace_s, ALONE_S
+        while left and alone_s > 0:
+            if left_s <= 0:
+                raise late(doing, timeout_s, setting, self.named(left))
+            before = time.monotonic()
+            pending = [*left.values()]  # looked at once a tick, not once for each rank that ends
+            done = {*ray.wait(pending, num_returns=len(left), timeout=min(TICK_S, left_s))[0]}
+            if not done:
+                check()
+            for rank in [rank for rank, call in left.items() if call in done]:
+                with self._workers[rank].failures(f" in {doing}"):
+                    found[rank] = read(ray.get(left.pop(rank)))
+            passed = min(time.monotonic() - before, 4 * TICK_S)  # unless this process was stopped
+            left_s -= passed
+            alone_s -= passed * any(map(failed, found.values()))
         return found
 
     def shutdown(self, timeout_s: float = 0, method: str = "", /, *args: Any) -> None:
@@ -264,14 +283,8 @@ class RayWorkerGroup:
         psutil.wait_procs(here, timeout=10)
 
     def _all(self, calls: list[ray.ObjectRef], timeout_s: float | None, doing: str) -> list[Any]:
-        left, found = dict(enumerate(calls)), dict[int, Any]()
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while left:
-            if (wait_s := min(TICK_S, deadline - time.monotonic())) < 0:
-                raise late(doing, timeout_s or 0, "", self.named(left))
-            for rank, value in self.ready(left, wait_s, doing=f" in {doing}").items():
-                found[rank] = value
-                del left[rank]
+        limit_s = float("inf") if timeout_s is None else timeout_s
+        found = self.gather(dict(enumerate(calls)), limit_s, doing)
         return [found[rank] for rank in range(len(calls))]
 
     def _rendezvous(self, rank: int) -> dict[str, str]:
@@ -317,12 +330,8 @@ def by_node_and_gpu(places: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
     [2, 0, 3, 1]
     """
     nodes = [node for node, _ in places]
-
-    def key(index: int) -> tuple[int, list[list[str | int]]]:
-        node, gpus = places[index]
-        return nodes.index(node), [natural(gpu) for gpu in gpus]
-
-    return sorted(range(len(places)), key=key)
+    keys = [(nodes.index(node), [natural(gpu) for gpu in gpus]) for node, gpus in places]
+    return sorted(range(len(places)), key=lambda index: keys[index])
 
 
 def begin_worker(title: str, log: Path | None) -> None:

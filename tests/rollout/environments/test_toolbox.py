@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.environments import make_environment, toolbox
 from nemorl.rollout.environments.toolbox import Calculator, PythonTool, Toolbox
 from nemorl.rollout.environments.tools import schemas_of, tools_of
@@ -170,7 +169,7 @@ def test_a_conversation_of_each_format(template: str, write, broken: str):
     for said, result in turns.items():
         followed = prompts[-1].partition(said)[2]
         assert result in followed.replace('\\"', '"')
-    batch = to_token_batch(found)
+    batch = found.to_batch()
     pairs = zip(batch.input_ids, batch.loss_mask, strict=True)
     trained = [token for ids, mask in pairs for token in ids[mask].tolist()]
     sampled = "".join(text + tokenizer.eos_token for text in script)

@@ -7,7 +7,7 @@ import torch
 from nemorl.data.batch import Example
 from nemorl.data.comparisons import collate_together
 from nemorl.runtime.algorithms.comparisons import with_loss_weights
-from nemorl.runtime.config.dpo import (
+from nemorl.runtime.config.offline import (
     DPOConfig,
     DPOLoss,
     HingeLoss,

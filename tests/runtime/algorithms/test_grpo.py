@@ -12,10 +12,9 @@ from nemorl.losses import policy
 from nemorl.losses.logprobs import LogprobKind, Logprobs
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.rollout.collect import to_token_batch
-from nemorl.runtime.algorithms.common import minibatches, of_this_batch
 from nemorl.runtime.algorithms.policy_loss import make_loss
-from nemorl.runtime.config.presets import PRESETS, preset
+from nemorl.runtime.algorithms.responses import by_segment, minibatches
+from nemorl.runtime.config.grpo import PRESETS, preset
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import Callback, StopTraining
 from tests.runtime.runs import addition_rows, grpo_config, of_phase, rollouts, sft_config, start
@@ -128,7 +127,7 @@ def test_it_learns_and_finishes_a_run_directory(tmp_path: Path):
 
 def test_one_update_needs_no_second_forward_pass_and_gives_the_same(tmp_path: Path):
     generator = torch.Generator().manual_seed(0)
-    batch = replace(to_token_batch(rollouts([1.0, 0.0, 0.0, 1.0])), loss_weights=None)
+    batch = replace(rollouts([1.0, 0.0, 0.0, 1.0]).to_batch(), loss_weights=None)
     batch = replace(
         batch,
         advantages=torch.randn(batch.input_ids.shape, generator=generator),
@@ -222,13 +221,19 @@ def test_same_seed_same_run_other_seed_other_run(tmp_path: Path):
 
 
 def test_logprobs_of_another_distribution_are_refused():
-    batch = to_token_batch(rollouts([1.0], group=1))
-    values = torch.zeros_like(batch.generation_logprobs)
-    assert of_this_batch(Logprobs(values, LogprobKind()), batch, "prev_logprobs") is values
+    batch = rollouts([1.0], group=1).to_batch()
+
+    def logprobs(temperature: float) -> torch.Tensor:
+        def compute(part: nemorl.TokenBatch) -> Logprobs:
+            return Logprobs(torch.ones_like(part.generation_logprobs), LogprobKind(temperature))
+
+        return by_segment(compute, batch, "prev_logprobs")
+
+    assert logprobs(1.0).shape == batch.input_ids.shape
     with pytest.raises(
         ValueError, match=r"prev_logprobs and the batch's .*temperature: 0\.5 and 1\.0"
     ):
-        of_this_batch(Logprobs(values, LogprobKind(temperature=0.5)), batch, "prev_logprobs")
+        logprobs(0.5)
 
 
 @pytest.mark.parametrize(

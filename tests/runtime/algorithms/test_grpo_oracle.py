@@ -23,7 +23,7 @@ from torch import Tensor
 import nemorl
 from nemorl.models.source import ModelSource
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.config.presets import PRESETS
+from nemorl.runtime.config.grpo import PRESETS
 from nemorl.runtime.run import registry
 from tests.runtime.runs import of_phase, run_config, samples_at
 from tests.tiny_models import tiny_model, tiny_tokenizer

@@ -14,12 +14,10 @@ import nemorl
 from nemorl.losses import clipped, importance_weights, interpolated_logprobs, log_ratio_penalty
 from nemorl.losses.types import LossOutput, finalize, needs_of
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.conversation import Turn
-from nemorl.runtime.algorithms import grpo
+from nemorl.runtime.algorithms import responses
 from nemorl.runtime.algorithms.policy_loss import make_loss
-from nemorl.runtime.config.grpo import OffPolicyConfig, OwnLoss
-from nemorl.runtime.config.presets import PRESETS, preset
+from nemorl.runtime.config.grpo import PRESETS, OffPolicyConfig, OwnLoss, preset
 from nemorl.runtime.config.tree import section_of
 from tests.runtime.runs import ahead, grpo_config, numbers, rollouts, start
 
@@ -68,7 +66,7 @@ def stale_batch() -> nemorl.TokenBatch:
             logprobs=logprobs,
         )
         changed.append(replace(each, turns=(Turn(prompt=[3, 4], completion=completion),)))
-    batch = to_token_batch(replace(one, conversations=changed))
+    batch = replace(one, conversations=changed).to_batch()
     weights = batch.loss_mask / batch.loss_mask.sum()
     advantages = torch.where(batch.loss_mask, torch.tensor([[1.0], [-0.5], [-0.5]]), 0.0)
     return replace(batch, advantages=advantages, loss_weights=weights)
@@ -231,7 +229,7 @@ def test_an_interpolating_run_computes_no_logprobs_and_learns_the_same(tmp_path:
         return [numbers(line) for line in start(config).history]
 
     recomputed = history("recomputed")
-    monkeypatch.setattr(grpo, "with_prev_logprobs", None)
+    monkeypatch.setattr(responses, "by_segment", None)
     interpolated = history("interpolated", proximal="interpolate")
     for one, other in zip(recomputed, interpolated, strict=True):
         assert one["reward"] == other["reward"]

@@ -19,7 +19,7 @@ from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.layout import cut
 from nemorl.runtime.algorithms.comparisons import make_loss, rewards
-from nemorl.runtime.config.dpo import (
+from nemorl.runtime.config.offline import (
     DPOConfig,
     DPOLoss,
     HingeLoss,

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,17 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, 
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.collect import Rollouts, sampled_hashes
 from nemorl.rollout.conversation import Conversation, Outcome, Turn
 from nemorl.rollout.generation import Completion
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms.policy_loss import policy_loss
-from nemorl.runtime.algorithms.receipts import TokenReceipt, sampled_hashes, with_receipts
 from nemorl.runtime.config.grpo import ReceiptsConfig
-from nemorl.runtime.run.receipts import ReceiptError, Receipts
+from nemorl.runtime.run.receipts import Receipts, TokenReceipt, with_receipts
 from nemorl.runtime.run.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
+from nemorl.runtime.store.files import ReceiptError
 from tests.ranks import run_ranks
-from tests.runtime.runs import grpo_config, of_phase, start
+from tests.runtime.runs import LOSS, grpo_config, of_phase, opened, start
 from tests.tiny_models import tiny_model
 
 PROMPTS = [[5, 6, 7], [8, 9, 10], [5, 6], [11, 12, 13, 14]]
@@ -158,9 +159,9 @@ def proved(
             total_steps=1,
         )
     )
-    rollouts = conversations()
-    receipt = TokenReceipt(rollouts, torch.tensor([True, True, True, True]))
-    batch = FAULTS[fault](to_token_batch(rollouts))
+    batch, receipt = conversations().to_batch(weights=token_mean_weights), TokenReceipt()
+    receipt.expect(batch)
+    batch = FAULTS[fault](batch)
     batch = replace(
         batch,
         loss_weights=token_mean_weights(batch.loss_mask),
@@ -169,7 +170,7 @@ def proved(
     loss_fn = with_receipts(policy_loss(policy.clipped))
     try:
         metrics = backend.train_step(segments_apart(batch)[0], loss_fn)
-        logged = receipt.add(metrics, torch.arange(4))
+        logged = receipt.add(metrics)
         assert "loss" in logged and not [name for name in logged if "receipts" in name]
         return receipt.check(Receipts(ReceiptsConfig()), 7)
     except ReceiptError as error:
@@ -217,9 +218,8 @@ def test_a_model_in_bfloat16_leaves_the_samplers_logprobs_as_they_are(tmp_path: 
 
 def test_the_sum_is_exact_however_many_parts_there_are():
     """In float64, too, in which parts come from other devices."""
-    rollouts = conversations()
-    hashes, counts = sampled_hashes(rollouts)
-    assert counts.tolist() == [6, 6, 10, 9] and int(hashes.max()) < 2**32
+    hashes = sampled_hashes(conversations().conversations)
+    assert int((hashes > 0).sum()) == 6 + 6 + 10 + 9 and int(hashes.max()) < 2**32
     parts = [Sum(torch.tensor(float(2**32 - 1), dtype=torch.float64))] * 10_000
     total = parts[0]
     for each in parts[1:]:
@@ -261,6 +261,43 @@ def test_a_run_stops_or_warns(exchanging: None, tmp_path: Path):
     assert all(line["receipts/tokens_unproved"] > 0 for line in trained)
     found = [str(w.message) for w in said if "the receipt tokens" in str(w.message)]
     assert [text.partition(":")[0] for text in found] == ["step 1", "step 2"], "not of the third"
+
+
+@pytest.mark.parametrize("fault", ["none", "rounding", "all positions"])
+def test_a_loop_of_one_s_own_is_proved(fault: str, tmp_path: Path):
+    """In parts, several times, and by more than one model; what it leaves out is its own choice."""
+    caught = pytest.raises(ReceiptError, match=r"^step 1: the receipt tokens does not hold")
+    with nullcontext() if fault == "none" else caught, opened(grpo_config(tmp_path)) as run:
+        prompts = run.prompts()
+        run.backend("second", model=tiny_model(seed=1))
+        for step in run.steps(2):
+            batch = step.sample(prompts, count=2, n=2).to_batch(weights=token_mean_weights)
+            batch = FAULTS[fault](replace(batch, advantages=batch.loss_weights))
+            one = (batch.loss_mask.cumsum(-1) == 1) & batch.loss_mask
+            step.train(take(batch, [2, 1]), LOSS)
+            step.train(replace(batch, loss_weights=one.float()), LOSS)
+            step.train(batch, LOSS, backend="second")
+    if fault != "none":
+        return
+    assert all(line["receipts/tokens"] > 0 for line in of_phase(run.result, "train"))
+    assert "second/loss" in run.result.metrics and run.result.metrics["reward"] >= 0
+
+
+@pytest.mark.parametrize("how", ["train_step", "a batch"])
+def test_a_run_says_once_that_tokens_are_not_proved(how: str, tmp_path: Path):
+    with (
+        pytest.warns(UserWarning, match="nothing proves") as said,
+        opened(grpo_config(tmp_path, steps=2)) as run,
+    ):
+        prompts = run.prompts()
+        for step in run.steps(2):
+            batch = step.sample(prompts, count=2, n=2).to_batch(weights=token_mean_weights)
+            batch = replace(batch, advantages=batch.loss_weights, sampled_hashes=None)
+            if how == "a batch":
+                step.train(batch, LOSS)
+            else:
+                step.log(run.trainer.train_step(batch, LOSS))
+    assert sum("nothing proves" in str(each.message) for each in said) == 1
 
 
 SIZES = {"train_global_batch_size": 8, "num_updates_per_batch": 2}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import nemorl
-from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.grpo import GroupAdvantage
 from tests.runtime.runs import addition_rows, grpo_config, numbers, of_phase, samples_at
@@ -34,21 +33,21 @@ class Digits:
 def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """The batches that a run trains on, and the conversations that it samples."""
     from nemorl.parallel.dtensor.backend import DTensorBackend
-    from nemorl.runtime.run import loop
+    from nemorl.runtime.run.loop import Step
 
     batches, rollouts = [], []
-    train, collect = DTensorBackend.forward_backward, loop.collect
+    train, sample = DTensorBackend.forward_backward, Step.sample
 
     def training(self, batch, loss_fn):
         batches.append(batch)
         return train(self, batch, loss_fn)
 
-    def collecting(*args, **options):
-        rollouts.append(collect(*args, **options))
+    def sampling(*args, **options):
+        rollouts.append(sample(*args, **options))
         return rollouts[-1]
 
     monkeypatch.setattr(DTensorBackend, "forward_backward", training)
-    monkeypatch.setattr(loop, "collect", collecting)
+    monkeypatch.setattr(Step, "sample", sampling)
     return batches, rollouts
 
 
@@ -99,7 +98,7 @@ def test_a_run_trains_on_the_formulas_of_its_turns(tmp_path, monkeypatch, level,
     lines = of_phase(result, "train")
     assert all(line["turns"] == 2 for line in lines)
     for line, found in zip(lines, rollouts, strict=True):
-        tokens = to_token_batch(found).num_tokens
+        tokens = found.to_batch().num_tokens
         assert line["tokens_per_second"] * line["seconds"] == pytest.approx(tokens)
     assert any(line.get("failed/KeyError", 0) > 0 for line in lines)
     failed = sum(len(each.failed) for each in rollouts)
@@ -162,7 +161,7 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
         rolled = rollouts[number // 2]
         assert len(batch) == 2 * len(rolled) and batch.segment_ids.max() == 1
         assert batch.loss_mask.sum() == rolled.lengths.sum()
-        both = to_token_batch(rolled)
+        both = rolled.to_batch()
         assert both.segment_ids.amax(-1).tolist() == [2] * len(rolled)
         assert both.lengths.max() > 12
         weights = batch.loss_weights.view(-1, 2, batch.loss_weights.shape[1]).sum((1, 2))
@@ -272,10 +271,10 @@ CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}] * 4
     ],
 )
 def test_tools_count_before_a_model_is_loaded(template, rows, message: str, tmp_path, monkeypatch):
-    def loaded(*_):
+    def loaded(*_, **__):
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("nemorl.runtime.run.live.Live.parts", loaded)
+    monkeypatch.setattr("nemorl.runtime.run.loop.live_parts", loaded)
     data = nemorl.DataConfig(max_total_sequence_length=18)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template

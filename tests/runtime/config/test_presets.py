@@ -6,8 +6,7 @@ import pytest
 
 from nemorl import ClippedLoss, GRPOConfig, GSPOLoss
 from nemorl.runtime.cli.main import parse
-from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, nearest_preset, preset
-from nemorl.runtime.config.tree import from_dict
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, nearest_preset, preset
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -32,24 +31,6 @@ def test_each_preset_is_nearest_to_itself(name: str):
     changed = nearest_preset(preset(name, {"kl": {"coef": 0.5}, "overlong": {"filter": True}}))
     assert changed.startswith(f"settings nearest to preset {name}, with ")
     assert "kl.coef 0.5 instead of " in changed
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            {"loss": {"name": "gspo", "clip_low": 0.1, "token_gradient": True}},
-            "gspo, with loss.clip_low 0.1 instead of 0.0003, loss.token_gradient true instead of",
-        ),
-        (
-            {"loss": "reinforce", "kl": {"coef": 0.04}, "entropy_coef": 0.1},
-            "rloo, with advantage.baseline group_mean instead of leave_one_out",
-        ),
-    ],
-    ids=str,
-)
-def test_what_else_is_nearest_to(overrides, line):
-    assert line in nearest_preset(from_dict(GRPOConfig, overrides))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

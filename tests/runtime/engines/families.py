@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 import nemorl
 from nemorl.models.tiny import tiny_config, tiny_model
-from nemorl.runtime.engines.proving import ENGINE_SIZES
+from nemorl.runtime.engines.backend import ENGINE_SIZES
 from tests.runtime.engines.shared import CACHE
 from tests.tiny_models import tiny_tokenizer
 

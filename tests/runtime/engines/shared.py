@@ -19,14 +19,13 @@ from nemorl.models.adapters import merged_tensors
 from nemorl.models.source import ModelSource
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.engine import Engine, environment
+from nemorl.runtime.engines.engine import EngineActor, VLLMEngine, environment
 from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas
 from nemorl.runtime.engines.routing import ProcessId
-from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
-from nemorl.runtime.engines.weights import WeightSender, expected_weights
+from nemorl.runtime.engines.spec import EngineSpec, Sample, engine_spec
+from nemorl.runtime.engines.weights import Place, WeightSender, expected_weights
 from nemorl.runtime.workers.worker import Worker
 from tests import tiny_models as models
 from tests.ray_session import ENDS, ray_cpus
@@ -40,7 +39,7 @@ class Engines:
     dropped = 0
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.found: dict[str, Engine] = {}
+        self.found: dict[str, VLLMEngine] = {}
         self.most = math.inf
         """Once a sample has so many tokens, nothing is computed."""
         self.lost: list[Any] = []
@@ -52,7 +51,7 @@ class Engines:
             self.lost.append(self.found)
             self.found = {}
         if key not in self.found:
-            self.found[key] = Engine(spec)
+            self.found[key] = VLLMEngine(spec)
         self.engine = self.found[key]
         self.engine.abort_all()
         self.engine.usable, self.most = False, math.inf
@@ -270,7 +269,7 @@ class SharedEngine:
         receipt.check()
         assert not receipt.failed
 
-    def do(self, function: Callable[[Engine], Any]) -> Any:
+    def do(self, function: Callable[[VLLMEngine], Any]) -> Any:
         """Call the function with the engine where that is."""
         return ray.get(self.actor.call.remote("apply", function))
 

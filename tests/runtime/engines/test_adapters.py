@@ -8,14 +8,13 @@ from nemorl.models.adapters import adapted_layers
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors, adapters_off
-from nemorl.rollout.collect import collect, to_token_batch
+from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.engines.weight_sync import sync_weights
-from nemorl.runtime.engines.weights import WeightSender
+from nemorl.runtime.engines.weights import WeightSender, sync_weights
 from tests.parallel.batches import nll_loss, random_batch
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model, vllm_backend
@@ -42,7 +41,7 @@ def gaps(made: DTensorBackend, generator: Any, seed: int) -> tuple[float, float]
     prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
     reward = FunctionalRewardWrapper(lambda prompt, response: 0.0)
     sampling = SamplingParams(n=2, max_new_tokens=12)
-    batch = to_token_batch(collect(generator, reward, prompts, sampling, seed=seed))
+    batch = collect(generator, reward, prompts, sampling, seed=seed).to_batch()
     found = [made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values]
     mask = batch.loss_mask
     own, reference = ((each - batch.generation_logprobs)[mask].abs().max() for each in found)

@@ -60,13 +60,15 @@ def run(folder: Path, staleness: int, *callbacks: Any, **options: Any) -> nemorl
 def test_replicas_sample_while_the_trainer_steps(
     in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    versions, aged = list[set[int]](), Step.aged
+    versions, sample = list[set[int]](), Step.sample
 
-    def noting(self: Step, conversations: Any, *, most: int) -> None:
-        versions.extend({*t.completion.policy_versions} for c in conversations for t in c.turns)
-        aged(self, conversations, most=most)
+    def noting(self: Step, *args: Any, **options: Any) -> Any:
+        found = sample(self, *args, **options)
+        turns = [turn for each in found.conversations for turn in each.turns]
+        versions.extend({*turn.completion.policy_versions} for turn in turns)
+        return found
 
-    monkeypatch.setattr(Step, "aged", noting)
+    monkeypatch.setattr(Step, "sample", noting)
     found = of_phase(run(tmp_path, 2, in_flight=in_flight), "train")
     prove(tmp_path, STEPS)
     oldest = max(line["staleness/max"] for line in found)

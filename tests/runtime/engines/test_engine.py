@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from nemorl.runtime.engines.engine import Engine, EngineStartError
+from nemorl.runtime.engines.engine import EngineStartError, VLLMEngine
 from nemorl.runtime.engines.spec import check_arguments
 from tests.runtime.engines.shared import (
     CACHE,
@@ -89,7 +89,7 @@ def test_without_vllm_it_says_how_to_install_it(monkeypatch):
     with pytest.raises(
         EngineStartError, match=r"vLLM can't be imported .* pip install \"nemorl\[vllm\]\""
     ):
-        Engine(spec_of(small_model()))
+        VLLMEngine(spec_of(small_model()))
 
 
 @pytest.mark.slow

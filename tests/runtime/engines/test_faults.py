@@ -115,10 +115,10 @@ def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
     answers = {}
     for version in (1, 2):
         source.version = version
-        assert whole.replicas.update_weights(source) == version
+        assert whole.replicas.supply.update(source) == version
         answers[version] = whole.replicas.generate(asked)
     source.version = 1
-    whole.replicas.update_weights(source)
+    whole.replicas.supply.update(source)
     source.version = 2
     with pytest.warns(UserWarning, match="replica 0 is started again"):
         found = sampled(whole, asked, lambda: whole.kill(0))
@@ -137,4 +137,4 @@ def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
     with pytest.warns(UserWarning, match="is started again"):
         found = sampled(whole, asked, kill_both)
     assert 3 in {one[0].policy_versions[0] for one in found}
-    assert whole.replicas.update_weights(source) == 3
+    assert whole.replicas.supply.update(source) == 3

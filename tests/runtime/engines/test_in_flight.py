@@ -15,7 +15,7 @@ from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.generation import Completion, SamplingParams, Weights, WeightSource
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.weight_sync import sync_weights
+from nemorl.runtime.engines.weights import sync_weights
 from tests.parallel.batches import nll_loss, random_batch
 from tests.runtime.engines.in_flight import NEW, OLD, PROMPTS, Source, assert_of
 from tests.runtime.engines.shared import begin_all, hold, small_model, vllm_backend

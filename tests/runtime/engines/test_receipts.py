@@ -9,8 +9,7 @@ from torch import nn
 from nemorl.models.tensor_files import WeightsDiffer, differences, sampled, tensor_checksum
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.engines.weight_sync import AGREEMENT
-from nemorl.runtime.engines.weights import WeightSender
+from nemorl.runtime.engines.weights import AGREEMENT, WeightSender
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import SharedEngine, gap, model_of, weights_of

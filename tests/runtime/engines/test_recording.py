@@ -19,9 +19,8 @@ from nemorl.models.causal_lm import blocks_of, recorded
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.engine import Engine, EngineStartError
-from nemorl.runtime.engines.proving import ENGINE_SIZES
+from nemorl.runtime.engines.backend import ENGINE_SIZES, VLLMGenerationBackend
+from nemorl.runtime.engines.engine import EngineStartError, VLLMEngine
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.families import folder_of, steps
 from tests.runtime.engines.shared import (
@@ -261,11 +260,11 @@ def as_on_a_gpu(engines: Any, *, spec: Any) -> Any:
 
     on_cpu = mock.patch.object(type(current_platform), "is_cpu", lambda self: False)
     with mock.patch.object(vllm, "LLMEngine", Fake), on_cpu:
-        engine = Engine(spec)
+        engine = VLLMEngine(spec)
         engine.add(0, (5, 6, 7), SamplingParams(seed=0))
         ((sample,),) = engine.step().values()
         engine.shutdown()
-        Engine(replace(spec, records_experts=False)).shutdown()
+        VLLMEngine(replace(spec, records_experts=False)).shutdown()
         with pytest.raises(EngineStartError) as refused:
-            Engine(replace(spec, engine={**CACHE, "enable_prefix_caching": False}))
+            VLLMEngine(replace(spec, engine={**CACHE, "enable_prefix_caching": False}))
     return made[0], sample.routed_experts, made[1], str(refused.value)

@@ -15,7 +15,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines import processes
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.processes import check_places
-from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.watch.callbacks import Callback
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas, vllm_backend

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.engines import weights as module
-from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.engines.weights import EnginesFailed, WeightSender
+from nemorl.runtime.engines.weights import EnginesFailed, Place, WeightSender
 from nemorl.runtime.ranks.rank import Rank
 from tests.ranks import run_ranks
 

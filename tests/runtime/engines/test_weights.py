@@ -26,11 +26,11 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.spec import Place
-from nemorl.runtime.engines.weight_sync import check_agreement
 from nemorl.runtime.engines.weights import (
+    Place,
     Transport,
     WeightSender,
+    check_agreement,
     checked_weights,
     choose_transport,
     expected_weights,

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemorl.models.tensor_files import tensor_checksum
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.engine import EngineActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
 from nemorl.runtime.engines.weights import unpacked
 

@@ -48,7 +48,7 @@ class Toys:
 
     def update(self, value: float, version: int = 0) -> None:
         weights = [(name, torch.full_like(p, value)) for name, p in MODEL.named_parameters()]
-        self.replicas.update_weights(Weights(version=version, tensors=weights))
+        self.replicas.supply.update(Weights(version=version, tensors=weights))
 
     def fault(self, where: str, rank: int, what: str = "die") -> None:
         (self.folder / f"{where}-{rank}").write_text(what)

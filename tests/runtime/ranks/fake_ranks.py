@@ -4,7 +4,6 @@ weights nobody sees, and which dies on demand.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,10 @@ Death = Callable[[], Exception]
 
 def killed() -> Exception:
     return WorkerDied("rank 1 (process 7 on here) died in step 3: it was killed")
+
+
+def forwarded(method: str) -> Any:
+    return lambda self, *args, **options: self._call(method, *args, **options)
 
 
 class FakeRanks:
@@ -59,29 +62,14 @@ class FakeRanks:
     def step(self) -> int:
         return self.inner.step
 
-    def train_step(self, batch: Any, loss_fn: Any) -> Any:
-        return self._call("train_step", batch, loss_fn)
-
-    def get_logprobs(self, batch: Any) -> Any:
-        return self._call("get_logprobs", batch)
-
-    def get_reference_logprobs(self, batch: Any) -> Any:
-        return self._call("get_reference_logprobs", batch)
+    train_step, get_logprobs = forwarded("train_step"), forwarded("get_logprobs")
+    get_reference_logprobs = forwarded("get_reference_logprobs")
+    offload, load_checkpoint = forwarded("offload"), forwarded("load_checkpoint")
+    save_checkpoint = forwarded("save_checkpoint")
+    wait_for_checkpoint = forwarded("wait_for_checkpoint")
 
     def weights(self) -> Any:
         return ((name, tensor.clone()) for name, tensor in self._call("weights"))
-
-    def offload(self, **options: Any) -> None:
-        self._call("offload", **options)
-
-    def save_checkpoint(self, path: Path, **options: Any) -> None:
-        self._call("save_checkpoint", path, **options)
-
-    def wait_for_checkpoint(self) -> None:
-        self._call("wait_for_checkpoint")
-
-    def load_checkpoint(self, path: Path) -> None:
-        self._call("load_checkpoint", path)
 
     def shutdown(self) -> None:
         self.ended = True

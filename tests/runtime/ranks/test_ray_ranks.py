@@ -16,9 +16,9 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.ranks import actors
 from nemorl.runtime.run.devices import Devices
 from nemorl.runtime.store.files import WorkerDied, WorkerError, WorkerTimeout
+from nemorl.runtime.workers import worker
 from nemorl.runtime.workers.cluster import ResourcesError
 from tests.parallel.batches import random_batch
 from tests.ray_session import NUM_CPUS, ray_cpus
@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(trainers, tmp_pa
     with pytest.raises(WorkerTimeout) as caught:
         trainer.train_step(BATCH, backends.asleep)
     text = str(caught.value)
-    assert "no answer to train_step of optimizer step 1 within 2 s (runtime.timeout_s) from" in text
+    assert "no answer to train_step of optimizer step 1 within 2 s (runtime.timeout_s; " in text
     assert f"rank 1 (process {before[1]} on " in text and str(tmp_path / "rank-1.log") in text
     assert soon_gone(*before)
     log = (tmp_path / "rank-1.log").read_text()
@@ -173,7 +173,7 @@ def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(trainers, tmp_pa
 
 @pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_all(trainers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(actors, "ALONE_S", 1.0)
+    monkeypatch.setattr(worker, "ALONE_S", 1.0)
     trainer = trainers()
     before = pids(trainer)
     with pytest.raises(ZeroDivisionError, match="only here") as caught:

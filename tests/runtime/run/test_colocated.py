@@ -10,7 +10,7 @@ import pytest
 import nemorl
 from nemorl import GenerationConfig
 from nemorl.runtime.engines.processes import engine_bundles, rank_shares
-from nemorl.runtime.run import live
+from nemorl.runtime.run import parts
 from nemorl.runtime.run.launch import Launch
 from nemorl.runtime.workers.cluster import DRIVER, Bundle
 from tests.runtime.workers.nodes import printed
@@ -37,12 +37,12 @@ TWO = GenerationConfig(backend="vllm", num_replicas=2, tensor_parallel_size=2, c
 @pytest.mark.parametrize("name", ["", "critic"])
 def test_engines_meet_the_ranks_of_the_policy_alone(name: str, monkeypatch, tmp_path: Path):
     seen: list[Any] = []
-    monkeypatch.setattr(live, "make_trainer", lambda *given: seen.extend(given))
+    monkeypatch.setattr(parts, "make_trainer", lambda *given: seen.extend(given))
     config, plan = nemorl.GRPOConfig(generation=TWO), nemorl.ParallelPlan(tp=2)
     devices, directory = SimpleNamespace(ranked=True, plan=plan), SimpleNamespace(path=tmp_path)
     launch = object.__new__(Launch)
     vars(launch).update(config=config, devices=devices, directory=directory)
-    live.ranks_of(launch, name)
+    parts.ranks_of(launch, name)
     assert seen[-1] == (None if name else TWO)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
+from nemorl.runtime.engines.spec import VLLM_CPU_HEADS
 from nemorl.runtime.run import devices
 from nemorl.runtime.run.devices import Devices
 from nemorl.runtime.workers import cluster

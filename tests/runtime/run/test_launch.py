@@ -11,7 +11,6 @@ import torch
 
 import nemorl
 from nemorl.runtime.run import devices
-from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import Callback
 from tests.runtime.runs import (
@@ -175,13 +174,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path: Path
     with pytest.warns(UserWarning, match="ended before its first checkpoint: it begins again"):
         again = start(config)
     assert list(map(numbers, again.history)) == list(map(numbers, straight.history))
-
-
-def test_final_metrics_are_of_the_last_step_alone():
-    rare = {"step": 1, "phase": "train", "loss": 2.0, "rare": 9.0}
-    last = [{"step": 2, "phase": "validation", "loss": 3.0}, {**rare, "step": 3}]
-    del last[1]["rare"]
-    assert final_metrics([rare, *last]) == {"loss": 2.0, "val_loss": 3.0}
 
 
 def told_of_lengths(run) -> tuple[list[str], str]:

@@ -35,16 +35,16 @@ from tests.runtime.runs import (
 from tests.tiny_models import tiny_model
 
 
-def learn(run, step, prompts) -> Any:
+def learn(step, prompts) -> Any:
     """A step that samples and trains; its batch."""
-    return runs.learn(run, step, step.sample(prompts.next(4), n=2))
+    return runs.learn(step, step.sample(prompts.next(4), n=2))
 
 
 def whole(config, steps: int = 4, **given) -> list[dict[str, Any]]:
     with opened(config, **given) as run:
         prompts = run.prompts()
         for step in run.steps(steps):
-            learn(run, step, prompts)
+            learn(step, prompts)
     assert run.result is not None
     return [numbers(line) for line in run.result.history]
 
@@ -82,7 +82,7 @@ def test_a_loop_that_is_left_goes_on_where_it_was(how: str, tmp_path: Path):
                 if step.number == 3 and how != "break":
                     prompts.next(3)
                     raise errors[how]("of the loop")
-                learn(run, step, prompts)
+                learn(step, prompts)
                 if step.number == 2 and how == "break":
                     break
     except (ArithmeticError, KeyboardInterrupt) as error:
@@ -177,7 +177,7 @@ def test_what_a_loop_may_not_do(tmp_path: Path):
                 run.trainer.train_step(replace(BATCH, loss_weights=None), LOSS)
             with pytest.raises(RuntimeError, match="optim_step needs a gradient: call forward_ba"):
                 run.trainer.optim_step()
-            learn(run, step, prompts)
+            learn(step, prompts)
     for use in (lambda: run.trainer, lambda: run.steps(1), lambda: run.backend("second")):
         with pytest.raises(RuntimeError, match="the run is closed: use it inside `with"):
             use()
@@ -240,14 +240,13 @@ def co_trained(folder: Path, *steps: int, critic: bool = True, **options: Any) -
         config = grpo_config(folder, steps=steps[-1], run={**run_options, "resume": resume})
         with opened(config) as run:
             if critic:
-                second = run.backend("critic", model=tiny_model(seed=5), optimizer=SLOW)
+                run.backend("critic", model=tiny_model(seed=5), optimizer=SLOW)
             prompts = run.prompts()
             for step in run.steps(last):
-                batch = learn(run, step, prompts)
+                batch = learn(step, prompts)
                 if critic:
-                    metrics = second.train_step(batch, LOSS)
-                    step.log({"critic_loss": metrics["loss"], "critic_lr": metrics["lr"]})
-            weights = {name: dict(each.weights()) for name, each in run.view.backends.items()}
+                    step.train(batch, LOSS, backend="critic")
+            weights = {name: dict(each.weights()) for name, each in run.backends.items()}
             copies = {
                 name: {key: value.clone() for key, value in found.items()}
                 for name, found in weights.items()
@@ -267,7 +266,7 @@ def same_weights(one: Any, other: Any) -> None:
 def test_two_models_train_and_go_on_bit_for_bit(tmp_path: Path):
     whole_weights, lines = co_trained(tmp_path / "whole", 4)
     parts_weights, parts = co_trained(tmp_path / "parts", 2, 4)
-    assert parts == lines and lines[-1]["critic_lr"] == pytest.approx(1e-3)
+    assert parts == lines and lines[-1]["critic/lr"] == pytest.approx(1e-3)
     same_weights(whole_weights, parts_weights)
     began = tiny_model(seed=5).state_dict()
     assert any(not torch.equal(began[name], x) for name, x in whole_weights["critic"].items())
@@ -429,7 +428,7 @@ class Counting(TorchGenerationBackend):
 @pytest.mark.slow
 def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_path, monkeypatch):
     """Neither the check at the start of a process nor a validation counts as a step's."""
-    monkeypatch.setattr("nemorl.runtime.run.live.get_generation_backend", lambda name: Counting)
+    monkeypatch.setattr("nemorl.runtime.run.parts.get_generation_backend", lambda name: Counting)
     asked = {"val_period": 1, "val_at_start": True}
 
     def tokens(folder: str, *steps: int) -> list[float]:

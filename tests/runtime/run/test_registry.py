@@ -17,7 +17,7 @@ class MyConfig(nemorl.BaseConfig):
     """An algorithm of one's own."""
 
 
-def loop(run: nemorl.OpenRun) -> None:
+def loop(run: nemorl.Run) -> None:
     raise NotImplementedError
 
 

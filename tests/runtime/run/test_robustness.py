@@ -278,7 +278,9 @@ SIGTERM_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import torch
+import nemorl
 from nemorl.runtime.cli import main as cli
+from nemorl.runtime.run import open_run
 from nemorl.runtime.watch.callbacks import Callback
 from tests.runtime.runs import sft_config, start
 
@@ -301,7 +303,8 @@ def update(self, *args, **kwargs):
 torch.optim.AdamW.step = update
 def train(config):
     return start(sft_config(Path(config.run.dir), run={"save_period": 0}), callbacks=[Stop()])
-cli._train = train
+nemorl.run  # which train calls
+open_run.run, cli._require_inputs = train, print
 sys.exit(cli.main(["sft", "--model.path", ".", "--data.train", "d", "--run.dir", sys.argv[1]]))
 """
 

@@ -6,16 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from nemorl.runtime.config.base import Condition, MetricWatch, Ranking, RunConfig
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.callbacks import Callback, StopTraining, notify
-from tests.runtime.tiny import in_a_process, recorder, tiny_run
+from tests.runtime.tiny import TinyRun, in_a_process, recorder, tiny_run
 
 
 @pytest.fixture
@@ -183,20 +181,6 @@ def test_a_run_ends_when_its_condition_holds(directory, text, last):
     assert walk([stop], RISES_AND_FALLS, validation={2: 0.6, 4: 0.7}) == last
 
 
-def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
-    callbacks = [
-        recorder(directory),
-        EarlyStop(Condition.parse("reward >= 0.9"), directory),
-        CheckpointCallback(directory, period=50),
-    ]
-    assert walk(callbacks, RISES_AND_FALLS) == 2
-    assert steps_of(directory) == [2]
-    with pytest.raises(StopTraining):
-        EarlyStop(Condition.parse("reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
-    EarlyStop(Condition.parse("reward >= 0.95"), directory).on_train_begin(tiny_run(step=2))
-    EarlyStop(Condition.parse("val_reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
-
-
 @pytest.mark.parametrize("text", ["accuracy", ">= 3", "a == 1", "a >= high", "a >= nan"])
 def test_what_is_no_condition_is_refused(text):
     with pytest.raises(ValueError, match=r"run\.stop_when must be a metric, one of .*write it"):
@@ -220,7 +204,7 @@ def test_rules_about_a_validation_need_one():
 
 def fail_after(
     directory: RunDirectory, step: int, **options
-) -> tuple[Run, CheckpointCallback, RuntimeError]:
+) -> tuple[TinyRun, CheckpointCallback, RuntimeError]:
     """The saver has seen `step`, and then there was an error."""
     saver, run = CheckpointCallback(directory, **options), tiny_run(step=step)
     notify([saver], "on_train_begin", tiny_run())
@@ -228,35 +212,6 @@ def fail_after(
     notify([saver], "on_step_end", run, step, {"reward": 0.5})
     notify([saver], "on_step_begin", run, step + 1)
     return run, saver, RuntimeError("a mishap")
-
-
-def test_an_error_in_a_step_saves_the_one_before(directory):
-    run, saver, error = fail_after(directory, 3)
-    notify([saver], "on_exception", run, error)
-    assert steps_of(directory) == [3]
-    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5}
-    where = f"checkpoint of step 3: resume from it with --run.dir {directory.path} --run.resume"
-    assert where in error.__notes__[0]
-
-
-def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
-    run, saver, error = fail_after(directory, 3)
-    expected = torch.get_rng_state()
-    torch.rand(5)  # what the failed step drew
-    notify([saver], "on_exception", run, error)
-    checkpoint.load(directory.checkpoints / "step_3", tiny_run())
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
-def test_half_an_update_is_not_saved(directory):
-    run, saver, error = fail_after(directory, 3)
-    run.trainer.train_step()
-    notify([saver], "on_exception", run, error)
-    assert steps_of(directory) == []
-    assert error.__notes__ == [
-        "the update of step 4 had begun, so the weights of step 3 are gone; there is no checkpoint"
-        " to resume from."
-    ]
 
 
 def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
@@ -355,7 +310,7 @@ def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
         runs.to(step)
     assert steps_of(directory) == [] and runs.told == []
     runs.may_write.set()
-    runs.saver.pending.path.result(10)
+    runs.saver.pending[-1].result(10)
     assert steps_of(directory) == [2] and runs.told == []
     runs.saver.on_step_begin(runs.run, 4)
     assert runs.told == [2]
@@ -373,7 +328,7 @@ def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, m
     runs.may_write.clear()
     runs.to(2)
     runs.may_write.set()
-    runs.saver.pending.path.exception(10)
+    runs.saver.pending[-1].exception(10)
     with pytest.raises(
         checkpoint.CheckpointError,
         match=r"step_2 could not be written \(no space\).*The previous one, if any, is intact",

@@ -16,7 +16,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.planner.sharing import Sharing, training_of
 from nemorl.rollout.generation import GenerationTraits
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.run import devices, live
+from nemorl.runtime.run import devices, parts
 from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -156,7 +156,7 @@ def test_a_run_trains_with_what_was_chosen(tmp_path: Path, monkeypatch: pytest.M
         setup(self, config)
 
     def go(name: str, card: int) -> list[Any]:
-        monkeypatch.setattr(live, "smallest_gpu", lambda launch: card)
+        monkeypatch.setattr(parts, "smallest_gpu", lambda launch: card)
         config = sft_config(tmp_path / name, steps=1, trainer=nemorl.TrainerConfig())
         given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
         result = nemorl.run(config, **given, train=addition_rows())
@@ -164,7 +164,7 @@ def test_a_run_trains_with_what_was_chosen(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)
     monkeypatch.setattr(DTensorBackend, "setup", watched)
-    monkeypatch.setattr(live, "show", lambda fit, quiet: shown.append(fit))
+    monkeypatch.setattr(parts, "show", lambda fit, quiet: shown.append(fit))
     roomy = go("roomy", 10**12)
     assert go("tight", int(0.6 * training_of(shown[0].step))) == roomy
     assert [each.trainer.micro_batch_tokens for each in configs] == [None, 8192]
@@ -306,16 +306,16 @@ def test_what_does_not_fit_is_offloaded(
 ):
     shown: list[Sharing] = []
     monkeypatch.setattr(
-        live, "show", lambda found, quiet: shown.extend([found] * isinstance(found, Sharing))
+        parts, "show", lambda found, quiet: shown.extend([found] * isinstance(found, Sharing))
     )
-    monkeypatch.setattr(live, "smallest_gpu", lambda launch: 10**10)
+    monkeypatch.setattr(parts, "smallest_gpu", lambda launch: 10**10)
     roomy = go(tmp_path / "roomy")
     assert seen[:2] == ["empty_cache", ("start", {"gpu_memory_utilization": 0.899})]
     assert without(seen[2:], "generate", "update") == in_turns("empty_cache")
     saved = nemorl.load_config(nemorl.GRPOConfig, roomy.paths.config)
     assert saved.trainer.offload_during_generation is None, "another GPU decides anew"
     seen.clear()
-    monkeypatch.setattr(live, "smallest_gpu", lambda launch: int(shown[0].wanted / 0.9))
+    monkeypatch.setattr(parts, "smallest_gpu", lambda launch: int(shown[0].wanted / 0.9))
     tight = go(tmp_path / "tight")
     assert [each.offloads for each in shown] == [False, True]
     assert "empty_cache" not in seen and seen[0] == "offload"
@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_offloaded(
 def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
     seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(live, "smallest_gpu", lambda launch: 10**9)
+    monkeypatch.setattr(parts, "smallest_gpu", lambda launch: 10**9)
     with pytest.raises(ValueError, match=r"generation\.colocated must be false where an engine"):
         go(tmp_path / "run")
     assert not seen

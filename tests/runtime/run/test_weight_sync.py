@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
+from nemorl.data.batch import Example, collate
+from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.engines.weight_sync import TrainerWeights, check_agreement, sync_weights
+from nemorl.runtime.engines.weights import TrainerWeights, check_agreement, sync_weights
 from nemorl.runtime.run import registry
 from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -117,7 +119,9 @@ class Slow:
 
 def test_whichever_thread_reads_it_gets_whole_steps():
     """And a step that begins while a reader sends waits for it."""
-    trainer = Slow()
+    trainer = as_training_backend(slow := Slow())
+    mask = [False, True]
+    batch = collate([Example(input_ids=[1, 2], loss_mask=mask, response_mask=mask)])
     source = TrainerWeights(trainer)
     sending, sent = threading.Event(), threading.Event()
 
@@ -130,16 +134,16 @@ def test_whichever_thread_reads_it_gets_whole_steps():
         return use(version, weights)
 
     with ThreadPoolExecutor() as threads:
-        step = threads.submit(trainer.train_step, None, None)
-        assert trainer.begun.wait(60)
+        step = threads.submit(trainer.train_step, batch, print)
+        assert slow.begun.wait(60)
         reader = threads.submit(source.send, use)
         assert not wait([reader], 0.2).done
-        trainer.go_on.set()
+        slow.go_on.set()
         assert reader.result(60) == (1, [1.0, 1.0])
         step.result(60)
         reader = threads.submit(source.send, slowly)
         assert sending.wait(60)
-        step = threads.submit(trainer.train_step, None, None)
+        step = threads.submit(trainer.train_step, batch, print)
         assert not wait([step], 0.2).done
         sent.set()
         assert reader.result(60) == (1, [1.0, 1.0])

@@ -96,16 +96,6 @@ def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
         assert directory.metrics.read_text() == kept, "bit for bit"
 
 
-@pytest.mark.parametrize("damage", ["\0\0\0\n[]\n", '{"step": 2, "lo'], ids=["lines", "torn"])
-def test_a_damaged_line_is_left_out_with_a_warning_and_costs_no_later_one(directory, damage):
-    directory.append_metrics(1, {"loss": 1.0})
-    with directory.metrics.open("a") as file:
-        file.write(damage)
-    directory.append_metrics(2, {"loss": 2.0})
-    with pytest.warns(UserWarning, match=r"metrics.jsonl, line [23] is not a JSON object"):
-        assert [line["step"] for line in directory.read_metrics()] == [1, 2]
-
-
 @LACKING
 def test_samples_take_tensors_and_go_with_the_steps_after(directory):
     sample = {
@@ -144,13 +134,18 @@ def test_half_a_character_in_a_sample_is_written(directory):
         ('{"step": "2", "time": 1.0, "phase": "train"}', "has a wrong step"),
         ('{"step": 2, "phase": "train"}', "has a wrong time"),
         ("[" * 10**5, "is not a JSON object"),
+        ("\0\0\0\n[]", "is not a JSON object"),
+        ('{"step": 2, "lo', "is not a JSON object"),  # torn, as by a kill
     ],
 )
-def test_a_line_that_is_no_step_is_left_out_with_a_warning(directory, line, what):
+def test_a_damaged_line_is_left_out_with_a_warning_and_costs_no_later_one(directory, line, what):
     directory.append_metrics(1, {"loss": 1.0})
     with directory.metrics.open("a") as file:
-        file.write(f"{line}\n")
-    with pytest.warns(UserWarning, match=rf"metrics.jsonl, line 2 {what}, and is omitted"):
+        file.write(line)
+    directory.append_metrics(2, {"loss": 2.0})
+    with pytest.warns(UserWarning, match=rf"metrics.jsonl, line [23] {what}, and is omitted"):
+        assert [line["step"] for line in directory.read_metrics()] == [1, 2]
+    with pytest.warns(UserWarning, match=rf"line [23] {what}"):
         directory.truncate(1)
     assert [line["step"] for line in directory.read_metrics()] == [1]
 

@@ -2,28 +2,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import nemorl
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.watch import curves
-from nemorl.runtime.watch.alerts import REJECTED_STEPS, SignalWatch
-from nemorl.runtime.watch.curves import PlotCallback
+from nemorl.runtime.watch.alerts import REJECTED_STEPS, ResourceMeter, SignalWatch
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import tiny_run
-
-
-def test_plots_are_drawn_at_the_end_and_never_fail_a_run(tmp_path, monkeypatch):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    directory.append_metrics(1, {"loss": 1.0})
-    PlotCallback(directory).on_train_end(tiny_run(), {})
-    assert (directory.plots / "loss.png").exists()
-
-    def broken(directory):
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(curves, "draw", broken)
-    with pytest.warns(UserWarning, match=r"could not be drawn.*no fonts"):
-        PlotCallback(directory).on_train_end(tiny_run(), {})
 
 
 def test_steps_without_a_signal_are_warned_of_ever_more_rarely():
@@ -72,3 +57,41 @@ def test_one_response_per_prompt_is_compared_with_none_of_its_group(tmp_path: Pa
         warnings.simplefilter("error")
         (line,) = start(config).history
     assert line["reward_std"] > 0 and "informative_groups" not in line
+
+
+def test_memory_that_is_taken_is_seen():
+    meter = ResourceMeter()
+    before = meter.read()["memory_gb"]
+    taken = torch.ones(50_000_000)
+    assert meter.read()["memory_gb"] - before == pytest.approx(0.2, abs=0.05)
+    del taken
+
+
+def test_a_gpu_is_asked_and_may_refuse(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 71)
+    found = ResourceMeter().read()
+    assert (found["gpu_memory_gb"], found["gpu_percent"], calls) == (3.0, 71.0, ["reset"])
+
+    def missing():
+        calls.append("asked")
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    meter = ResourceMeter()
+    assert "gpu_percent" not in meter.read() | meter.read()
+    assert calls.count("asked") == 1, "one refusal is enough"
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu():
+    """CUDA's own counters, which the test before this one simulates on a CPU."""
+    meter = ResourceMeter()
+    taken = torch.ones(50_000_000, device="cuda")
+    assert meter.read()["gpu_memory_gb"] >= 0.2
+    del taken
+    assert ResourceMeter().read()["gpu_memory_gb"] >= 0.0

@@ -152,9 +152,7 @@ def test_plain_validation_shows_samples_as_they_are(clock):
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_live_panel_fits_its_terminal(width):
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(fed(console).render())
-    lines = console.file.getvalue().splitlines()
+    lines = drawn(fed(terminal(width))).splitlines()
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     for name, label in LABELS.items():
@@ -165,14 +163,21 @@ def test_live_panel_fits_its_terminal(width):
         assert shown in text
 
 
+def terminal(width: int = 100) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
+def drawn(shown: LiveDisplay) -> str:
+    shown.console.print(shown.render())
+    return shown.console.file.getvalue()
+
+
 def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
     pairs = [{"prompt": "12+34=", "chosen": "46", "rejected": "47", "margin": -0.25}]
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    shown = LiveDisplay(10, console)
+    shown = LiveDisplay(10, terminal())
     shown.on_samples(tiny_run(), 1, pairs)
     shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
-    console.print(shown.render())
-    text = console.file.getvalue()
+    text = drawn(shown)
     assert "46 rather than 47" in text and "-0.25" in text and "0.125" in text
 
 
@@ -182,12 +187,10 @@ def test_samples_are_the_best_and_the_worst_of_a_group():
         {"group": 3, "prompt": "12+34=", "response": text, "reward": reward}
         for text, reward in rewards.items()
     ]
-    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    shown = LiveDisplay(10, console)
+    shown = LiveDisplay(10, terminal())
     shown.on_samples(tiny_run(), 1, [*group, {**group[0], "group": 4}])
     assert [sample["response"] for sample in shown.samples] == ["46", "46 is it", "45", "47"]
-    console.print(shown.render())
-    assert console.file.getvalue().count("12+34=") == 1, "the prompt of a group is shown once"
+    assert drawn(shown).count("12+34=") == 1, "the prompt of a group is shown once"
 
 
 @pytest.mark.parametrize(

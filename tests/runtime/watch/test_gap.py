@@ -19,7 +19,7 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report import Gathered, sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
-from tests.runtime.runs import grpo_config, samples_at, start
+from tests.runtime.runs import grpo_config, of_phase, samples_at, start
 from tests.runtime.tiny import tiny_run
 
 
@@ -70,10 +70,6 @@ def skewed(monkeypatch: pytest.MonkeyPatch) -> type[Skewed]:
 SKEWED = nemorl.GenerationConfig(backend="skewed", max_new_tokens=4)
 
 
-def train_lines(result: nemorl.TrainResult) -> list[dict[str, Any]]:
-    return [line for line in result.history if line["phase"] == "train"]
-
-
 FILTERED = {"temperature": 0.7, "top_p": 0.9}
 SAMPLING = {
     "plain": {},
@@ -103,7 +99,7 @@ def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -
         warnings.filterwarnings("error", message=".*sampler and trainer disagree")
         config = grpo_config(tmp_path, steps=3, trainer=trainer, generation=generation)
         result = start(config, **sizes)
-    lines = [line for line in train_lines(result) if line["num_updates"]]
+    lines = [line for line in of_phase(result, "train") if line["num_updates"]]
     assert lines
     for line in lines:
         assert 1 <= line["token_mult_prob_error"] <= line["token_mult_prob_error_max"] < 1 + 1e-4
@@ -122,7 +118,7 @@ def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     skewed.nats = {(3, 1): 0.7, (3, 2): -1.5, (13, 0): 0.2}  # samples are 0 … 3 and 12 … 15
     packed = nemorl.TrainerConfig(device="cpu", sequence_packing=True, micro_batch_tokens=60)
     result = start(grpo_config(tmp_path, steps=1, generation=SKEWED, trainer=packed))
-    (line,) = train_lines(result)
+    (line,) = of_phase(result, "train")
     samples = samples_at(tmp_path, 1)
     lengths = [len(sample["token_ids"]) for sample in samples]
     assert line["token_mult_prob_error_max"] == pytest.approx(
@@ -148,7 +144,7 @@ def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:
         gap = nemorl.GapConfig(warn=None)  # dropout is a gap
         options = {"lora": lora, "gap": gap, "run": {"samples_per_step": count}}
         result = start(grpo_config(tmp_path / str(count), steps=3, **options))
-        return [(line["loss"], line["grad_norm"]) for line in train_lines(result)]
+        return [(line["loss"], line["grad_norm"]) for line in of_phase(result, "train")]
 
     assert numbers(0) == numbers(8)
     assert not (tmp_path / "0" / "samples").exists()
@@ -206,4 +202,4 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and samples_at(tmp_path, 5)
     skewed.factors = {}
     resumed = start(replace(config, run=replace(config.run, resume=True)))
-    assert [line["step"] for line in train_lines(resumed)] == list(range(1, 7))
+    assert [line["step"] for line in of_phase(resumed, "train")] == list(range(1, 7))

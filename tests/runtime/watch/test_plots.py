@@ -8,8 +8,9 @@ from matplotlib.image import imread
 
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch import curves
-from nemorl.runtime.watch.curves import draw
+from nemorl.runtime.watch.curves import PlotCallback, draw
 from nemorl.runtime.watch.metrics import LABELS, smooth
+from tests.runtime.tiny import tiny_run
 
 
 def learning_run(directory: RunDirectory, *, steps: int) -> None:
@@ -86,3 +87,17 @@ def test_smoothing_stays_between_the_extremes(values, width):
     smoothed = smooth(values, width=width)
     assert len(smoothed) == len(values)
     assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for value in smoothed)
+
+
+def test_plots_are_drawn_at_the_end_and_never_fail_a_run(tmp_path, monkeypatch):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    directory.append_metrics(1, {"loss": 1.0})
+    PlotCallback(directory).on_train_end(tiny_run(), {})
+    assert (directory.plots / "loss.png").exists()
+
+    def broken(directory):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(curves, "draw", broken)
+    with pytest.warns(UserWarning, match=r"could not be drawn.*no fonts"):
+        PlotCallback(directory).on_train_end(tiny_run(), {})

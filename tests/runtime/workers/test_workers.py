@@ -52,7 +52,7 @@ def test_errors_deaths_and_time_limits(group, tmp_path: Path):
     group.call(1, "write")
     with pytest.raises(WorkerDied) as caught:
         while True:
-            group.ready({1: group.call(1, "die")}, 10, doing=" in a test")
+            group.gather({1: group.call(1, "die")}, 10, "a test")
     text = str(caught.value)
     assert text.startswith(f"worker 1 (process {group.info(1).pid} on ")
     assert "died in a test: it was killed" in text and text.endswith("| from a child")

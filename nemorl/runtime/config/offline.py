@@ -1,12 +1,66 @@
-"""The settings of DPO and its relatives, with their losses as sections."""
+"""The settings of training on rows that are there: SFT, and DPO with its relatives."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemorl.checks import at_least, refuse_unused, require
 from nemorl.runtime.config.base import BaseConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig(BaseConfig):
+    """What both have: batches of rows, through all of them one or several times."""
+
+    train_global_batch_size: int = 32
+    """Rows per optimizer step: sequences, pairs, or responses (kto)."""
+    max_num_steps: int | None = None
+    """Number of optimizer steps. None: as num_epochs says."""
+    num_epochs: int = 1
+    """Passes over the data if max_num_steps is not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.trainer.router_replay,
+            "trainer.router_replay",
+            "is for runs that train on what an engine samples (grpo)",
+            True,
+            "remove it",
+        )
+        at_least(
+            1,
+            train_global_batch_size=self.train_global_batch_size,
+            max_num_steps=self.max_num_steps,
+            num_epochs=self.num_epochs,
+        )
+
+    def planned_steps(self, num_rows: int) -> int:
+        """Return `max_num_steps`, or the number of whole batches in `num_epochs`, at least 1."""
+        whole = self.num_epochs * num_rows // self.train_global_batch_size
+        return self.max_num_steps or max(1, whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(OfflineConfig):
+    """Supervised fine-tuning on demonstrations."""
+
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Weighting of the loss: every token counts the same, or every sequence."""
+    reward: str | tuple[str, ...] = "exact_match"
+    """Reward that judges greedy answers to validation rows with an answer: exact_match
+    (or a known data set's), contains_answer, last_number, math, choice, think_format, code,
+    ifeval, reasoning_gym, or module:function of your own.
+    """
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each of several rewards. Default: 1."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
+
+    def generates(self, *, answers: bool) -> bool:
+        """Return whether there are questions to validate on."""
+        return answers
 
 
 def _check_beta(beta: float) -> None:
@@ -141,7 +195,7 @@ PreferenceLossConfig = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig(BaseConfig):
+class DPOConfig(OfflineConfig):
     """Preference learning without sampling: DPO and its relatives (see --loss)."""
 
     loss: PreferenceLossConfig = field(default_factory=DPOLoss)
@@ -155,22 +209,9 @@ class DPOConfig(BaseConfig):
     """
     sft_reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weighting of that term: by token or by response."""
-    train_global_batch_size: int = 32
-    """Pairs per optimizer step (kto: responses)."""
-    max_num_steps: int | None = None
-    """Number of optimizer steps. None: as num_epochs says."""
-    num_epochs: int = 1
-    """Passes over the data if max_num_steps is not given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse_replay()
-        at_least(
-            1,
-            train_global_batch_size=self.train_global_batch_size,
-            max_num_steps=self.max_num_steps,
-            num_epochs=self.num_epochs,
-        )
         at_least(0, sft_coef=self.sft_coef)
         self.require_room(self.longest_row, "the longest pair, which stays together")
         require(
@@ -186,11 +227,6 @@ class DPOConfig(BaseConfig):
             "can't be set for dpo, which samples nothing",
             "remove it",
         )
-
-    def planned_steps(self, num_rows: int) -> int:
-        """Return `max_num_steps`, or the number of whole batches in `num_epochs`, at least 1."""
-        whole = self.num_epochs * num_rows // self.train_global_batch_size
-        return self.max_num_steps or max(1, whole)
 
     @property
     def longest_row(self) -> int:

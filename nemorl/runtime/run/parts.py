@@ -1,0 +1,652 @@
+"""What is live in a run: its backends and its generator, as the last checkpoint left them."""
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from nemorl.checks import require, warn
+from nemorl.data.statistics import Lengths
+from nemorl.models.capabilities import Proofs, known
+from nemorl.models.hub import check_supported, check_vocabulary, model_folder
+from nemorl.models.source import ModelSource
+from nemorl.parallel.backend import TrainingBackend
+from nemorl.parallel.backends import check_training, limits_of
+from nemorl.parallel.config import BackendConfig, OptimizerConfig, ProfileConfig
+from nemorl.parallel.measure import profile_folder
+from nemorl.parallel.planner.sharing import Sharing
+from nemorl.parallel.proving import proved_now
+from nemorl.parallel.world import DTYPES
+from nemorl.rollout.calls import blocking
+from nemorl.rollout.config import TRAITS, GenerationConfig
+from nemorl.rollout.generation import GenerationBackend, GenerationTraits, HasEngines
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.tree import dump_yaml
+from nemorl.runtime.engines.weights import TrainerWeights, check_agreement
+from nemorl.runtime.ranks.trainer import make_trainer
+from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
+from nemorl.runtime.run.launch import Launch, changes, generation_config, kept, model_config_of
+from nemorl.runtime.run.registry import (
+    get_generation_backend,
+    get_training_backend,
+    has_method,
+    training_backend_class,
+)
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
+from nemorl.runtime.store.files import writing
+from nemorl.runtime.store.state import POLICY, LoopState
+from nemorl.runtime.watch.display import show_lengths
+from nemorl.runtime.watch.log import event, waiting, waiting_for_engines, waiting_for_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What is live from the first use of the trainer on."""
+
+    trainer: TrainingBackend
+    generator: GenerationBackend | None
+    state: LoopState
+    """The state in which the last checkpoint left the loop."""
+    resumed_from: Path | None
+    """That checkpoint; None in a new run."""
+    shares_weights: bool
+    """Whether the generator computes with the trainer's own weights."""
+
+
+class Backends:
+    """The backends of a run by name, on the same devices; `stack` shuts them down.
+
+    generates: whether the run samples.
+    """
+
+    def __init__(self, launch: Launch, stack: ExitStack, *, generates: bool) -> None:
+        self.launch, self.stack, self.generates = launch, stack, generates
+        self.trained: dict[str, Any] = {}
+        """The ones in checkpoints, besides the policy."""
+        self.frozen: dict[str, Any] = {}
+        self.schedule = launch.config.optimizer.schedule
+        """The policy's schedule of the learning rate; if it is constant, another model's."""
+        self._own: dict[str, ExitStack] = {}
+
+    @cached_property
+    def engines(self) -> GenerationConfig | None:
+        """What the engine is set up with, before its share of the GPUs is known."""
+        launch = self.launch
+        if not self.generates:
+            return None
+        return generation_config(launch.config, launch.directory, launch.devices)
+
+    @property
+    def share_gpus(self) -> bool:
+        """Whether engines are on GPUs on which the model trains."""
+        return self.engines is not None and self.launch.devices.shares_gpus(self.engines)
+
+    @cached_property
+    def fit(self) -> Fit | None:
+        """What was chosen for the memory of the GPUs, if it is known."""
+        launch = self.launch
+        if not launch.devices.accelerated:
+            return None
+        engines, card = self.engines if self.share_gpus else None, smallest_gpu(launch)
+        return fitted(launch.config, launch.devices, engines, launch.of_model, card=card)
+
+    @cached_property
+    def sharing(self) -> Sharing | None:
+        """How trainer and engines share GPUs, if known."""
+        if self.engines is None or not self.share_gpus:
+            return None
+        config = self.launch.config
+        return sharing_of(
+            self.fit,
+            self.engines,
+            self.launch.of_model,
+            can_offload=has_method(config, "offload"),
+            can_empty=has_method(config, "empty_cache"),
+        )
+
+    @cached_property
+    def ranks(self) -> Any:
+        """The policy's backend on ranks, which start when it, or one beside it, is set up."""
+        ranks = ranks_of(self.launch)
+        if ranks is not None:  # they last until the run ends, whichever backend starts them
+            self.stack.callback(ranks.shutdown)
+        return ranks
+
+    @cached_property
+    def saved_policy(self) -> Path | None:
+        """The policy's folder in the checkpoint to go on from."""
+        if not self.launch.config.run.resume:
+            return None
+        found = checkpoint.latest(self.launch.directory.path, quiet=True)
+        return found and found / POLICY
+
+    def policy(self, num_updates: int | None) -> TrainingBackend:
+        """Set up the policy's backend."""
+        launch, config = self.launch, self.launch.config
+        keep = keeps_reference(config)
+        setup = replace(
+            base_setup(self, num_updates),
+            lora=config.lora,
+            profile=profile_config(launch, num_updates=num_updates),
+            keep_reference=keep,
+            same_initial_model_as=self.saved_policy if keep else None,
+        )
+        trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
+        offloads = bool(config.trainer.offload_during_generation)
+        needs = {
+            "offload": ("trainer.offload_during_generation", offloads),
+            "get_reference_logprobs": ("the reference model", keep),
+            "weights": ("generation", self.generates),
+            "wait_for_checkpoint": ("run.async_save", config.run.async_save),
+        }
+        require_methods(config, needs)
+        setup = proved(launch, setup, launch.model)
+        self.stack.enter_context(set_up(trainer, setup, waiting_for_trainer(launch)))
+        model = getattr(trainer, "model", None)
+        require(
+            model is not None or not self.generates,
+            "trainer.backend",
+            "must have the attribute model, which the generator is made from, once it is set up",
+            config.trainer.backend,
+            "add it",
+        )
+        seed_generators(config.run.seed)
+        if model is not None:
+            check_vocabulary(model, launch.tokenizer)
+        return trainer
+
+    def check_new(
+        self,
+        name: str,
+        trains: bool,
+        optimizer: OptimizerConfig | None,
+        *,
+        begun: bool,
+        num_updates: int | None,
+    ) -> None:
+        """Raise ValueError for another backend that can't be made now."""
+        taken = [POLICY, *self.trained, *self.frozen]
+        require(
+            name.isidentifier() and name not in taken,
+            "name",
+            f"must be a Python name, and none of {', '.join(taken)}, which are taken",
+            name,
+            "choose another; the policy is run.trainer",
+        )
+        require(
+            not (trains and begun),
+            "run.backend",
+            "must be called before the first step for a backend that trains",
+            name,
+            "move it above the loop",
+        )
+        require(
+            trains or optimizer is None,
+            "optimizer",
+            "must be None for a backend that does not train",
+            optimizer,
+            "omit it, or trains=False",
+        )
+        if optimizer is not None:
+            require_length(optimizer.schedule, num_updates)
+
+    def check_last_step(self, last_step: int, updates: int, *, planned: int | None) -> None:
+        """Refuse a loop with other updates than the schedule of the learning rate is made for."""
+        require(
+            self.schedule == "constant" or last_step * updates == planned,
+            "last_step",
+            f"times {updates} optimizer steps must be the {planned} for which"
+            f" optimizer.schedule {self.schedule} is made",
+            last_step,
+            "change max_num_steps, or give nemorl.open_run num_updates=…",
+        )
+
+    def add(
+        self,
+        name: str,
+        config: BackendConfig,
+        given: nn.Module | None,
+        *,
+        own_ranks: bool,
+        live: Parts | None,
+    ) -> Any:
+        """Set up another backend, as the last checkpoint left it if it trains, without drawing a
+        random number.
+        """
+        own = self._own[name] = self.stack.enter_context(ExitStack())
+        if own_ranks:
+            backend = ranks_of(self.launch, name)
+        elif self.ranks is not None:
+            backend = self.ranks.beside(name)
+        else:
+            backend = get_training_backend(config.trainer.backend, given)
+        generators = RandomState.now()
+        own.enter_context(set_up(backend, proved(self.launch, config, given), nullcontext()))
+        generators.restore()
+        if config.trains and live is not None and live.resumed_from is not None:
+            checkpoint.load_backend(live.resumed_from, name, backend)
+        if self.schedule == "constant":
+            self.schedule = config.optimizer.schedule
+        (self.trained if config.trains else self.frozen)[name] = backend
+        return backend
+
+    def release(self, name: str) -> None:
+        """Shut down a backend that does not train."""
+        known = ", ".join(self.frozen) or "none"
+        requirement = f"must name a backend that does not train ({known})"
+        require(name in self.frozen, "name", requirement, name, "give the name it was made with")
+        del self.frozen[name]
+        self._own.pop(name).close()
+
+    def make_room(self, backends: Iterable[Any], *, keep_weights: bool = False) -> None:
+        """Free memory of the backends' devices for engines, before they start or wake.
+
+        keep_weights: the generator computes with the backends' own.
+        """
+        asked = self.launch.config.trainer.offload_during_generation
+        offloads = asked if self.sharing is None else self.sharing.offloads
+        for backend in backends:
+            if offloads:
+                backend.offload(keep_weights=keep_weights)
+            elif self.share_gpus and has_method(self.launch.config, "empty_cache"):
+                backend.empty_cache()
+
+    def require_all_of(self, found: Path | None) -> None:
+        """Raise ValueError where a checkpoint holds a backend that the run has not asked for."""
+        here = sorted([POLICY, *self.trained])
+        names = [] if found is None else checkpoint.backends_of(found)
+        forgotten = [name for name in names if name not in here]
+        calls = (
+            f'omit trains=False of run.backend("{name}")'
+            if name in self.frozen
+            else f'call run.backend("{name}")'
+            for name in forgotten
+        )
+        require(
+            not forgotten,
+            "run.backend",
+            f"must be called for each backend that {found} holds, to train it on",
+            here,
+            ", ".join(calls),
+        )
+
+
+def other_setup(
+    backends: Backends,
+    model: str | Path | nn.Module | None,
+    num_updates: int | None,
+    *,
+    head: Literal["lm", "scalar"],
+    trains: bool,
+    optimizer: OptimizerConfig | None,
+    own_ranks: bool,
+    live: Parts | None,
+) -> tuple[BackendConfig, nn.Module | None]:
+    """Return what another backend is set up with, and its model if it is in memory: of the
+    policy's a copy. Nothing is loaded yet.
+    """
+    launch, settings = backends.launch, backends.launch.config
+    if isinstance(model, nn.Module):
+        launch.devices.check_given(model)
+    if own_ranks:
+        launch.devices.check_more_ranks()
+    base = base_setup(backends, num_updates)
+    if model is not None:
+        path = "" if isinstance(model, nn.Module) else model_folder(str(model))
+        base = replace(base, model=replace(base.model, path=path, from_scratch=False))
+    options: Any = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
+    as_policy = model is None and not trains and head == "lm"
+    config = replace(
+        base,
+        trainer=replace(base.trainer, router_replay=False, **options),
+        head=head,
+        trains=trains,
+        optimizer=(optimizer or settings.optimizer) if trains else OptimizerConfig(),
+        lora=settings.lora if trains and head == "lm" else base.lora,
+        same_initial_model_as=backends.saved_policy if as_policy else None,
+    )
+    if model is None and launch.model is not None:
+        check_copy(head, policy_is_live=live is not None)
+        model = copy.deepcopy(launch.model)
+    given = model if isinstance(model, nn.Module) else None
+    limits, of_model = limits_of(settings.trainer.backend), hf_config(config, given)
+    for each in (None, of_model):
+        check_training(config, each, config.parallel, limits)
+    offloads = bool(settings.trainer.offload_during_generation)
+    needs = {
+        "compute": ("a scalar head, whose values it returns", head == "scalar"),
+        "offload": ("trainer.offload_during_generation", offloads),
+        "wait_for_checkpoint": ("run.async_save", trains and settings.run.async_save),
+    }
+    require_methods(settings, needs)
+    return config, given
+
+
+def base_setup(backends: Backends, num_updates: int | None) -> BackendConfig:
+    """Return what all backends of a run are set up with."""
+    launch, config, fit = backends.launch, backends.launch.config, backends.fit
+    trainer, plan = config.trainer, launch.devices.plan
+    if fit is not None:
+        plan, chunk = fit.step.plan, fit.step.work.trainer.logprob_chunk
+        tokens = fit.micro_batch_tokens
+        trainer = replace(trainer, micro_batch_tokens=tokens, logprob_chunk=chunk)
+    return BackendConfig(
+        model=replace(config.model, path=launch.folder),
+        trainer=trainer,
+        optimizer=config.optimizer,
+        seed=config.run.seed,
+        parallel=plan,
+        total_steps=num_updates or 1,  # unknown to a schedule that needs none
+        # The timeouts of the runtime come first: their errors name the rank.
+        collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,
+    )
+
+
+def hf_config(config: BackendConfig, given: nn.Module | None) -> Any:
+    """Return the Hugging Face configuration of a backend's model; None where it can't be read."""
+    trust = config.model.trust_remote_code
+    return model_config_of(given or config.model.path, trust_remote_code=trust)
+
+
+def proved(launch: Launch, config: BackendConfig, given: nn.Module | None) -> BackendConfig:
+    """Return a setup with what is proved of its model."""
+    of_model = hf_config(config, given)
+    if of_model is None or not limits_of(config.trainer.backend).traits.proves:
+        return config
+    proofs = known(of_model) if launch.devices.torchrun else proofs_of(of_model, launch.quiet)
+    return replace(config, proofs=proofs)
+
+
+def live_parts(
+    backends: Backends, lengths: Mapping[str, Lengths], *, num_updates: int | None
+) -> Parts:
+    """Load the model, start the engine, and take over the last checkpoint."""
+    launch, generates = backends.launch, backends.generates
+    config, directory = launch.config, launch.directory
+    check_sampling(config, generates=generates)
+    statistics = show_lengths(lengths, quiet=launch.quiet)
+    engines, sharing = backends.engines, backends.sharing
+    if engines is not None:
+        launch.devices.check_cluster(config, engines)
+    if backends.fit is not None:
+        show(backends.fit, quiet=launch.quiet)
+    if engines is not None and sharing is not None:
+        show(sharing, quiet=launch.quiet)
+        share = {"gpu_memory_utilization": sharing.share}
+        engines = replace(engines, engine={**share, **engines.engine})
+    in_turns = backends.share_gpus or bool(config.trainer.offload_during_generation)
+    trainer = backends.policy(num_updates)
+    shared = engines is not None and shares_weights(launch, engines.traits)
+    # To ask for the model ends `offload`: once, before.
+    model: Any = getattr(trainer, "model", None) if generates else None
+    vocab_size = model.config.vocab_size if generates else 0
+    backends.make_room([trainer], keep_weights=shared)  # engines take what they find
+    generator = backends.stack.enter_context(live_generator(backends, engines, trainer, model))
+    if generator is not None and in_turns:
+        generator.sleep()
+    state, resumed_from = resumed(launch, trainer)
+    with writing("the tokenizer", directory.path / "tokenizer"):
+        launch.tokenizer.save_pretrained(directory.path / "tokenizer")
+    directory.write_data(statistics)
+    if generator is not None:
+        if in_turns:
+            backends.make_room([trainer], keep_weights=shared)
+            generator.wake()
+        blocking(generator.update_weights(TrainerWeights(cast(Any, trainer))))
+        if isinstance(generator, HasEngines) and generator.transport is not None:
+            event("weight_transport", str(generator.transport))
+            show(generator.transport, quiet=launch.quiet)
+        length = min(8, config.data.max_total_sequence_length // 2)
+        prompt = [token % vocab_size for token in range(length)]
+        precision = config.parallel.precision
+        check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
+    return Parts(
+        trainer=trainer,
+        generator=generator,
+        state=state,
+        resumed_from=resumed_from,
+        shares_weights=shared,
+    )
+
+
+def require_length(schedule: str, num_updates: int | None) -> None:
+    """Refuse a schedule over an unknown number of steps."""
+    require(
+        schedule == "constant" or num_updates is not None,
+        "optimizer.schedule",
+        "must be constant where no setting says how long the run is",
+        schedule,
+        "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
+    )
+
+
+@contextmanager
+def set_up(
+    backend: Any, config: BackendConfig, waiting: AbstractContextManager[None]
+) -> Iterator[None]:
+    """Set up a backend for the block."""
+    try:
+        with waiting:
+            backend.setup(config)
+        yield
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to show
+            backend.shutdown()
+        raise
+    backend.shutdown()
+
+
+def check_copy(head: str, *, policy_is_live: bool) -> None:
+    """Refuse a copy of a policy's model that was given in memory where it would not be right."""
+    require(
+        head == "lm",
+        "model",
+        "must be given for a scalar head where the policy's was, which has another head",
+        None,
+        "name its folder, or give a loaded AutoModelForTokenClassification with num_labels=1",
+    )
+    require(
+        not policy_is_live,
+        "model",
+        "must be given where the policy's was, which trains in place by now",
+        None,
+        "call run.backend before run.trainer is used, or give a copy of the model",
+    )
+
+
+def require_methods(config: BaseConfig, needs: Mapping[str, tuple[str, bool]]) -> None:
+    """Raise ValueError for a method that is needed for something, and that the backend lacks."""
+    for method, (what, needed) in needs.items():
+        if needed and not has_method(config, method):
+            raise ValueError(
+                f"trainer.backend must have the method {method} for {what}, but"
+                f" {config.trainer.backend!r} has none: add it, or omit what needs it"
+                f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
+            )
+
+
+def proofs_of(of_model: Any, quiet: bool) -> Proofs:
+    """Return what is proved of models with a configuration, checking them now if need be."""
+    check_supported(of_model)
+    if (proofs := known(of_model)) is not None:
+        return proofs
+    what = f"checking what {of_model.model_type} can do here, for this and later runs"
+    with waiting(what, quiet=quiet):
+        return proved_now(of_model)
+
+
+def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
+    """Return `waiting` for the set-up of the policy's backend."""
+    devices = launch.devices
+    if devices.ranked:
+        who = "processes of torchrun" if devices.torchrun else "Ray actors"
+        return waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
+    if devices.accelerated:
+        return waiting(f"training on a GPU ({devices.plan.precision})", quiet=launch.quiet)
+    return nullcontext()
+
+
+def ranks_of(launch: Launch, name: str = "") -> Any:
+    """Return a backend on ranks, none started yet; None in one process. name: not the policy's."""
+    if not launch.devices.ranked:
+        return None
+    make = training_backend_class(launch.config.trainer.backend)
+    logs = launch.directory.path / "logs" / name
+    engines = None if name else launch.config.generation
+    return make_trainer(launch.config, make, launch.devices.plan, logs, engines)
+
+
+def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
+    """Return what is profiled, in profile/ of the run by default."""
+    profile: ProfileConfig = launch.config.profile
+    span = profile.span()
+    if span is None:
+        return profile
+    require(
+        num_updates is None or span[0] <= num_updates,
+        "profile.steps",
+        f"must begin within the {num_updates} optimizer steps of the run",
+        profile.steps,
+        "name earlier steps",
+    )
+    profile = replace(profile, dir=profile.dir or str(launch.directory.path / "profile"))
+    profile_folder(profile)
+    return profile
+
+
+def check_sampling(config: BaseConfig, *, generates: bool) -> None:
+    """Refuse settings about generation that do not fit the run."""
+    recording = [name for name, traits in TRAITS.items() if traits.records_experts]
+    require(
+        generates or not config.trainer.offload_during_generation,
+        "trainer.offload_during_generation",
+        "is for runs that generate",
+        config.trainer.offload_during_generation,
+        "remove it",
+    )
+    require(
+        not (config.trainer.router_replay and generates)
+        or config.generation.traits.records_experts,
+        "generation.backend",
+        f"must record the experts with trainer.router_replay, as {', '.join(recording)} do",
+        config.generation.backend,
+        f"add --generation.backend {' or '.join(recording)}, or remove it",
+    )
+    require(
+        not config.trainer.router_replay or config.generation.pipeline_parallel_size == 1,
+        "generation.pipeline_parallel_size",
+        "must be 1 with trainer.router_replay: only the first part's experts would be recorded",
+        config.generation.pipeline_parallel_size,
+        "remove one of them",
+    )
+
+
+def smallest_gpu(launch: Launch) -> int | None:
+    """Return the bytes of the smallest GPU of this process, or of Ray's ranks; None if unknown."""
+    devices, config = launch.devices, launch.config
+    if devices.placed and os.environ.get("RAY_ADDRESS"):
+        from nemorl.runtime.ranks.actors import rank_bundles
+        from nemorl.runtime.workers import cluster
+
+        cluster.connect()
+        try:
+            bundles = rank_bundles(config, devices.plan.num_ranks, config.generation)
+            return cluster.smallest_of_cluster(bundles)
+        finally:
+            cluster.release()
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return min((each.total_memory for each in found), default=None)
+
+
+def show(found: object, *, quiet: bool) -> None:
+    """Print how training fits, how engines share GPUs, or how new weights get to them."""
+    if not quiet:
+        from rich.console import Console
+
+        Console(highlight=False).print(str(found))
+
+
+def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:
+    """Return whether the engine computes with the trainer's own weights."""
+    return engine.on_trainer if launch.devices.ranked else engine.shares_model
+
+
+@contextmanager
+def live_generator(
+    backends: Backends, engines: GenerationConfig | None, trainer: TrainingBackend, model: Any
+) -> Iterator[GenerationBackend | None]:
+    """Set up the engine that the run samples with, if any, for the block."""
+    if engines is None:
+        yield None
+        return
+    launch, config = backends.launch, backends.launch.config
+    backend: Any = get_generation_backend(engines.backend)
+    if engines.traits.on_trainer:
+        generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
+    else:
+        replays = config.trainer.router_replay
+        devices = launch.devices
+        shares = devices.placed and devices.shares_gpus(engines)
+        beside = {"beside": backends.ranks.places} if shares else {}
+        generator = backend(
+            model=engine_source(launch.devices, engines.traits, model),
+            tokenizer=launch.tokenizer,
+            precision=config.parallel.precision,
+            **({"records_experts": True} if replays else {}),
+            **beside,
+        )
+    try:
+        with waiting_for_engines(engines, quiet=launch.quiet):
+            generator.setup(engines)
+        yield generator
+    finally:
+        generator.shutdown()
+
+
+def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> ModelSource:
+    """Return the model as engines get it: a copy of one on ranks, on a free GPU if there is one."""
+    config = devices.config
+    name = devices.plan.precision
+    dtype = DTYPES[name]
+    # Where the ranks have GPUs, this machine may have none.
+    device = "cpu" if config.trainer.device == "cpu" else None
+    if devices.ranked and devices.on_gpus and engine.shares_model:
+        if devices.free_gpu is not None:
+            device = f"cuda:{devices.free_gpu}"
+        else:
+            size = sum(each.numel() for each in model.parameters()) * dtype.itemsize / 1e9
+            warn(
+                f"the engine of generation.backend {config.generation.backend} keeps a whole copy"
+                f" of the model, {size:.3g} GB in {name}, on the first GPU beside a rank, because"
+                " all GPUs train: add --generation.backend vllm, whose engines can split the"
+                " model, or leave a GPU free"
+            )
+    return ModelSource(model, device=device, dtype=dtype)
+
+
+def resumed(launch: Launch, trainer: TrainingBackend) -> tuple[LoopState, Path | None]:
+    """Load the last whole checkpoint, if the run is resumed, and return its state and folder."""
+    config, directory, found = launch.config, launch.directory, None
+    state = LoopState(config.run.seed)
+    if config.run.resume:
+        found = checkpoint.load_latest(directory.path, config, trainer)
+    if found is not None:
+        state = found[1]
+        for change in changes(directory.config, config):
+            warn(f"the run continues with changed settings: {change}")
+    elif config.run.resume:
+        raise CheckpointError(
+            f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"
+            " back, or start again in another folder (--run.dir)"
+        )
+    directory.write_config(dump_yaml(kept(config)))
+    directory.truncate(state.step if found is not None else -1)
+    return replace(state, data=launch.data), found and found[0]

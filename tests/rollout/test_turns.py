@@ -129,7 +129,10 @@ class Unlucky(Count):
         return super().step(response)
 
 
-def test_a_conversation_that_fails_ends_alone(generator):
+def test_a_conversation_that_fails_ends_alone():
+    generator = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
+    generator.setup(GenerationConfig(max_batch_size=1))  # rounding depends on what else is computed
+
     class Second(Unlucky):
         failing = ("2",)
 
@@ -140,12 +143,7 @@ def test_a_conversation_that_fails_ends_alone(generator):
     assert {each.outcome.reason for each in found.failed} == {"KeyError: 'lost'"}
     assert [len(each.turns) for each in found.failed] == [2] * 3
     kept = [each for each in expected.conversations if each.group != 1]
-    for ours, theirs in zip(found.conversations, kept, strict=True):
-        turns = [*zip(ours.turns, theirs.turns, strict=True)]
-        assert all(a.prompt == b.prompt for a, b in turns)
-        assert all(a.completion.token_ids == b.completion.token_ids for a, b in turns)
-        for a, b in turns:  # rounding depends on what else the engine computes at the time
-            assert a.completion.logprobs == pytest.approx(b.completion.logprobs, abs=1e-5)
+    assert [each.turns for each in found.conversations] == [each.turns for each in kept]
     assert Count.closed == Count.opened == 9 + 3 * 2 + 9  # the second group three times
 
 

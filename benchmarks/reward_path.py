@@ -7,6 +7,7 @@ first reward and the end of the optimizer step. Prints lines and files, room by 
 import inspect
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +44,13 @@ def called_after_first_reward() -> set[CodeType]:
     class Stop(nemorl.Callback):
         def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
             sys.setprofile(None)
+            threading.setprofile(None)
             assert metrics["grad_norm"] > 0, metrics
 
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))
         sys.setprofile(watch)
+        threading.setprofile(watch)  # rewards are called in a thread
         nemorl.train(
             model=folder,
             dataset=[{"prompt": "t2 t3", "answer": "t4"}] * 4,

@@ -1,4 +1,4 @@
-"""The state of a loop, and what callbacks may read of a run."""
+"""What callbacks may read of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""How a wrong value is refused, everywhere alike: field, requirement, value, remedy."""
+"""How a wrong value is refused, everywhere alike: field, requirement, value, remedy; and warnings
+with the user's line.
+"""
 
 import difflib
 import math

@@ -1,4 +1,4 @@
-"""Rows of a data set that know their place, so that errors can name it."""
+"""Rows of a data set that know their place, so that errors can name it, and their seeded order."""
 
 import copy
 import sys

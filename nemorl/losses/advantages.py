@@ -1,6 +1,6 @@
 """Advantages: how much better a response, or a token of it, was than expected.
 
-`advantages` (baselines.py) is the general form; here are its presets, and other estimators. All are
+`advantages` is the general form; its presets are here, and other estimators. All are
 constants for the gradient. `group_id`: any integers, equal for the responses to one prompt.
 Token-level functions take one sequence a row: advantages precede packing.
 """

@@ -1,6 +1,6 @@
 """Policy-gradient losses (docs/numerics.md, Policy losses): each is Σ_t w_t · v_t · ℓ_t.
 
-log r = log π − log π_prev, sg = stop-gradient. r is bounded at e²⁰ (`masked.bounded_exp`), so that
+log r = log π − log π_prev, sg = stop-gradient. r is bounded at e²⁰ (`types.bounded_exp`), so that
 the gradient and its norm are finite however far π has moved, and 0 for a clipped or dropped token.
 
 Arguments that all losses here share:

@@ -1,4 +1,6 @@
-"""What an optimizer step costs: time, memory, and the share of the device's peak that was used."""
+"""What an optimizer step costs: time, memory, and the share of the device's peak that was used;
+and its profile.
+"""
 
 import atexit
 import os

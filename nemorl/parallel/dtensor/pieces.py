@@ -1,4 +1,4 @@
-"""A rank's own piece of a tensor that ranks share."""
+"""A rank's own piece of a tensor that ranks share, and checkpoints of such pieces."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager

@@ -41,8 +41,8 @@ def is_tied(model: Any) -> bool:
 def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> None:
     """Split each layer over the mesh, in place, by Megatron's scheme and transformers' plan.
 
-    The output layer is cut along the vocabulary and does its own communication (`head.py`); a
-    scalar head is whole on each rank.
+    The output layer is cut along the vocabulary and does its own communication
+    (`tokens.sharded_outputs`); a scalar head is whole on each rank.
     """
     decoder, head, tied = decoder_of(model), head_of(model), is_tied(model)
     # The embedding's output stays whole, because the model makes its positions from its shape; the

@@ -1,5 +1,5 @@
 """How people start things.
 
 `nemorl COMMAND` (main, commands, settings), and `nemorl.train` with the trainer classes (api).
-`inference` uses a model without training it, `inspect` shows data.
+`inference` uses a model without training it.
 """

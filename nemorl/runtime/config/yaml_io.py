@@ -1,4 +1,6 @@
-"""YAML 1.2: 1e-5 is a number, 10:12 and off are strings, a key given twice is an error."""
+"""YAML 1.2: 1e-5 is a number, 10:12 and off are strings, a key given twice is an error; and which
+settings of a file name code.
+"""
 
 import json
 import math

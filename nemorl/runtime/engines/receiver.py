@@ -1,4 +1,6 @@
-"""How vLLM's workers take new weights. Imported in the engines' processes only."""
+"""How vLLM's workers take new weights and, on CPUs, record experts. Imported in the engines'
+processes only.
+"""
 
 from __future__ import annotations
 

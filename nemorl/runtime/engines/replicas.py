@@ -1,4 +1,6 @@
-"""The driver's side of engines in Ray actors: requests go out, answers come back."""
+"""The driver's side of engines in Ray actors: requests go out, answers come back, and replicas
+without weights get them (`Supply`).
+"""
 
 from __future__ import annotations
 

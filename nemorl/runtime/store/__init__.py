@@ -1,6 +1,6 @@
 """Files that last: run directory, checkpoints, exports, records, locks and temporary folders, and
-the state of a run that they keep.
+what callbacks may read of a run.
 
-Others use `RunDirectory`, `Run`, `LoopState`, `locked`, `temporary_folder`, `WorkerDied`,
+Others use `RunDirectory`, `RunView`, `locked`, `temporary_folder`, `WorkerDied`,
 `WorkerTimeout` and the modules `checkpoint` and `export`.
 """

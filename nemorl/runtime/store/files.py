@@ -1,4 +1,6 @@
-"""Files that survive a crash: on the disk when these functions return."""
+"""Files that survive a crash: on the disk when these functions return; temporary folders; and
+errors of workers, with their logs.
+"""
 
 import builtins
 import contextlib

@@ -1,4 +1,6 @@
-"""Hooks into a running loop. Callbacks observe; to end a run early they raise `StopTraining`."""
+"""Hooks into a running loop. Callbacks observe; to end a run early they raise `StopTraining`. And
+signals, which wait for the end of a step.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""How a metric's course is drawn, for the report and for plots/. Free of torch."""
+"""How the course of a metric is drawn, for the report and in plots/. Free of torch."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""What a report shows, read from a run's directory."""
+"""What a report shows, read from a run's directory, and its page."""
 
 import base64
 import hashlib

@@ -1,4 +1,6 @@
-"""Workers that Ray places: the connection of this process, bundles of CPUs and GPUs, and groups.
+"""Workers that Ray places: the connection of this process, bundles of CPUs and GPUs, and the one
+worker.
 
-Others use `cluster.RayVirtualCluster`, `cluster.Bundle` and `group.RayWorkerGroup`.
+Others use `cluster.RayVirtualCluster`, `cluster.Bundle`, `worker.Worker` and
+`worker.RayWorkerGroup`.
 """

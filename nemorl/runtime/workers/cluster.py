@@ -1,4 +1,6 @@
-"""The one connection to Ray that a process has: begun with its first user, ended with its last."""
+"""The one connection to Ray that a process has: begun with its first user, ended with its last;
+and bundles of CPUs and GPUs.
+"""
 
 import logging
 import os

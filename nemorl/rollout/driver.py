@@ -27,6 +27,7 @@ from nemorl.rollout.episodes import (
     named,
 )
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
+from nemorl.rollout.scheduler import WAITING
 
 ATTEMPTS = 3
 """How often a failed conversation is begun at most, where its group needs it."""
@@ -37,11 +38,12 @@ STOP_S = 30.0
 LOOK_S = 1.0
 """How often one who waits looks whether user code blocks the event loop."""
 Groups = tuple[int, ...]
+_Ended = tuple[Groups, list[Conversation] | BaseException]
 
 
 class Driver:
     """Leads conversations, `sampling.n` about each prompt, while the caller waits or does something
-    else, such as a trainer's step. An engine in this process computes in the driver's thread.
+    else, such as a trainer's step.
 
     Prompts that are begun together are a cohort: their conversations are judged together, and end
     as a whole.
@@ -55,8 +57,13 @@ class Driver:
         *,
         seed: int,
         most_failed: float = 1.0,
+        ahead: bool = False,
     ) -> None:
-        """most_failed: share of a cohort that may fail; with more none begins again."""
+        """most_failed: share of a cohort that may fail; with more none begins again.
+
+        ahead: whether an engine in this process computes while nobody waits, in the driver's
+        thread; else the thread that waits computes.
+        """
         check_environment(environment)
         self.generator, self.environment = generator, environment
         self._awake = asyncio.Event()
@@ -69,7 +76,9 @@ class Driver:
             self._judge = BatchCalls(partial(judged, judge), step, each_alone=alone)
         self._free = asyncio.Semaphore(THREADS)
         self._tasks: dict[Groups, asyncio.Task[None]] = {}
-        self._ended: SimpleQueue[tuple[Groups, list[Conversation] | BaseException]] = SimpleQueue()
+        self._ended: SimpleQueue[_Ended | Callable[[], None]] = SimpleQueue()
+        """With steps of an engine for the thread that waits."""
+        self._ahead = ahead
         self._loop = EventLoop("nemorl-rollouts", lambda error: self._ended.put(((), error)))
         self._limit_s = Limits().timeout_s
         self._closed = self._blocked = False
@@ -95,16 +104,16 @@ class Driver:
         """
         while True:
             try:
-                groups, found = self._ended.get(timeout=LOOK_S)
+                ended = self._ended.get(timeout=LOOK_S)
             except Empty:
                 self._check_loop()
                 continue
-            if isinstance(found, BaseException):
-                raise found
-            return groups, found
+            if found := _found(ended):
+                return found
 
     def ended(self) -> list[tuple[Groups, list[Conversation]]]:
-        return [self.next_ended() for _ in range(self._ended.qsize())]
+        ended = [self._ended.get() for _ in range(self._ended.qsize())]
+        return [found for each in ended if (found := _found(each))]
 
     def close(self) -> None:
         """End what is in flight. May be repeated."""
@@ -135,6 +144,8 @@ class Driver:
         self._awake.set() if awake else self._awake.clear()
 
     async def _begin(self, prompts: Sequence[Prompts]) -> None:
+        if not self._ahead:
+            WAITING.set(self._ended.put)  # of the tasks that are made here
         if self._judge:
             self._judge.renew()
         for each in prompts:
@@ -202,3 +213,13 @@ class Driver:
             return []
         left = Counter(index for index, _ in found.keys() - {*failed})
         return [place for place in failed if left[place[0]] < min(2, self.sampling.n)]
+
+
+def _found(item: _Ended | Callable[[], None]) -> tuple[Groups, list[Conversation]] | None:
+    """Return a cohort that has ended, or do a step of an engine. Raises: the cohort's error."""
+    if not isinstance(item, tuple):
+        return item()
+    groups, found = item
+    if isinstance(found, BaseException):
+        raise found
+    return groups, found

@@ -7,12 +7,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from nemorl.models.hub import max_positions
 from nemorl.rollout.generation import (
@@ -25,6 +26,10 @@ from nemorl.rollout.generation import (
 
 PAUSE_S = 0.01
 """How often a request looks whether a sleeping engine is awake."""
+WAITING: ContextVar[Callable[[Callable[[], None]], None] | None] = ContextVar(
+    "WAITING", default=None
+)
+"""Has a function called by the thread that waits for an event loop's tasks; None: there is none."""
 
 
 @dataclass(eq=False)
@@ -48,12 +53,16 @@ class Request:
             self.future.set_exception(error)
 
 
+_Awaited = tuple[Request, asyncio.Future[list[Completion]]]
+
+
 class Scheduler:
     """The one place from which an engine is stepped.
 
     `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
-    is finished. An event loop with open requests has a step done in each of its turns, and
-    `generate` does them itself: so nothing is computed while the caller's own thread trains.
+    is finished. An event loop with open requests has one step after the other done by the thread
+    that waits for it, or does them itself, as `generate` does. PyTorch has threads of its own for
+    each that computes: an engine in another thread than the trainer takes the cores from it.
     """
 
     def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
@@ -64,7 +73,9 @@ class Scheduler:
         """Held during a step, and by all that must not happen during one."""
         self._new: deque[Request] = deque()
         self._open: list[Request] = []
-        self._loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+        self._loops: MutableMapping[
+            asyncio.AbstractEventLoop, tuple[asyncio.Task[None], list[_Awaited]]
+        ] = WeakKeyDictionary()
 
     @property
     def busy(self) -> bool:
@@ -86,8 +97,16 @@ class Scheduler:
     async def sample(self, request: Request) -> list[Completion]:
         self.check()
         self._new.append(request)
-        self._due(asyncio.get_running_loop())
-        return await asyncio.wrap_future(request.future)
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            awaited: list[_Awaited] = []
+            self._loops[loop] = (loop.create_task(self._take_turns(awaited)), awaited)
+        answer = loop.create_future()
+        self._loops[loop][1].append((request, answer))
+        try:
+            return await answer
+        finally:
+            request.future.cancel()  # where nobody awaits it any more
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the answers to several requests, in order; after an error none goes on."""
@@ -140,16 +159,34 @@ class Scheduler:
             for request in (*self._open, *self._taken()):
                 request.fail(error)
 
-    def _due(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop not in self._loops:
-            self._loops.add(loop)
-            loop.call_later(PAUSE_S if self.asleep else 0, self._turn, loop)
+    async def _take_turns(self, awaited: list[_Awaited]) -> None:
+        """Have steps done, and give all answers of a step at once: they are judged together."""
+        loop = asyncio.get_running_loop()
+        try:
+            while awaited:
+                await self._turn(loop)
+                awaited[:] = [each for each in awaited if not _settled(*each)]
+                await asyncio.sleep(PAUSE_S if self.asleep else 0)
+        finally:
+            del self._loops[loop]
+            for each in awaited:  # after an interrupt
+                _settled(*each)
 
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loops.discard(loop)
-        self._turn_once()
-        if self.busy:
-            self._due(loop)
+    async def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = WAITING.get()
+        if waiting is None:
+            self._turn_once()
+            return
+        over = asyncio.Event()
+
+        def turn() -> None:
+            try:
+                self._turn_once()
+            finally:
+                loop.call_soon_threadsafe(over.set)
+
+        waiting(turn)
+        await over.wait()
 
     def _turn_once(self) -> None:
         with self.lock:
@@ -178,6 +215,18 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
         self._open = [request for request in self._open if not request.future.done()]
+
+
+def _settled(request: Request, answer: asyncio.Future[list[Completion]]) -> bool:
+    """Give who awaits a request its answer. Return whether that was done, or nobody awaits it."""
+    if not answer.done() and request.future.done():
+        if request.future.cancelled():
+            answer.cancel()
+        elif error := request.future.exception():
+            answer.set_exception(error)
+        else:
+            answer.set_result(request.future.result())
+    return answer.done()
 
 
 class ScheduledBackend:

@@ -23,7 +23,7 @@ from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource, check_in
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 
 STEP_S = 0.05
-"""Seconds of a step, of several tokens: an event loop waits so long; its start takes 0.5 ms."""
+"""Seconds of a step, of several tokens; its start takes 0.5 ms."""
 
 
 class TorchGenerationBackend(ScheduledBackend):

@@ -1,5 +1,6 @@
 """Prompts to judged responses to a batch; random numbers by counting."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,21 @@ def test_a_group_draws_from_its_own_seed(generator, rolled):
     assert others.completions[:3] != rolled.completions[:3]
     reseeded = collect(generator, environment, PROMPTS, SAMPLING, seed=2)
     assert reseeded.completions != rolled.completions
+
+
+def test_an_engine_computes_in_the_thread_that_waits():
+    """As the trainer does: PyTorch's threads of two that compute take the cores from each other."""
+    threads = set()
+
+    class Noted(TorchGenerationBackend):
+        def _draw(self, work):
+            threads.add(threading.current_thread())
+            return super()._draw(work)
+
+    generator = Noted(model=tiny_model(), tokenizer=TOKENIZER)
+    generator.setup(GenerationConfig())
+    collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+    assert threads == {threading.current_thread()}
 
 
 def test_select_and_join(rolled):

@@ -113,7 +113,7 @@ class GroupStream:
         self.prompts, self.environment = prompts, environment
         self.count, self.n, self.params = count, n, params
         self.progress, self.settings = sampler.progress, sampler.settings
-        self._streams = sampler.streams
+        self._sampler = sampler
         self.driver: Driver
         """From the first `next` on."""
         self._running: dict[int, Prompts] = {}
@@ -156,17 +156,19 @@ class GroupStream:
                 " its last checkpoint"
             ) from self._failed
         ahead, taken = self.settings.max_staleness > 0, self.progress.taken
+        streams = self._sampler.streams
         with ExitStack() as stack:
             try:
-                if not ahead or self not in self._streams:
+                if not ahead or self not in streams:
                     self.driver = Driver(
                         generator,
                         self.environment,
                         replace(self.params, n=self.n),
                         seed=taken.seed,
                         most_failed=1.0 if ahead else MOST_FAILED,
+                        ahead=ahead and not self._sampler.rests,
                     )
-                    self._streams.append(self) if ahead else stack.callback(self.driver.close)
+                    streams.append(self) if ahead else stack.callback(self.driver.close)
                     self._feed(Updated())
                 self.driver.resume()
                 given = self._feed(Wanted(count))
@@ -238,7 +240,7 @@ class Sampling:
         """Finished steps when the generator last got a version of the weights, by version."""
         self.updates = 0
         """How often the generator was given new weights."""
-        self._rests = self.settings.max_staleness > 0 and config.generation.traits.embedded
+        self.rests = self.settings.max_staleness > 0 and config.generation.traits.embedded
         """Whether it samples ahead with the trainer's own weights, and rests in between."""
         self._awake = False
 
@@ -276,10 +278,10 @@ class Sampling:
         with timed:
             if not nested:
                 make_room()
-                if not self._rests:  # whose tokens would have new weights and the old version
+                if not self.rests:  # whose tokens would have new weights and the old version
                     generator.wake()
             changed = self._update(generator, trainer)
-            if self._rests:
+            if self.rests:
                 generator.wake()
             for stream in self.streams if changed or not nested else ():
                 stream.after_update(changed=changed)
@@ -289,7 +291,7 @@ class Sampling:
         finally:
             check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
-            if not nested or self._rests:
+            if not nested or self.rests:
                 for stream in self.streams if getattr(generator, "sleeps", True) else ():
                     stream.driver.pause()
                 generator.sleep()

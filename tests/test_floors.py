@@ -21,7 +21,6 @@ FLOORS = {
     "checks": 0,
     "openmp": 0,
     "overlapping": 0,
-    "user_code": 0,
     "losses": 1,
     "data": 2,
     "models": 3,

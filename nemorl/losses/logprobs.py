@@ -369,6 +369,22 @@ class _LinearLogprobs(torch.autograd.Function):
         )
 
 
+@dataclass(frozen=True)
+class Logits:
+    """How a language model's logits follow from its hidden states h: with z = scale · h · weightᵀ,
+    z itself or softcap · tanh(z / softcap).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.scale == 1 else self.scale * hidden
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return _capped(self.scaled(hidden) @ weight.to(hidden.dtype).t(), self.softcap)
+
+
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

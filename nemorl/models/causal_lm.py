@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from torch.library import register_autocast
 from torch.overrides import TorchFunctionMode
 
 from nemorl.checks import require, warn
+from nemorl.losses.logprobs import Logits
 from nemorl.models.adapters import base_of, canonical, has_adapters, merge_adapters, merge_folder
 from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_config
 
@@ -206,27 +206,12 @@ def layers_of(decoder: nn.Module) -> nn.ModuleList:
     return max(found, key=len)
 
 
-@dataclass(frozen=True)
-class Logits:
-    """How a language model's logits follow from its hidden states h: with z = scale · h · weightᵀ,
-    z itself or softcap · tanh(z / softcap).
+def logits_of(config: Any) -> Logits:
+    """Return how a Hugging Face configuration has the logits computed: Cohere multiplies, Granite
+    divides, and Gemma caps.
     """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config: Any) -> "Logits":
-        """By a Hugging Face configuration: Cohere multiplies, Granite divides, and Gemma caps."""
-        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        return cls(scale, getattr(config, "final_logit_softcapping", None))
-
-    def scaled(self, hidden: Tensor) -> Tensor:
-        return hidden if self.scale == 1 else self.scale * hidden
-
-    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        z = self.scaled(hidden) @ weight.to(hidden.dtype).t()
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    return Logits(scale, getattr(config, "final_logit_softcapping", None))
 
 
 def is_scalar(model: Any) -> bool:

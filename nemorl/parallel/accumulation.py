@@ -21,7 +21,6 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
-from nemorl.models.causal_lm import is_scalar
 from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig, OptimizerConfig
 from nemorl.parallel.layout import Cutting
@@ -292,7 +291,7 @@ class Accumulating(InTurns, ABC):
         if not needs.values:
             remedy += ", or declare @nemorl.needs(values=True)"
         requirement = f"must be {wanted} for {' and '.join(needs.outputs)}"
-        fits = needs.values == is_scalar(self.model)
+        fits = needs.values == (self.config.head == "scalar")
         require(fits, "the model's head", requirement, head, remedy)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
@@ -354,7 +353,7 @@ class Accumulating(InTurns, ABC):
             # Counted before the weights change: after an error in the update the step has begun.
             self.step += 1
             self._update(grad_norm, lr)
-            measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
+            measured = self.meter.end(batches, copied=copied)
         return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
 
     def offload(self, *, keep_weights: bool = False) -> None:
@@ -387,6 +386,8 @@ class Accumulating(InTurns, ABC):
         self._batches, self._loss, self._copied = [], torch.zeros((), device=self.world.device), 0
 
     def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
+        if self.world.size == 1:
+            return {**metrics, **measured}
         first = self.world.is_last_stage and self.world.cp_rank == self.world.tp_rank == 0
         own = {**metrics, **measured} if first else measured
-        return own if self.world.size == 1 else self.world.merge_objects(in_main_memory(own), merge)
+        return self.world.merge_objects(in_main_memory(own), merge)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -121,7 +122,7 @@ class TrainerConfig:
             "add --trainer.sequence-packing",
         )
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Tokens whose logits are in memory at a time: `logprob_chunk`, or 1,024."""
         return self.logprob_chunk or 1024
@@ -300,7 +301,7 @@ class ProfileConfig:
     """Folder of the traces, one file per device. Default: profile/ of the run."""
 
     def __post_init__(self) -> None:
-        span = self.span()
+        span = self.span
         require(
             self.dir is None or span is not None,
             "profile.dir",
@@ -309,6 +310,7 @@ class ProfileConfig:
             "name the steps to record (--profile.steps 10:12)",
         )
 
+    @cached_property
     def span(self) -> tuple[int, int] | None:
         """Return `steps` as numbers. Raises ValueError for what can't be read."""
         if self.steps is None:

@@ -24,6 +24,7 @@ from nemorl.losses.types import Max, Mean, Metrics, Sum
 from nemorl.models.causal_lm import head_weight, on_meta
 from nemorl.models.hub import has_own_code
 from nemorl.parallel.config import ProfileConfig
+from nemorl.parallel.plan import ParallelPlan
 
 GIGABYTE = 1e9
 PEAK_FLOPS = {
@@ -133,7 +134,7 @@ def of_step(
 
 class StepMeter:
     """Measures optimizer steps: `begin` before each, then `end` with the batches of all devices and
-    this one's share of the `copied` tokens (`flops_per_step`).
+    the `copied` tokens of this one's rows (`flops_per_step`).
 
     Metrics, which may be merged over steps and ranks:
 
@@ -149,11 +150,12 @@ class StepMeter:
         self,
         model_config: Any,
         device: torch.device,
-        num_ranks: int,
+        plan: ParallelPlan,
         *,
         frozen_weights: bool = False,
     ) -> None:
-        self.model_config, self.device, self.num_ranks = model_config, device, num_ranks
+        self.model_config, self.device = model_config, device
+        self.num_ranks, self.model_ranks = plan.num_ranks, plan.model_ranks
         self.weights = weights_per_token(model_config)
         self.frozen_weights, self.peak_flops = frozen_weights, peak_flops(device)
         self.accelerated = is_accelerator(device)
@@ -165,8 +167,8 @@ class StepMeter:
             gpu_peaks.restart(self.device)
         self.started = time.perf_counter()
 
-    def end(self, batches: Sequence[TokenBatch], *, copied: float = 0) -> Metrics:
-        memory = main_memory_peak
+    def end(self, batches: Sequence[TokenBatch], *, copied: int = 0) -> Metrics:
+        memory, shared = main_memory_peak, copied / self.model_ranks
         if self.accelerated:
             module = module_of(self.device)
             module.synchronize(self.device)
@@ -179,13 +181,13 @@ class StepMeter:
         lengths = [length for batch in batches for length in segment_lengths(batch)]
         how: Any = {"frozen_weights": self.frozen_weights, "weights": self.weights}
         flops: Any = partial(flops_per_step, self.model_config, **how)
-        work = flops(lengths) / self.num_ranks + flops((), copied=copied)
+        work = flops(lengths) / self.num_ranks + flops((), copied=shared)
         tokens = number(sum(lengths) / self.num_ranks)
         metrics: dict[str, Any] = {
             "trainer/seconds": Mean(seconds, number(1.0)),
             "trainer/memory_gb": Max(number(memory() / GIGABYTE)),
             "trainer/tflops_per_device": Mean(number(work / 1e12), seconds),
-            "trainer/shared_fraction": Mean(number(copied), tokens),
+            "trainer/shared_fraction": Mean(number(shared), tokens),
         }
         if self.peak_flops is not None:
             metrics["trainer/mfu"] = Mean(number(work / self.peak_flops), seconds)
@@ -268,7 +270,7 @@ def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) 
     as rank0_steps10-12.json.
     """
     global _recording
-    span = config.span()
+    span = config.span
     if span is None:
         yield
         return

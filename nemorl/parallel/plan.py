@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -234,12 +235,12 @@ class ParallelPlan:
         requirement = "needs parallel.activation_checkpointing selective"
         require(fits or not modules, "parallel.recompute_modules", requirement, modules, remedy)
 
-    @property
+    @cached_property
     def model_ranks(self) -> int:
         """Devices that work on the same rows."""
         return self.tp * self.pp * self.cp
 
-    @property
+    @cached_property
     def data_ranks(self) -> int:
         """Parts into which the rows of a batch are split."""
         return self.dp_replicate * (self.dp_shard or 1)
@@ -269,7 +270,7 @@ class ParallelPlan:
         """
         return self.stages.layers(num_layers)
 
-    @property
+    @cached_property
     def min_microbatches(self) -> int:
         """The fewest that interleaved stages take; some may be empty."""
         return self.pp if self.vpp > 1 else 1
@@ -283,7 +284,7 @@ class ParallelPlan:
         """
         return next(size for size in range(self.pp, count + 1) if not 0 < count % size < self.pp)
 
-    @property
+    @cached_property
     def precision(self) -> Precision:
         """What the model computes in, once `with_precision` has filled it in."""
         assert self.param_dtype is not None
@@ -300,7 +301,7 @@ class ParallelPlan:
         own = self.compile or self.cpu_offload or self.activation_checkpointing == "selective"
         return own or self.num_ranks > 1
 
-    @property
+    @cached_property
     def row_multiple(self) -> int:
         """Divisor of a row's width: two chunks per device of cp (zig-zag), each divisible by tp."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)

@@ -5,7 +5,7 @@ head only where log-probabilities are asked for. Planned on the CPU: no GPU is w
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from nemorl.data.batch import TokenBatch, round_up
 from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs, vocab_parallel_linear_logprobs
 from nemorl.losses.types import Needs, at_least_float32, register_pytree, same_segment
-from nemorl.models.causal_lm import Logits, decoder_of, head_of, is_scalar
+from nemorl.models.causal_lm import decoder_of, head_of, is_scalar, logits_of
 from nemorl.parallel.attention import (
     ContextState,
     FlatSegments,
@@ -295,45 +295,51 @@ def planned(
     return split_work(part, wanted, rows, kernel=kernel if whole_rows else None)
 
 
-def plain_outputs(
-    model: Any, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs
-) -> list[Tensor]:
-    """Return the outputs that `needs` names, each `[batch, seq]`, of a model that is not sharded,
-    as `work` says; 0 elsewhere.
-    """
-    # With an attention mask or a cache transformers would ignore the segments.
-    hidden = decoder_of(model)(
-        input_ids=work.input_ids,
-        position_ids=work.position_ids,
-        use_cache=False,
-        segments=work.segments,
-    )[0]
-    states, head = hidden.flatten(0, 1).index_select(0, work.states), head_of(model)
-    found: tuple[Tensor, ...]
-    if needs.values:
-        found = (values_of(states, head.weight, head.bias),)
-    else:
-        logits = Logits.of(model.config)
-        found = flat_linear_logprobs(
-            logits.scaled(states),
-            head.weight,
-            work.next_ids,
-            kind=batch.logprob_kind,
-            chunk=chunk,
-            with_entropy=needs.entropy,
-            softcap=logits.softcap,
-        )
-    return [work.rows(each, batch.input_ids) for each in found[: len(needs.outputs)]]
+Outputs = Callable[[TokenBatch, Work, Needs], Iterable[Tensor]]
+"""Computes the outputs that `needs` names, each `[batch, seq]`, as `work` says; 0 elsewhere."""
 
 
-def sharded_outputs(
-    model: nn.Module, world: World, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs
-) -> list[Tensor]:
-    """Return the same, of all of the rows, of a model that `build.shard` has spread; a collective
-    call.
+def plain_outputs(model: Any, chunk: int) -> Outputs:
+    """Return what computes the outputs of a model that is not sharded."""
+    decoder, head, logits = decoder_of(model), head_of(model), logits_of(model.config)
+
+    def outputs(batch: TokenBatch, work: Work, needs: Needs) -> Iterator[Tensor]:
+        # With an attention mask or a cache transformers would ignore the segments.
+        hidden = decoder(
+            input_ids=work.input_ids,
+            position_ids=work.position_ids,
+            use_cache=False,
+            segments=work.segments,
+        )[0]
+        states = hidden.flatten(0, 1).index_select(0, work.states)
+        found: tuple[Tensor, ...]
+        if needs.values:
+            found = (values_of(states, head.weight, head.bias),)
+        else:
+            found = flat_linear_logprobs(
+                logits.scaled(states),
+                head.weight,
+                work.next_ids,
+                kind=batch.logprob_kind,
+                chunk=chunk,
+                with_entropy=needs.entropy,
+                softcap=logits.softcap,
+            )
+        return (work.rows(each, batch.input_ids) for each in found[: len(needs.outputs)])
+
+    return outputs
+
+
+def sharded_outputs(model: nn.Module, world: World, chunk: int) -> Outputs:
+    """Return what computes the outputs of all of the rows by a model that `build.shard` has spread:
+    a collective call.
     """
-    inputs = RankInputs.of(batch, work, world, chunk=chunk, needs=needs)
-    return list(inputs.whole(model(**inputs.values), batch))
+
+    def outputs(batch: TokenBatch, work: Work, needs: Needs) -> Iterator[Tensor]:
+        inputs = RankInputs.of(batch, work, world, chunk=chunk, needs=needs)
+        return inputs.whole(model(**inputs.values), batch)
+
+    return outputs
 
 
 def install_head(
@@ -381,7 +387,7 @@ def install_head(
         )[0]
         return head_of(self)(hidden, head_inputs)
 
-    head, logits = head_of(model), Logits.of(model.config)
+    head, logits = head_of(model), logits_of(model.config)
     head.forward = types.MethodType(values if is_scalar(model) else logprobs, head)
     model.forward = types.MethodType(of_model, model)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import psutil
@@ -61,7 +62,7 @@ class World:
     saving_group: dist.ProcessGroup | None = None
     """All ranks, for a checkpoint that is written beside training steps."""
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """Whether parameters are DTensors; with a single rank, too, if it was started as one."""
         return self.dims is not None
@@ -70,7 +71,7 @@ class World:
         """Return the number of a pipeline stage, of which this rank has `plan.vpp`."""
         return part * self.plan.pp + self.pp_rank
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.plan.pp - 1
 

@@ -1,5 +1,5 @@
 """Calls of the user's functions: by the names of their parameters, in threads and on event loops,
-each with a time limit.
+each with a time limit; an exit or a fork in them is refused.
 """
 
 import asyncio
@@ -14,10 +14,11 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
+    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,6 @@ from typing import Any, TypeVar
 from nemorl.checks import warn
 from nemorl.data.rows import own_copy
 from nemorl.rollout.conversation import EnvironmentTimeout
-from nemorl.user_code import end_fork
 
 T = TypeVar("T")
 
@@ -166,6 +166,47 @@ def columns_of(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[
         for name in there
         if signature.any_columns or name in signature.columns
     }
+
+
+class ExitInUserCode(RuntimeError):
+    """Code of the user's called sys.exit, or raised GeneratorExit."""
+
+
+@contextmanager
+def exit_is_error(name: str) -> Iterator[None]:
+    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block; a signal is none. A fork
+    that leaves the block ends (`end_fork`).
+    """
+    try:
+        yield
+    except (SystemExit, GeneratorExit) as error:
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # SIGTERM's Terminated
+            raise
+        did = "raised GeneratorExit"
+        if isinstance(error, SystemExit):
+            did = f"called sys.exit({error.code!r})"
+        raise ExitInUserCode(
+            f"{name} must not end the run, but it {did}: raise an exception instead"
+        ) from error
+    finally:
+        end_fork()
+
+
+HOLDERS: dict[str, int] = {}
+"""The process that holds the lock of a run's folder, by the folder: a fork of it has them, too."""
+
+
+def end_fork(place: str = "") -> None:
+    """End this process if it is a fork of the one that writes a run, below which a path is."""
+    for folder, holder in list(HOLDERS.items()):
+        if holder != os.getpid() and f"{place or folder}/".startswith(f"{folder}/"):
+            text = (
+                f"process {os.getpid()} ends: it is a fork of process {holder}, whose run writes"
+                f" {folder}, and came back from a reward, a loss or a callback: end forked children"
+                " with os._exit\n"
+            )
+            os.write(2, text.encode(errors="backslashreplace"))
+            os._exit(1)
 
 
 class EventLoop:

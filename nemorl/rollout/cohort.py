@@ -13,7 +13,7 @@ from nemorl.checks import as_number, require, short
 from nemorl.data.datasets import prompt_of, with_tools
 from nemorl.data.rows import own_copy
 from nemorl.data.templates import Message
-from nemorl.rollout.calls import BatchCalls, Call, Question, call_limited, name_of
+from nemorl.rollout.calls import BatchCalls, Call, Question, call_limited, exit_is_error, name_of
 from nemorl.rollout.context import Context, Tools
 from nemorl.rollout.conversation import (
     DEFAULT_TURNS,
@@ -26,11 +26,11 @@ from nemorl.rollout.conversation import (
     Prompts,
     Turn,
     messages_of,
+    text_of,
 )
 from nemorl.rollout.environment import REMEDY
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.user_code import exit_is_error
 
 T = TypeVar("T")
 _PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
@@ -340,6 +340,7 @@ class RecordingPolicy:
             member=self.member,
             turns=tuple(self.turns),
             outcome=outcome,
+            text=text_of(self.messages),
         )
         return replace(found, cut_by=self._cut_by(found)) if found.truncated else found
 

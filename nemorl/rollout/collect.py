@@ -24,7 +24,6 @@ from nemorl.rollout.conversation import (
     Outcome,
     Prompts,
     examples_of,
-    prompt_text,
     segments_of,
     turns_of,
 )
@@ -43,8 +42,6 @@ class Rollouts:
 
     conversations: Sequence[Conversation]
     """With an outcome each."""
-    texts: Sequence[str]
-    """Texts of the prompts."""
     rewards: Float[Tensor, "batch"]
     """Rewards as the environment's global post-processing left them."""
     kind: LogprobKind
@@ -192,7 +189,6 @@ def as_rollouts(
     judge, what = judge_of(environment), named(environment)
     conversations, failed = _parted(everything, what)
     outcomes = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
-    texts = [prompt_text(each.row) for each in conversations]
     size = len(outcomes)
     changed: Mapping[str, Any] = {
         "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),
@@ -200,7 +196,7 @@ def as_rollouts(
             key: [each.components.get(key, 0.0) for each in outcomes]
             for key in next((each.components for each in outcomes if each.components), ())
         },
-        "texts": texts,
+        "texts": [each.text for each in conversations],
         "truncated": [each.truncated for each in conversations],
     }
     metrics: Mapping[str, float] = {}
@@ -210,7 +206,6 @@ def as_rollouts(
         changed, metrics = blocking(call_in_turn(call, partial(post, changed)))
     return Rollouts(
         conversations=conversations,
-        texts=texts,
         rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
         metrics={
@@ -277,7 +272,6 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
     return replace(
         rollouts,
         conversations=[rollouts.conversations[i] for i in keep],
-        texts=[rollouts.texts[i] for i in keep],
         rewards=rollouts.rewards[index],
         components={name: values[index] for name, values in rollouts.components.items()},
     )
@@ -312,7 +306,6 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     return replace(
         first,
         conversations=conversations,
-        texts=[text for part in parts for text in part.texts],
         rewards=torch.cat([part.rewards for part in parts]),
         metrics=metrics | _outcome_metrics(conversations),
         components=components,

@@ -100,13 +100,15 @@ class Conversation:
     member: int
     turns: tuple[Turn, ...]
     outcome: Outcome | Failure
+    text: str = ""
+    """Of the row's prompt, a message a line."""
     cut_by: str | None = None
     """If it is truncated, the setting that did it, or "environment"."""
 
     @property
     def truncated(self) -> bool:
         """Whether a limit cut the conversation or its last turn."""
-        cut = bool(self.turns) and self.turns[-1].completion.truncated
+        cut = bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
         return cut or (isinstance(self.outcome, Outcome) and self.outcome.truncated)
 
     @property
@@ -273,6 +275,6 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return as_messages(prompt_of(row), "prompt", "user")
 
 
-def prompt_text(row: Mapping[str, Any]) -> str:
-    """Return the text of a row's prompt, a message a line."""
-    return "\n".join(str(message.get("content") or "") for message in messages_of(row))
+def text_of(messages: Sequence[Message]) -> str:
+    """Return the text of messages, one a line."""
+    return "\n".join(str(message.get("content") or "") for message in messages)

@@ -25,12 +25,12 @@ from nemorl.rollout.calls import (
     EventLoop,
     Signature,
     columns_of,
+    exit_is_error,
     present_call,
     read_signature,
 )
 from nemorl.rollout.conversation import ConversationFailed, messages_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
-from nemorl.user_code import exit_is_error
 
 Message = Mapping[str, Any]
 MessageLog = Sequence[Message]

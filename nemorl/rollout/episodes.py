@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemorl.checks import require
 from nemorl.data.templates import ROLES, Message
-from nemorl.rollout.calls import ENVIRONMENT, is_async, name_of
+from nemorl.rollout.calls import ENVIRONMENT, exit_is_error, is_async, name_of
 from nemorl.rollout.cohort import Cohort
 from nemorl.rollout.conversation import DEFAULT_TURNS, ContextFull, Episode, Outcome, Policy
 from nemorl.rollout.environment import (
@@ -17,7 +17,6 @@ from nemorl.rollout.environment import (
     check_counts,
     listed,
 )
-from nemorl.user_code import exit_is_error
 
 LIMITS = ("max_turns", "discount")
 """Settings of `rollout` that some environments do not read."""

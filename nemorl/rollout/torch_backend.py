@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from nemorl.checks import warn
 from nemorl.models.adapters import has_adapters
 from nemorl.models.capabilities import Proof, known
-from nemorl.models.causal_lm import Logits, blocks_of, decoder_of, end_tokens, head_weight, recorded
+from nemorl.models.causal_lm import (
+    blocks_of,
+    decoder_of,
+    end_tokens,
+    head_weight,
+    logits_of,
+    recorded,
+)
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
 from nemorl.models.tensor_files import Stored, as_stored, check_held, misfits, sampled, stored_names
@@ -97,6 +104,9 @@ class TorchGenerationBackend(ScheduledBackend):
             self.decoding.cache.clear()
             self._scheduler.asleep = True
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def shutdown(self) -> None:
         with self._scheduler.lock:
             super().shutdown()
@@ -141,7 +151,7 @@ class TorchGenerationBackend(ScheduledBackend):
         if experts:
             work.keep(torch.stack(experts, 1))
         hidden = hidden.flatten(0, 1)[work.states]
-        logits = Logits.of(self._model.config)(hidden, head_weight(self._model))
+        logits = logits_of(self._model.config)(hidden, head_weight(self._model))
         return draw_tokens(logits, work)
 
 

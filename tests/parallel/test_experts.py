@@ -2,6 +2,7 @@
 and metrics of their load, against Hugging Face and the papers.
 """
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def family(kind: str, folder: Path, **options: Any) -> Any:
 
 
 def set_up(folder: Path, plan: ParallelPlan = ALONE, **options: Any) -> DTensorBackend:
-    return ways.set_up(None, folder, plan=vars(plan), optimizer={"lr": 1e-5}, **options)
+    return ways.set_up(None, folder, plan=asdict(plan), optimizer={"lr": 1e-5}, **options)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])

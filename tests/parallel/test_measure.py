@@ -16,6 +16,7 @@ from nemorl.parallel.measure import (
     main_memory_peak,
     segment_lengths,
 )
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.watch.alerts import ResourceMeter
 from tests.parallel.batches import grouped, nll_loss
 from tests.parallel.ways import set_up
@@ -74,14 +75,14 @@ def step(meter: StepMeter, batch):
 def test_a_step(monkeypatch):
     config, batch = tiny_model().config, batch_of([7, 3])
     monkeypatch.setattr(measure, "peak_flops", lambda device: 1e9)
-    found = finalize(step(StepMeter(config, CPU, 4), batch))
+    found = finalize(step(StepMeter(config, CPU, ParallelPlan(dp_shard=4)), batch))
     names = {"seconds", "memory_gb", "tflops_per_device", "mfu", "shared_fraction"}
     assert set(found) == {f"trainer/{name}" for name in names}
     flops = flops_per_step(config, [7, 3]) / 4 / found["trainer/seconds"]
     assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12)
     assert found["trainer/mfu"] == pytest.approx(flops / 1e9)
     monkeypatch.setattr(measure, "peak_flops", lambda device: None)
-    assert "trainer/mfu" not in step(StepMeter(config, CPU, 1), batch)
+    assert "trainer/mfu" not in step(StepMeter(config, CPU, ParallelPlan().on(1)), batch)
 
 
 @pytest.mark.parametrize("size", [None, 2])
@@ -118,7 +119,7 @@ def test_the_peak_is_this_process_own():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    meter = StepMeter(tiny_model().config, torch.device("cuda"), 1)
+    meter = StepMeter(tiny_model().config, torch.device("cuda"), ParallelPlan().on(1))
     before = torch.ones(100_000_000, device="cuda")
     del before
     meter.begin()

@@ -203,7 +203,6 @@ def rollouts(
             )
             for i, (reward, completion) in enumerate(zip(rewards, completions, strict=True))
         ],
-        texts=["a"] * len(rewards),
         rewards=torch.tensor(rewards),
         kind=LogprobKind(),
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,10 @@ class Found:
     trainable: list[nn.Parameter]
 
 
+Forward = Callable[[TokenBatch, Work, Needs], ForwardOutput]
+"""Computes a model's outputs of a microbatch."""
+
+
 class DTensorBackend(Accumulating):
     """Trains a model that it is given, or that `setup` loads; parameters and optimizer are float32.
 
@@ -124,8 +127,11 @@ class DTensorBackend(Accumulating):
         self._mixtures = mixtures if mixtures.routers or mixtures.blocks else None
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
+        self._outputs = self._reference_outputs = _outputs_of(self, self.model)
+        if self._reference is not None:
+            self._reference_outputs = _outputs_of(self, self._reference)
         self._writer = CheckpointWriter(self.world)
-        sizes = self.model.config, self.device, self.world.size
+        sizes = self.model.config, self.device, self.world.plan
         self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
         self._forget()
         torch.manual_seed(config.seed)
@@ -206,16 +212,15 @@ class DTensorBackend(Accumulating):
             torch.manual_seed(seed)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
-        forward = partial(_forward, model, config=self.config, world=world)
         layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
         with _passes(self, model):
             if self._mixtures:
-                _balance(self, self._mixtures, batch, parts, forward)
+                _balance(self, self._mixtures, batch, parts)
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
-                found = forward(rows, work, needs)
+                found = self._outputs(rows, work, needs)
                 output = loss_fn(found, rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
@@ -305,14 +310,15 @@ class DTensorBackend(Accumulating):
         self, batch: TokenBatch, needs: Needs, *, reference: bool = False
     ) -> ForwardOutput:
         model = self._reference if reference and self._reference is not None else self.model
+        forward = self._reference_outputs if reference else self._outputs
         was_training = model.training
         model.eval()
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
         rank = self.world.data_rank
         with torch.no_grad(), _passes(self, model, reference=reference):
-            forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
-            found = [forward(*_next(self, x, x.response_mask)) for x in layout.parts(rank)]
+            parts = layout.parts(rank)
+            found = [forward(*_next(self, x, x.response_mask), needs) for x in parts]
         model.train(was_training)
         outputs = {}
         for name in needs.outputs:
@@ -357,14 +363,13 @@ def _balance(
     mixtures: Mixtures,
     batch: TokenBatch,
     parts: Sequence[TokenBatch],
-    forward: Any,
 ) -> None:
     """Prepare the gradient of the loss that balances experts, if there is one."""
     if not backend._batches:
         mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):
         empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
-        passes = (forward(*_next(backend, *each), Needs()) for each in empty)
+        passes = (backend._outputs(*_next(backend, *each), Needs()) for each in empty)
         mixtures.weigh(batch.num_tokens, passes)
 
 
@@ -427,23 +432,17 @@ def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
         yield from parameters
 
 
-def _forward(
-    model: nn.Module,
-    batch: TokenBatch,
-    work: Work,
-    needs: Needs,
-    *,
-    config: BackendConfig,
-    world: World,
-) -> ForwardOutput:
-    options: Any = {"chunk": config.trainer.chunk, "needs": needs}
-    if world.sharded:
-        found = sharded_outputs(model, world, batch, work, **options)
-    else:
-        lower = world.plan.precision == "bfloat16"
-        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=lower):
-            found = plain_outputs(model, batch, work, **options)
-    return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))
+def _outputs_of(backend: DTensorBackend, model: nn.Module) -> Forward:
+    world, chunk = backend.world, backend.config.trainer.chunk
+    device, lower = world.device.type, world.plan.precision == "bfloat16" and not world.sharded
+    outputs = sharded_outputs(model, world, chunk) if world.sharded else plain_outputs(model, chunk)
+
+    def forward(batch: TokenBatch, work: Work, needs: Needs) -> ForwardOutput:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=lower):
+            found = outputs(batch, work, needs)
+        return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))
+
+    return forward
 
 
 def _give_back(model: Any, found: Found, config: BackendConfig) -> None:

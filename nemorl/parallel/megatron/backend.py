@@ -106,7 +106,7 @@ class MegatronBackend(Accumulating):
         if initial is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         self._writer = CheckpointWriter(self.world)
-        self.meter = StepMeter(self.model.config, self.device, self.world.size)
+        self.meter = StepMeter(self.model.config, self.device, self.world.plan)
         self._forget()
         torch.manual_seed(config.seed)
 

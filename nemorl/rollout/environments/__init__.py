@@ -19,7 +19,7 @@ from nemorl.rollout.environments.classes import ClassEnvironment, Workers, kind_
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.episodes import LIMITS, LeadsConversations, limits_read, named
 from nemorl.rollout.episodes import Environment as Environment
-from nemorl.user_code import function_of
+from nemorl.rollout.user_code import function_of
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from nemorl.data.batch import take
-from nemorl.data.sources import set_names
 from nemorl.runtime.algorithms.policy_loss import (
     at_version,
     make_advantages,
@@ -38,20 +37,21 @@ def grpo(run: Run[GRPOConfig]) -> None:
     for step in run.steps(config.max_num_steps):
         rollouts, everything = roll_out(run, step, prompts)
         with step.timed("train"):
-            batch = with_logprobs(run, rollouts.to_batch())
+            updates = list(minibatches(len(rollouts), config, seed=step.seed))
+            batch = with_logprobs(run, rollouts.to_batch(), several=len(updates) > 1)
             trains = trained_rows(config, rollouts)
             batch = replace(batch, loss_mask=batch.loss_mask & trains[:, None])
             batch = replace(batch, advantages=advantages(rollouts, batch))
             step.log({}, samples=compared_samples(run, rollouts, batch, shaping))
             version = run.trainer.step
-            for rows in minibatches(len(batch), config, seed=step.seed):
+            for rows in updates:
                 part, loss = take(batch, rows), loss_fn
                 if teaches(config, part):
                     weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
                     if config.interpolates:
                         loss = at_version(loss_fn, version=version, present=run.trainer.step)
                     step.train(replace(part, loss_weights=weights), loss)
-        found = compared(everything, config) | by_set(everything, set_names(config.data.train))
+        found = compared(everything, config) | by_set(everything, run.train_sets)
         kept = found.get("informative_groups", 0.0) if config.dynamic_sampling else 1.0
         own = {"groups_kept": kept, "num_updates": float(step.updates)}
         if config.overlong.buffer:

@@ -53,14 +53,13 @@ def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
     return bool((batch.advantages != 0).any())
 
 
-def with_logprobs(run: Run[GRPOConfig], batch: TokenBatch) -> TokenBatch:
-    """Add the logprobs that the loss compares."""
+def with_logprobs(run: Run[GRPOConfig], batch: TokenBatch, *, several: bool) -> TokenBatch:
+    """Add the logprobs that the loss compares. several: whether it gets several updates."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
         values = by_segment(trainer.get_reference_logprobs, batch, "reference_logprobs")
         batch = replace(batch, reference_logprobs=values)
-    several = config.updates_on(len(batch)) > 1 and not config.interpolates
-    if several or config.needs_kl_reward:
+    if (several and not config.interpolates) or config.needs_kl_reward:
         values = by_segment(trainer.get_logprobs, batch, "prev_logprobs")
         batch = replace(batch, prev_logprobs=values)
     return batch

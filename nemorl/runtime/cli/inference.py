@@ -191,7 +191,7 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
                 "data": part.name,
                 "group": int(rollouts.group_id[i]),
                 **({} if category is None else {"category": str(category)}),
-                "prompt": rollouts.texts[i],
+                "prompt": rollouts.conversations[i].text,
                 "response": completion.text,
                 "answer": row.get("answer"),
                 **({} if read is None else {"extracted_answer": read}),

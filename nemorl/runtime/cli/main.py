@@ -21,6 +21,8 @@ from nemorl.data.datasets import load_rows, prompt_of
 from nemorl.data.rows import for_rows
 from nemorl.data.sources import first_rows, known_set, sources_of
 from nemorl.parallel.planner.config import PlanConfig
+from nemorl.rollout.calls import ExitInUserCode
+from nemorl.rollout.user_code import module_of
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
     AnswerConfig,
@@ -52,7 +54,6 @@ from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import ReceiptError, memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
-from nemorl.user_code import ExitInUserCode, module_of
 
 if TYPE_CHECKING:
     from nemorl.runtime.config.flags import Extra

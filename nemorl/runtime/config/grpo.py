@@ -5,6 +5,7 @@ of them.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -505,7 +506,7 @@ class GRPOConfig(BaseConfig):
             return self.off_policy.mode
         return "truncate" if self.max_staleness >= 1 else "none"
 
-    @property
+    @cached_property
     def interpolates(self) -> bool:
         """Whether π_prev is estimated from the tokens' versions and not computed."""
         return self.off_policy.proximal == "interpolate" and self.updates_per_step > 1
@@ -520,12 +521,12 @@ class GRPOConfig(BaseConfig):
         size = self.train_global_batch_size or num_responses
         return self.num_updates_per_batch * -(-num_responses // size)
 
-    @property
+    @cached_property
     def needs_reference(self) -> bool:
         """Whether a frozen copy of the initial model is kept."""
         return self.kl.coef > 0 or self.needs_kl_reward
 
-    @property
+    @cached_property
     def needs_kl_reward(self) -> bool:
         """Whether the reward holds a KL penalty per token."""
         return isinstance(self.advantage, ReinforcePlusPlusAdvantage) and self.advantage.kl_coef > 0

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from nemorl.checks import require
+from nemorl.rollout.user_code import function_of, same_function
 from nemorl.runtime.config.spellings import advice, algorithm_hint, meaning_of, means_another, table
 from nemorl.runtime.config.yaml_io import SECRET, ConfigError, Trust, dump, read, without_secrets
-from nemorl.user_code import function_of, same_function
 
 Section = TypeVar("Section", bound="OwnFunction")
 

@@ -87,6 +87,8 @@ class Run(Generic[Config]):
         self.tokenizer, self.environment = launch.tokenizer, launch.environment
         self.rows, self.validation_rows = launch.rows, launch.validation_rows
         self.directory = launch.directory.path
+        self.train_sets = set_names(self.config.data.train)
+        """Names of the data sets that are trained on."""
         self.progress = Progress(LoopState(self.config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
@@ -308,7 +310,7 @@ def _answered(
     with run.sampling() as generator:
         found = collect(generator, environment, prompts, params, seed=seed)
     count, data = run.config.run.samples_per_step, run.config.data
-    names = set_names(data.train if data.held_out else data.validation)
+    names = run.train_sets if data.held_out else set_names(data.validation)
     try:
         directory, outcomes = RunDirectory(run.directory), outcomes_of(found, names)
         directory.append_outcomes(run.state.step, outcomes)
@@ -466,7 +468,7 @@ class Step:
         ours = {id(each) for each in self._learned if isinstance(each, Metric)}
         metrics = {name: each for name, each in metrics.items() if id(each) not in ours}
         if isinstance(samples, Rollouts):
-            sets = by_set(samples, set_names(self.run.config.data.train))
+            sets = by_set(samples, self.run.train_sets)
             self.log({**compared(samples, self.run.config), **sets})
             samples = _shown(samples, self.run.config.run.samples_per_step)
         for name, value in metrics.items():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemorl.checks import warn
+from nemorl.rollout.calls import exit_is_error
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks import is_follower
 from nemorl.runtime.ranks.trainer import RankedTrainer
@@ -18,7 +19,6 @@ from nemorl.runtime.store.checkpoint import RandomState
 from nemorl.runtime.store.directory import script_with
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
 from nemorl.runtime.watch.log import event
-from nemorl.user_code import exit_is_error
 
 OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
 

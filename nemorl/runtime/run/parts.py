@@ -507,7 +507,7 @@ def ranks_of(launch: Launch, name: str = "") -> Any:
 def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
     """Return what is profiled, in profile/ of the run by default."""
     profile: ProfileConfig = launch.config.profile
-    span = profile.span()
+    span = profile.span
     if span is None:
         return profile
     require(

@@ -13,12 +13,12 @@ from nemorl.parallel.plan import TrainingTraits
 from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environment, require_reward
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
+from nemorl.rollout.user_code import check_function
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.offline import DPOConfig, SFTConfig
 from nemorl.runtime.config.tree import add_own
 from nemorl.runtime.engines import spec as engines
-from nemorl.user_code import check_function
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.advantages import informative_groups
 from nemorl.rollout.collect import Rollouts, select, turn_returns
-from nemorl.rollout.conversation import Conversation, Failure, examples_of, prompt_text
+from nemorl.rollout.conversation import Conversation, Failure, examples_of
 from nemorl.runtime.config.base import BaseConfig
 
 Samples = list[dict[str, Any]]
@@ -88,7 +88,7 @@ def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
         {
             "data": name,
             "group": int(rollouts.group_id[i]),
-            "prompt": rollouts.texts[i],
+            "prompt": rollouts.conversations[i].text,
             **rollouts.judged(i),
         }
         for i, name in enumerate(_sets_of(rollouts, names))
@@ -198,7 +198,7 @@ def _row(conversation: Conversation) -> dict[str, Any]:
     return {
         "group": conversation.group,
         **({"origin": origin} if origin else {}),
-        "prompt": prompt_text(row),
+        "prompt": conversation.text,
         "response": turns[-1].completion.text if turns else "",
         "finish_reason": turns[-1].completion.finish_reason if turns else None,
         **({"cut_by": conversation.cut_by} if conversation.cut_by else {}),

@@ -38,10 +38,10 @@ import psutil
 from filelock import FileLock, Timeout
 
 from nemorl.checks import is_number, require, warn
+from nemorl.rollout.calls import HOLDERS
 from nemorl.runtime.config.base import RunConfig
 from nemorl.runtime.config.yaml_io import SECRET, dump
 from nemorl.runtime.store.files import check_writer, write_atomically, writing
-from nemorl.user_code import HOLDERS
 
 Phase = Literal["train", "validation"]
 Resume = bool | Literal["auto"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nemorl.user_code import end_fork
+from nemorl.rollout.calls import end_fork
 
 TEMPORARY = ".tmp-"
 """Begins the name of a file or folder that is not complete."""

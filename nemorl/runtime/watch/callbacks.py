@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 from nemorl.checks import closest, require, short, warn
+from nemorl.rollout.calls import exit_is_error
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
 from nemorl.runtime.store.state import RunView
-from nemorl.user_code import exit_is_error
 
 
 class StopTraining(Exception):

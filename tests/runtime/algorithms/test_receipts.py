@@ -66,7 +66,7 @@ def conversations() -> Rollouts:
                 row={}, group=i // 2, member=i % 2, turns=tuple(turns), outcome=Outcome(reward=1.0)
             )
         )
-    return Rollouts(conversations=found, texts=[""] * 4, rewards=torch.ones(4), kind=LogprobKind())
+    return Rollouts(conversations=found, rewards=torch.ones(4), kind=LogprobKind())
 
 
 def exchanged(values: Tensor, one: tuple[int, int], other: tuple[int, int]) -> Tensor:

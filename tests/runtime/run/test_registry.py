@@ -7,9 +7,9 @@ import pytest
 import nemorl
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.rollout.user_code import check_function, function_of
 from nemorl.runtime.run import registry
 from nemorl.runtime.run.registry import get_generation_backend, get_training_backend
-from nemorl.user_code import check_function, function_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,16 @@
-"""Import the user's functions and modules by name, and refuse an exit or a fork in them."""
+"""Import the user's functions and modules by name."""
 
 import ast
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from nemorl.rollout.calls import exit_is_error
 
 
 def function_of(name: str, setting: str) -> Any:
@@ -130,6 +130,7 @@ def _found(module: str, others: Sequence[str] = ()) -> Path | None:
 
 
 def module_of(name: str, setting: str) -> ModuleType:
+    """Import the module that a name or the path of a .py file names. Raises: ValueError."""
     file = _file_of(name)
     if str(file.parent) not in sys.path:  # an installed command does not look where it is run
         sys.path.insert(0, str(file.parent))
@@ -151,44 +152,3 @@ def module_of(name: str, setting: str) -> ModuleType:
             f" {other or 'a part of Python'}: rename it"
         )
     return found
-
-
-class ExitInUserCode(RuntimeError):
-    """Code of the user's called sys.exit, or raised GeneratorExit."""
-
-
-@contextmanager
-def exit_is_error(name: str) -> Iterator[None]:
-    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block; a signal is none. A fork
-    that leaves the block ends (`end_fork`).
-    """
-    try:
-        yield
-    except (SystemExit, GeneratorExit) as error:
-        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # SIGTERM's Terminated
-            raise
-        did = "raised GeneratorExit"
-        if isinstance(error, SystemExit):
-            did = f"called sys.exit({error.code!r})"
-        raise ExitInUserCode(
-            f"{name} must not end the run, but it {did}: raise an exception instead"
-        ) from error
-    finally:
-        end_fork()
-
-
-HOLDERS: dict[str, int] = {}
-"""The process that holds the lock of a run's folder, by the folder: a fork of it has them, too."""
-
-
-def end_fork(place: str = "") -> None:
-    """End this process if it is a fork of the one that writes a run, below which a path is."""
-    for folder, holder in list(HOLDERS.items()):
-        if holder != os.getpid() and f"{place or folder}/".startswith(f"{folder}/"):
-            text = (
-                f"process {os.getpid()} ends: it is a fork of process {holder}, whose run writes"
-                f" {folder}, and came back from a reward, a loss or a callback: end forked children"
-                " with os._exit\n"
-            )
-            os.write(2, text.encode(errors="backslashreplace"))
-            os._exit(1)

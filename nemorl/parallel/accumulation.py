@@ -1,5 +1,5 @@
-"""What the built-in backends have in common: outputs of a model, and optimizer steps along
-gradients that are added up over batches.
+"""What the built-in backends have in common: outputs, and optimizer steps along gradients that are
+added up over batches.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> fl
     linear or cosine decay.
 
     The rate falls to `min_lr_ratio · lr` one step after the last one, so that every step trains.
-    From the end of the warm-up on, this is what transformers' `get_linear_schedule_with_warmup` and
-    `get_cosine_schedule_with_warmup` give. Their warm-up is one step behind: its first rate is 0.
+    After the warm-up this is transformers' `get_linear_schedule_with_warmup` and
+    `get_cosine_schedule_with_warmup`, whose own warm-up is one step behind.
 
     >>> config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
     >>> [learning_rate(step, config, total_steps=6) for step in range(6)]
@@ -114,16 +114,13 @@ def require_finite(loss: Float[Tensor, ""], grad_norm: Float[Tensor, ""], *, ste
     name, value = ("gradient's norm", grad_norm) if bool(loss.isfinite()) else ("loss", loss)
     raise FloatingPointError(
         f"the {name} of optimizer step {step} must be finite, but it is {float(value)}: the weights"
-        " were left as they are; look for extreme advantages or logprobs in the samples, or lower"
-        " optimizer.lr"
+        " were left as they are; look for extreme advantages or logprobs, or lower optimizer.lr"
     )
 
 
 class Offloaded:
-    """Moves the memory of tensors to main memory, pinned where they are a GPU's, and back.
-
-    The tensors stay the same objects, as do views of them, but nothing may compute with them until
-    `restore`.
+    """Moves the memory of tensors to main memory, pinned for a GPU's, and back. Tensors and views
+    stay the same objects, but nothing may compute with them until `restore`.
     """
 
     def __init__(self) -> None:
@@ -137,7 +134,7 @@ class Offloaded:
         return storage_of(tensor) in self._away
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Move tensors, of which several may share memory; what is away already stays there."""
+        """Move tensors, which may share memory or be away already."""
         taken = {}
         for storage in (local_part(tensor).untyped_storage() for tensor in tensors):
             if storage.nbytes() and storage._cdata not in taken:
@@ -198,7 +195,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class Accumulating(InTurns, ABC):
-    """`train_step` and its two halves, `compute` and its cases, of a rank or a single process."""
+    """`train_step` and its halves, and `compute` and its cases, of a rank or a process."""
 
     world: World
     meter: StepMeter
@@ -206,16 +203,16 @@ class Accumulating(InTurns, ABC):
     def __init__(self) -> None:
         self.config = BackendConfig()
         self._settings = ExitStack()
-        """Settings of the process, restored by `shutdown`, or where nobody has the backend."""
+        """Settings of the process, restored by `shutdown` or the end of the backend."""
         weakref.finalize(self, self._settings.close)
         self.optimizer: Any = None
         self._is_whole = False
         """Whether the batch whose gradient is added is all of a step."""
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
-        """Loss whose gradient no step was taken along yet."""
+        """Loss of these batches."""
         self._copied = 0
-        """Tokens that these microbatches did not compute again."""
+        """Tokens that they did not compute again."""
         self._away = Offloaded()
         self.step = 0
 
@@ -308,8 +305,7 @@ class Accumulating(InTurns, ABC):
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Add the gradient of a batch's loss; an error drops what was added since the last step.
 
-        Raises: RanksLost for an error while ranks sum gradients: each may have begun another number
-        of sums.
+        Raises: RanksLost for an error while ranks sum gradients.
         """
         self._require_training()
         self._away.restore()
@@ -357,8 +353,8 @@ class Accumulating(InTurns, ABC):
         return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move parameters, gradients, optimizer state and the reference model to main memory, until
-        any method but `weights` uses them.
+        """Move parameters, gradients, optimizer state and the reference model to main memory until
+        a method other than `weights`.
         """
         self._drop_gradients()
         held, kind = self._held(keep_weights=keep_weights), self.world.device.type

@@ -1,7 +1,7 @@
 """Causal attention in which each segment of a packed row sees only itself.
 
-On GPUs a kernel takes segments of all lengths at once. Elsewhere segments of similar length are
-gathered into small batches: a dense block-diagonal mask would cost the square of the row's length.
+On GPUs a kernel takes segments of all lengths at once; elsewhere those of similar length are
+gathered into small batches, as a dense mask would cost the square of the row's length.
 """
 
 import os
@@ -36,8 +36,8 @@ def choose_kernel(
     dropout: float,
     installed: Collection[Kernel],
 ) -> Kernel:
-    """Return the kernel for segments: PyTorch's, that of the package flash-attn, or, where neither
-    can be used, dense attention over buckets of similar lengths.
+    """Return the kernel for segments: PyTorch's, flash-attn's, or dense attention over buckets of
+    similar lengths.
     """
     fits = (
         capability is not None
@@ -77,8 +77,8 @@ def _head_dim(model: Any) -> int:
 def newer_flash(
     kernel: Kernel, model: Any, device: torch.device
 ) -> AbstractContextManager[None, None]:
-    """Have `varlen_attn` compute by FlashAttention 3 (Hopper) or 4 (Blackwell) in the block, in the
-    whole process, where its package is installed; rank 0 prints which it is.
+    """Have `varlen_attn` compute by FlashAttention 3 (Hopper) or 4 (Blackwell) in the block, where
+    its package is installed, in the whole process; rank 0 prints which.
     """
     usual = kernel == "varlen_attn" and not torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda" or not usual:
@@ -91,7 +91,7 @@ def newer_flash(
 
 
 def _activated(name: str) -> Callable[[], None]:
-    said, restore = f"FlashAttention {name[-1]}", _nothing
+    said, restore = f"FlashAttention {name[-1]}", lambda: None
     try:
         from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
@@ -104,15 +104,11 @@ def _activated(name: str) -> Callable[[], None]:
     return restore
 
 
-def _nothing() -> None:
-    """Restore nothing."""
-
-
 NEWER = {name: Overlapping(partial(_activated, name)) for name in ("FA3", "FA4")}
 
 
 def installed() -> list[Kernel]:
-    """Return the kernels that this PyTorch, and the packages beside it, have."""
+    """Return the kernels that are installed."""
     found: list[Kernel] = []
     if torch.backends.cuda.is_flash_attention_available():
         from torch.nn.attention.varlen import varlen_attn
@@ -168,7 +164,7 @@ class SegmentBuckets:
     """The segments of packed rows, in buckets of similar length.
 
     tokens: of each bucket the flat token indices, `[segments, longest]`. A shorter segment repeats
-    its last token, which none of the others sees, and which is never read.
+    its last token; the copies are never read.
     places: the place of each token in the buckets laid end to end; one past the end for padding.
     """
 
@@ -183,7 +179,7 @@ class FlatSegments:
     tokens: the flat token indices, and `places`: the place of each token, one past the end for
     padding; None where the rows lie like this.
     cu_seqlens: the first place of each segment, and the end.
-    longest: tokens of the longest segment, a number that no GPU is asked for.
+    longest: tokens of the longest segment.
     """
 
     tokens: Int[Tensor, "laid"] | None
@@ -224,8 +220,7 @@ def segments_of(segment_ids: Int[Tensor, "batch seq"], kernel: Kernel) -> Segmen
     >>> flat.tokens.tolist(), flat.cu_seqlens.tolist(), flat.longest
     ([0, 1, 4, 5, 6, 7], [0, 2, 5, 6], 3)
     """
-    # A row whose tokens all see what is before them is one: with padding, on the right alone. With
-    # a kernel for all lengths, that padding is left out, too.
+    # A row of one segment, padded on the right, is causal; kernels for all lengths skip padding.
     begins_late = (segment_ids[:, 1:] > segment_ids[:, :-1]).any()
     if not begins_late and bool((segment_ids <= (1 if kernel == "buckets" else 0)).all()):
         return None
@@ -356,10 +351,8 @@ CONTEXT_ATTENTION = "nemorl_context_parallel"
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How the tokens of rows of one width lie on the ranks of a group.
-
-    `order[i]` is the place in the row of the i-th token of all ranks' laid end to end; `back` is
-    its inverse.
+    """How the tokens of rows of one width lie on the ranks of a group. `order[i]` is the place in
+    the row of the i-th token of all ranks, laid end to end; `back` is its inverse.
     """
 
     order: Int[Tensor, "seq"]
@@ -404,7 +397,7 @@ class ContextState:
     segments: Segments | None = None
     bias: Float[Tensor, "batch 1 part seq"] | None = None
     """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
-    of the ranks. In the queries' dtype, or each layer would make and keep one of its own.
+    of the ranks; in the queries' dtype, so that no layer casts it.
     """
     positions: Int[Tensor, "batch seq"] | None = None
     """allgather: positions of the keys in their segments."""
@@ -442,9 +435,8 @@ def context_attention(
 ) -> Float[Tensor, "batch part heads value_dim"]:
     """Return the attention of this rank's tokens.
 
-    ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are
-    repeated where their heads don't divide. allgather (Llama 3): each rank collects all keys and
-    values for its own queries.
+    ulysses (DeepSpeed): by all-to-all each rank has all tokens of some heads; keys are repeated
+    where their heads don't divide. allgather (Llama 3): each rank collects all keys and values.
     """
     split = context.split
     if context.bias is not None:

@@ -26,9 +26,8 @@ REMEDIES = {
 class ForwardOutput:
     """A model's outputs for a batch, each of shape (batch, seq): what a loss reads.
 
-    Index t belongs to token t of `input_ids`; 0 where nothing was computed. Only outputs that
-    the loss's `Needs` names are computed; reading another raises AttributeError, which says how to
-    declare it.
+    Index t belongs to token t of `input_ids`; 0 where nothing was computed. Reading an output that
+    the loss's `Needs` does not name raises AttributeError, which says how to declare it.
 
     >>> import torch
     >>> ForwardOutput(torch.zeros(1, 2)).token_logprobs.tolist()
@@ -40,7 +39,7 @@ class ForwardOutput:
     entropy: PerToken
     """Entropy of the distribution that token t is drawn from, in nats."""
     values: PerToken
-    """Value of the text before token t, x_<t: what a scalar head makes of its last hidden state."""
+    """Value of the text before token t, x_<t, by a scalar head."""
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class ForwardOutput:
         vars(self).update({name: each for name, each in found.items() if each is not None})
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what `__init__` did not get.
         if name in REMEDIES:
             raise AttributeError(
                 f"the loss did not say that it needs {name}: {REMEDIES[name]}. If it did, its"
@@ -70,26 +68,25 @@ reads besides log-probabilities it declares with `nemorl.needs`.
 
 @runtime_checkable
 class TrainingBackend(Protocol):
-    """One model in training. tests/parallel/test_training_conformance.py is the contract.
+    """One model in training; tests/parallel/test_training_conformance.py is the contract.
 
     A class with these methods is accepted; a run that needs one of `FullTrainingBackend` says so.
-    From `setup` until `shutdown` its `model` is the live one, which an embedded generator shares.
+    From `setup` until `shutdown` its `model` is the live one.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         """Take a loaded model to train; without one `setup` loads what the configuration names."""
 
     step: int
-    """Optimizer steps begun; the weights change with it alone. Part of a checkpoint. A backend
-    without it is wrapped in one that counts (`SmallBackend`).
+    """Optimizer steps begun, part of a checkpoint; the weights change with it alone. A backend
+    without it is wrapped (`SmallBackend`).
     """
 
     def setup(self, config: Any) -> None:
         """Load the model and make the optimizer. The first call."""
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take one optimizer step on a batch with `loss_weights` built for the whole of it:
-        `forward_backward` and `optim_step` in a row.
+        """Take one optimizer step on a batch whose `loss_weights` are built for the whole of it.
 
         Returns: the loss's metrics, and loss, grad_norm (before clipping), lr and num_tokens
         (without padding).
@@ -107,9 +104,7 @@ class TrainingBackend(Protocol):
         """
 
     def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint` wrote; the next step equals the one that would have
-        followed.
-        """
+        """Restore what `save_checkpoint` wrote; the next step equals the uninterrupted one."""
 
     def shutdown(self) -> None:
         """Free everything. The last call, made after a setup that failed, too."""
@@ -136,8 +131,8 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """
 
     def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
-        """Return the model's output for each token in `response_mask`, without gradient; nothing
-        that `needs` does not name is computed. `get_logprobs` is the case `Needs()`.
+        """Return the outputs that `needs` names for each token in `response_mask`, without
+        gradient. `get_logprobs` is the case `Needs()`.
 
         Raises: ValueError for log-probabilities of a scalar head and values of a language model.
         """
@@ -148,19 +143,18 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move what training keeps on the device to main memory, for a generator to use the device.
-        It is back with the next use of `model` and of all methods but `weights`.
+        """Move what training keeps on the device to main memory, until the next use of `model` or
+        of any method but `weights`.
 
         keep_weights: the generator computes with the live model.
         """
 
     def empty_cache(self) -> None:
-        """Free memory of the device that holds nothing of use, for another process."""
+        """Free unused memory of the device for another process."""
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the last `save_checkpoint` is on the disk. Raises what went wrong.
-
-        Called from another thread than the other methods.
+        """Return when the last `save_checkpoint` is on the disk; called from another thread.
+        Raises what went wrong.
         """
 
 
@@ -183,8 +177,8 @@ WAITING = own_methods(FullTrainingBackend, object) - {
 
 
 class InTurns:
-    """A training backend of which another thread may read the weights of one step: the `WAITING`
-    methods of its subclasses hold `turn`, and so does the reader.
+    """A training backend whose weights another thread may read: `WAITING` methods of subclasses
+    hold `turn`, and so does the reader.
     """
 
     turn: threading.RLock
@@ -243,9 +237,9 @@ def as_training_backend(backend: Any) -> Any:
 class SmallBackend(InTurns):
     """Adapts a backend with the `NEEDED` methods, or more, to `FullTrainingBackend` and `InTurns`.
 
-    Counts optimizer steps if the backend has no `step`, and saves the count in checkpoints. Wraps
-    log-probabilities in `Logprobs` of the batch's `logprob_kind`. Raises AttributeError for a
-    method that the backend lacks.
+    Counts optimizer steps, also in checkpoints, if the backend has no `step`; wraps
+    log-probabilities in `Logprobs` of the batch's `logprob_kind`. A method that the backend lacks
+    is an AttributeError.
     """
 
     def __init__(self, inner: Any) -> None:

@@ -1,5 +1,5 @@
-"""What training backends say of themselves, by name, before they are imported, and checks by it.
-Free of torch.
+"""What training backends say of themselves before they are imported, and checks by it. Free of
+torch.
 """
 
 from collections.abc import Callable

@@ -9,9 +9,8 @@
     backend.json             the optimizer's steps, and the fingerprint of the initial weights
     manifest.json            sizes and CRC-32 of all of these, written last by rank 0
 
-A rank writes what it holds, without any other's part; what several ranks hold, one of them writes.
-Each reads the headers of all files, of any plan, and of the data its own pieces; it checks what it
-reads. Whole tensors are made of them by an export.
+A rank writes what it holds; what several ranks hold, one of them writes. Each reads all headers,
+of any plan, and its own pieces of the data, and checks them. An export makes whole tensors.
 """
 
 import json
@@ -62,9 +61,8 @@ class Contents:
 
 
 class CheckpointWriter:
-    """Writes this rank's part of checkpoints, one at a time, at once or in a thread.
-
-    Made by all ranks together, which share their errors.
+    """Writes this rank's part of checkpoints, one at a time, at once or in a thread. Ranks share
+    their errors.
     """
 
     def __init__(self, world: World) -> None:
@@ -82,10 +80,8 @@ class CheckpointWriter:
         state: Mapping[str, Any],
         background: bool = False,
     ) -> None:
-        """Write everything that the next step depends on; a collective call.
-
-        With `background` return as soon as all is copied to main memory; `wait` says when it is
-        written. `state` goes into backend.json.
+        """Write everything that the next step depends on, and `state` into backend.json; a
+        collective call. With `background` return when all is copied to main memory.
         """
         self.wait()
         with self.world.share_errors():
@@ -126,10 +122,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Return when all ranks have written the last checkpoint and its manifest is there.
-
-        A collective call, in any thread.
-        """
+        """Return when the last checkpoint and its manifest are written; a collective call."""
         self.close()
         path, group = self._path, self.world.saving_group
         if path is None:
@@ -161,9 +154,8 @@ class CheckpointWriter:
 
 
 class Saved:
-    """What a `CheckpointWriter` wrote, read by all ranks together.
-
-    `state` is the one that was saved. Damage that one rank meets is a DamagedFile on every rank.
+    """What a `CheckpointWriter` wrote, read by all ranks together. Damage that one rank meets is a
+    DamagedFile on every rank.
     """
 
     def __init__(self, path: Path, world: World) -> None:

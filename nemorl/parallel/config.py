@@ -26,17 +26,17 @@ class ModelConfig:
     """Folder or hub name of the tokenizer. Default: the model's own."""
     chat_template: str | None = None
     """Jinja chat template, path of a file with one, or passthrough (contents as they are). Default:
-    the tokenizer's own.
+    the tokenizer's.
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values for the chat template by name, such as '{"enable_thinking": false}'; kept in the
-    tokenizer that a run exports.
+    """Values for the chat template, such as '{"enable_thinking": false}'; exported with the
+    tokenizer.
     """
     from_scratch: bool = False
-    """Initialize the weights at random from the model's configuration instead of loading them."""
+    """Initialize the weights at random instead of loading them."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model or the tokenizer (auto_map). It can do whatever you
-    can: read it first.
+    """Run Python code of the model or the tokenizer (auto_map). It can do what you can: read it
+    first.
     """
 
 
@@ -45,8 +45,8 @@ class TrainerConfig:
     """How a batch is turned into one optimizer step."""
 
     backend: str = "dtensor"
-    """Name of the training backend: dtensor (FSDP2, tensor and context parallelism), megatron
-    (megatron-core; pipeline parallelism, too), or one of yours.
+    """Training backend: dtensor (FSDP2, tensor and context parallelism), megatron (megatron-core;
+    pipeline parallelism, too), or one of yours.
     """
     train_micro_batch_size: int | None = None
     """Sequences (or packed rows) per forward pass, instead of micro_batch_tokens; changes memory,
@@ -59,40 +59,37 @@ class TrainerConfig:
     packed_row_tokens: int | None = None
     """Tokens of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
     share_prompts: bool = True
-    """Compute once per forward pass what several of its sequences begin with: prompts, and earlier
-    turns. Not with context parallelism.
+    """Compute once per forward pass what several sequences begin with: prompts, and earlier turns.
+    Not with context parallelism.
     """
     logprob_chunk: int | None = None
-    """Tokens whose logits are in memory at a time; the logits of a whole batch never are. None:
-    4,096 on GPUs that are known to have room for it, and that no engine shares; else 1,024.
+    """Tokens whose logits are in memory at a time. None: 4,096 on GPUs that have room for it and
+    that no engine shares; else 1,024.
     """
     device: str | None = None
-    """Device: cpu, cuda, cuda:1, …; with several ranks cpu or cuda, of which each takes one GPU.
-    Default: the first GPU if there is one.
+    """Device: cpu, cuda, cuda:1, …; with several ranks cpu, or cuda for a GPU each. Default: the
+    first GPU if there is one.
     """
     offload_during_generation: bool | None = None
     """While engines on the trainer's GPUs generate, keep its parameters, gradients, optimizer state
-    and reference model in pinned main memory. With generation.backend megatron, and torch in the
-    trainer's process, the parameters stay, because it computes with them. None: on where vLLM's
-    engines share the trainer's GPUs and don't fit beside it.
+    and reference model in pinned main memory; parameters stay with generation.backend megatron, and
+    torch in its process. None: where vLLM's engines share its GPUs and don't fit beside it.
     """
     router_replay: bool = False
-    """Train a mixture of experts with the experts that the sampler chose for each token, weighted
-    by the trainer's router. For grpo, with generation.backend torch, megatron or vllm.
+    """Train each token with the experts that the sampler chose, weighted by the trainer's router.
+    For grpo, with generation.backend torch, megatron or vllm.
     """
     router_aux_loss_coef: float = 0.0
-    """Weight of the loss that balances the load of a mixture's experts, Hugging Face's of the whole
-    batch; it takes another forward pass.
+    """Weight of Hugging Face's loss that balances experts over the whole batch; it takes another
+    forward pass.
     """
     router_bias_update_rate: float = 0.0
-    """Step of the biases by which a mixture's experts are chosen, after each optimizer step: up for
-    those with less tokens than the mean, down for the others (DeepSeek-V3, which takes 0.001). For
-    models that have such biases, with trainer.backend dtensor.
+    """Change of the biases by which experts are chosen, after each optimizer step: up for experts
+    with less tokens than the mean, down for the others (DeepSeek-V3: 0.001). For models with such
+    biases, with trainer.backend dtensor.
     """
     deterministic: bool = False
-    """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
-    do).
-    """
+    """Use only kernels that give the same bits in every run (slower on GPUs; CPUs always do)."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -133,20 +130,17 @@ class OptimizerConfig:
     """AdamW or another optimizer, its learning-rate schedule and gradient clipping."""
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """adamw, adamw8bit (bitsandbytes' AdamW, whose state is in 8 bits for the matrices of hidden
-    layers) or muon (Muon for the matrices of hidden layers). Embeddings, the output layer and
-    vectors are AdamW's in each.
+    """adamw; for the matrices of hidden layers alone adamw8bit (bitsandbytes' AdamW, with a state
+    in 8 bits) or muon. Embeddings, the output layer and vectors are AdamW's in each.
     """
     lr: float = 1e-5
-    """Peak learning rate. Muon multiplies it by 0.2 √max(r, c) for a matrix of r rows and c columns
-    (Moonlight), with which the lr and weight decay of AdamW suit Muon, too.
+    """Peak learning rate. Muon multiplies it by 0.2 √max(r, c) for an r × c matrix (Moonlight), so
+    that AdamW's lr and weight decay suit it.
     """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up, to min_lr_ratio · lr one step after the end, so
-    that it is not 0 at the last step.
-    """
+    """Decay of the learning rate after the warm-up, to min_lr_ratio · lr one step after the end."""
     warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly, from lr / warmup_steps to lr."""
+    """Optimizer steps over which the rate rises linearly, from lr / warmup_steps to lr."""
     min_lr_ratio: float = 0.0
     """End of linear and cosine schedules, as a share of lr."""
     weight_decay: float = 0.0
@@ -160,19 +154,14 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0
     """Largest global gradient norm; above it gradients are scaled down. None: no clipping."""
     implementation: Literal["fused", "foreach"] = "fused"
-    """Kernels of AdamW's step: one for the whole step, or one for each operation on all parameters.
-    """
+    """Kernels of AdamW's step: one for all of it, or one for each operation."""
     momentum: float = 0.95
     """Decay of Muon's running mean of the gradient (Nesterov's)."""
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.lr < math.inf,
-            "optimizer.lr",
-            "must be positive and finite" if self.lr > 0 else "must be positive",
-            self.lr,
-            "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT",
-        )
+        requirement = "must be positive and finite" if self.lr > 0 else "must be positive"
+        remedy = "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT"
+        require(0 < self.lr < math.inf, "optimizer.lr", requirement, self.lr, remedy)
         at_least(
             0, optimizer__warmup_steps=self.warmup_steps, optimizer__weight_decay=self.weight_decay
         )
@@ -205,7 +194,7 @@ class OptimizerConfig:
 
 
 def matching(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """Return what the first of PEFT's patterns that fits a layer's name gives, if one does."""
+    """Return the value of the first of PEFT's patterns that fits a layer's name."""
     fits = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer))
     return next(fits, otherwise)
 
@@ -216,32 +205,28 @@ class LoRAConfig:
 
     rank: int = 0
     """Rank of the adapters: 8 to 64 are usual, with about ten times the optimizer.lr of full
-    training. 0: no adapters; the whole model is trained.
+    training. 0: none; the whole model is trained.
     """
     alpha: float = 32.0
     """Scale of the adapters: alpha / rank."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """Other ranks for some layers, such as {"q_proj": 8, "layers.1.mlp.down_proj": 32}: PEFT's
-    rank_pattern, ends of layers' names or regular expressions, of which the first that fits counts.
+    """Ranks of some layers, such as {"q_proj": 8, "layers.1.mlp.down_proj": 32}: PEFT's
+    rank_pattern, by ends of names or regular expressions; the first that fits counts.
     """
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """Other alphas for some layers, as in rank_pattern. A layer's scale is its alpha / its rank."""
+    """Alphas of some layers, as in rank_pattern; the scale is a layer's own alpha / rank."""
     dropout: float = 0.0
-    """Share of an adapter's inputs dropped in training. Keep it 0 in RL, where the trained model
-    should be the one that sampled.
+    """Share of an adapter's inputs dropped in training. Keep it 0 in RL: the trained model should
+    be the one that sampled.
     """
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all but
-    the output layer.
-    """
+    """Linear layers that get an adapter, such as q_proj. Default: all but the output layer."""
     quantize: Literal["none", "nf4"] = "none"
-    """Keep the frozen linear layers, but the output layer, in 4 bits (QLoRA, by bitsandbytes, also
-    on CPUs). On one device, in a process by itself.
+    """Keep the frozen linear layers, but the output layer, in 4 bits (QLoRA, by bitsandbytes); on
+    one device, in a process by itself.
     """
     export: Literal["merged", "adapter"] = "merged"
-    """Contents of hf/: the whole model, with the adapters merged into its weights, or a PEFT folder
-    of the adapters alone, for use with their base.
-    """
+    """Contents of hf/: the whole model, adapters merged, or a PEFT folder of the adapters alone."""
 
     def __post_init__(self) -> None:
         at_least(0, lora__rank=self.rank)
@@ -250,7 +235,7 @@ class LoRAConfig:
             "lora.alpha",
             "must be positive",
             self.alpha,
-            "32 is usual; an adapter's share is scaled by alpha / rank",
+            "32 is usual",
         )
         require(
             0 <= self.dropout < 1,
@@ -291,9 +276,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Traces of where the time of a training step goes, for https://ui.perfetto.dev or
-    chrome://tracing.
-    """
+    """Traces of training steps, for https://ui.perfetto.dev or chrome://tracing."""
 
     steps: str | None = None
     """First and last optimizer step to record, such as 10:12; "10" means 10:10. None: no traces."""
@@ -302,13 +285,9 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         span = self.span
-        require(
-            self.dir is None or span is not None,
-            "profile.dir",
-            "needs profile.steps",
-            self.dir,
-            "name the steps to record (--profile.steps 10:12)",
-        )
+        remedy = "add --profile.steps 10:12"
+        fits = self.dir is None or span is not None
+        require(fits, "profile.dir", "needs profile.steps", self.dir, remedy)
 
     @cached_property
     def span(self) -> tuple[int, int] | None:
@@ -318,25 +297,16 @@ class ProfileConfig:
         first, *rest = self.steps.split(":", 1)
         last = rest[0] if rest else first
         fits = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
-        require(
-            fits,
-            "profile.steps",
-            "must be FIRST:LAST, counted from 1",
-            self.steps,
-            "10:12 records three steps",
-        )
+        requirement, remedy = "must be FIRST:LAST, counted from 1", "10:12 records three steps"
+        require(fits, "profile.steps", requirement, self.steps, remedy)
         return int(first), int(last)
 
 
 def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
-    """Refuse adapters on random weights, which would stay random and could not be found again."""
-    require(
-        not (lora.rank and model.from_scratch),
-        "lora.rank",
-        "must be 0 with model.from_scratch",
-        lora.rank,
-        "adapt a trained model, or remove it",
-    )
+    """Raise ValueError for adapters on random weights, which would stay random."""
+    requirement, remedy = "must be 0 with model.from_scratch", "adapt a trained model, or remove it"
+    fits = not (lora.rank and model.from_scratch)
+    require(fits, "lora.rank", requirement, lora.rank, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,13 +319,13 @@ class BackendConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     head: Literal["lm", "scalar"] = "lm"
-    """Last layer of the model: lm (log-probabilities of tokens), or scalar (one value per token, of
-    a critic): transformers' AutoModelForTokenClassification with one label. If the model's folder
-    has no scalar head, its weights are random, from `seed`.
+    """Last layer of the model: lm (log-probabilities of tokens), or scalar (a critic's value per
+    token): transformers' AutoModelForTokenClassification with one label. A scalar head that the
+    folder lacks is random, from `seed`.
     """
     trains: bool = True
-    """Whether the model trains. One that does not, such as a teacher, has no optimizer, takes no
-    step and has no checkpoint.
+    """Whether the model trains. One that does not, such as a teacher, has no optimizer and no
+    checkpoint.
     """
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0
@@ -371,29 +341,26 @@ class BackendConfig:
     proofs: Proofs | None = None
     """What is proved of the model. None: what the tested table, or an earlier check, says."""
     same_initial_model_as: Path | None = None
-    """Checkpoint whose run must have begun with the same weights, or `setup` refuses them; for a
-    resumed run that needs its initial model again.
+    """Checkpoint whose run must have begun with the same weights: for a resumed run that needs its
+    initial model again.
     """
 
     def __post_init__(self) -> None:
         fits, remedy = self.head in ("lm", "scalar"), "scalar gives a value per token"
         require(fits, "head", "must be lm or scalar", self.head, remedy)
         check_lora(self.lora, self.model)
-        if not self.trains:
-            rank, requirement = self.lora.rank, "must be 0 for a model that does not train"
-            require(not rank, "lora.rank", requirement, rank, "remove it")
-            requirement = "must be off for a model that does not train, and stays the initial one"
-            require(not self.keep_reference, "keep_reference", requirement, True, "remove it")
-        if self.head == "scalar":
-            rank, requirement = self.lora.rank, "must be 0 with a scalar head, which must train"
-            require(not rank, "lora.rank", requirement, rank, "remove it")
-            requirement = "must be off with a scalar head, which has no log-probabilities"
-            require(not self.keep_reference, "keep_reference", requirement, True, "remove it")
+        rank, keeps = self.lora.rank, self.keep_reference
+        frozen, scalar = not self.trains, self.head == "scalar"
+        for used, what in ((frozen, "a model that does not train"), (scalar, "a scalar head")):
+            fits = not (used and rank)
+            require(fits, "lora.rank", f"must be 0 for {what}", rank, "remove it")
+            fits = not (used and keeps)
+            require(fits, "keep_reference", f"must be off for {what}", keeps, "remove it")
 
 
 @runtime_checkable
 class TrainingSections(Protocol):
-    """The settings that a check reads: sections of a run's or a backend's configuration."""
+    """The sections that a check reads, of a run's or a backend's settings."""
 
     @property
     def lora(self) -> LoRAConfig: ...
@@ -414,7 +381,7 @@ class TrainingLimits(Protocol):
         """What it can do."""
 
     def check(self, config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
-        """Raise ValueError for settings that it does not support, or has no effect for.
+        """Raise ValueError for settings that it does not support, or that have no effect.
 
         config: a run's or a backend's settings.
         model: the model's Hugging Face configuration; None: it is not known yet.

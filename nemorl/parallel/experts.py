@@ -29,9 +29,7 @@ def require_one_batch(trainer: TrainerConfig, earlier: Sequence[Any]) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Sums over tokens and layers: how often each expert is among the likeliest ones, and its
-    probability.
-    """
+    """Sums over tokens and layers: how often experts are among the likeliest, and probabilities."""
 
     topk: int
     sums: Float[Tensor, "2 experts"]

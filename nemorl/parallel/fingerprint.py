@@ -47,9 +47,7 @@ def _plain(name: str) -> str:
 
 
 def hash_of(samples: Samples) -> str:
-    """Return the fingerprint of a model from the samples of its state_dict's tensors, in order, as
-    files have them.
-    """
+    """Return the fingerprint of a model from its tensors' samples, in state_dict's order."""
     digest = hashlib.sha256()
     for name, (shape, sample) in samples.items():
         digest.update(f"{name} {shape}".encode())
@@ -62,9 +60,7 @@ def samples_of(
     boxes: Iterable[Box],
     world: World,
 ) -> Samples:
-    """Return the samples of tensors that `boxes` make up, on all ranks of the world together; of
-    several ranks a collective call, for the samples alone.
-    """
+    """Return the samples of tensors that the `boxes` of all ranks make up; a collective call."""
     grids = (grid(shape, side=SIDE) for shape in shapes.values())
     ends = list(accumulate((len(rows) * len(columns) for rows, columns in grids), initial=0))
     spans = {name: slice(*span) for name, span in zip(shapes, pairwise(ends), strict=True)}

@@ -87,8 +87,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
-    """How a training backend cuts batches. The driver of its ranks cuts them alike, to send each
-    rank the experts of its own tokens and layers.
+    """How a training backend cuts batches, and the driver of its ranks, which sends each rank the
+    experts of its own tokens and layers.
     """
 
     trainer: TrainerConfig
@@ -115,9 +115,7 @@ class Cutting:
         )
 
     def own_layout(self, batch: TokenBatch, place: tuple[int, int], *, replay: bool) -> Layout:
-        """Return the batch's layout with the routes of a rank, by its data rank and its place in
-        the pipeline, alone.
-        """
+        """Return the batch's layout with one rank's routes: data rank, place in the pipeline."""
         layout = self.layout(batch, replay=replay)
         if isinstance(layout.rows.routed_experts, Tensor):
             (routes,) = self._routes(layout, place[0], [place[1]])
@@ -125,9 +123,7 @@ class Cutting:
         return layout
 
     def routes(self, batch: TokenBatch) -> dict[tuple[int, int], RankRoutes]:
-        """Return what each rank gets of a batch's routes, by its data rank and its place in the
-        pipeline.
-        """
+        """Return each rank's routes of a batch, by data rank and place in the pipeline."""
         layout, found = self.layout(batch), dict[tuple[int, int], RankRoutes]()
         for rank in range(self.plan.data_ranks):
             for pp_rank, routes in enumerate(self._routes(layout, rank, range(self.plan.pp))):
@@ -176,9 +172,9 @@ def cut(
 ) -> Layout:
     """Cut a batch into microbatches, but never a row of it: a preference pair stays together.
 
-    Rows are dealt to the ranks by what they cost. Those that begin alike, which is computed once
-    (`trainer.share_prompts`), stay together where that is worth it. No number of a training
-    step depends on how the batch is cut (docs/numerics.md).
+    Rows are dealt to the ranks by their cost; those that share a prompt (`trainer.share_prompts`)
+    stay together where that is worth it. No number of a training step depends on how the batch is
+    cut (docs/numerics.md).
 
     config: packing, and the size of microbatches.
     num_ranks: ranks with rows of their own.
@@ -212,8 +208,8 @@ def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
     """Group rows by prompt, the longest common prefix first. A prompt ends before the first token
     of `response_mask`.
 
-    Returns None where this is not worth a worse balance of rows: where copies are less than a
-    quarter of all tokens, or a prompt has more than twice as many rows as the mean.
+    Returns None where this would cost more balance than it saves: copies are less than a quarter of
+    all tokens, or a prompt has more than twice the mean's rows.
     """
     found = once(replace(batch, routed_experts=None))
     if found is None or 4 * len(found[0]) > 3 * batch.num_tokens:

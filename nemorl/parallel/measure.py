@@ -58,22 +58,20 @@ def flops_per_step(
     copied: float = 0,
     weights: float | None = None,
 ) -> float:
-    """Return the floating-point operations of a forward and backward pass of a decoder.
+    """Return the floating-point operations of a decoder's forward and backward pass.
 
         6 · N · (Σ L − copied)  +  12 · layers · heads · head_dim · Σ L (L + 1) / 2
 
     N: weights of the matrices that a token is multiplied with (`weights_per_token`); 2 operations
-    per token forward, 4 backward. The second term is softmax attention of each token to itself and
-    those before it: 4 operations forward per pair and number in a head, 8 backward (PaLM counts all
-    L² pairs); head_dim is the mean of keys' and values'. Windows, recomputation and padding don't
-    count.
+    per token forward, 4 backward. The second term is causal softmax attention: 4 operations forward
+    per pair and number in a head, 8 backward (PaLM counts all L² pairs); head_dim is the mean of
+    keys' and values'. Windows, recomputation and padding don't count.
 
     model_config: a Hugging Face configuration.
     segment_lengths: L of each sequence.
     frozen_weights: as in LoRA, where matrices need no gradients: 4 · N.
-    copied: tokens that are not computed again, as other sequences begin with them, too
-    (`trainer.share_prompts`). Each sequence's attention is computed whole.
-    weights: N, where it is known already.
+    copied: tokens that are not computed again (`trainer.share_prompts`), but in attention.
+    weights: N, where it is known.
     """
     weights = weights_per_token(model_config) if weights is None else weights
     hidden, heads = model_config.hidden_size, model_config.num_attention_heads
@@ -92,10 +90,9 @@ def flops_per_step(
 
 def weights_per_token(model_config: Any) -> float:
     """Return the weights of all matrices but the embeddings, with the output layer, tied or not; of
-    experts those that a token goes through.
+    experts those of a token.
     """
-    trust = has_own_code(model_config)
-    model = on_meta(model_config, trust_remote_code=trust)
+    model = on_meta(model_config, trust_remote_code=has_own_code(model_config))
     found = float(head_weight(model).numel())
     ends = (head_weight(model), model.get_input_embeddings().weight)
     for name, matrix in model.named_parameters():
@@ -120,9 +117,7 @@ def segment_lengths(batch: TokenBatch) -> list[int]:
 def of_step(
     batches: Sequence[TokenBatch], loss: torch.Tensor, grad_norm: torch.Tensor, lr: float
 ) -> Metrics:
-    """Return what every backend says of an optimizer step on `batches`: loss, grad_norm, lr and
-    num_tokens.
-    """
+    """Return every backend's metrics of an optimizer step on `batches`."""
     one = torch.tensor(1.0)
     return {
         "loss": Mean(loss, one),
@@ -233,15 +228,11 @@ def main_memory_peak() -> int:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a GPU's bfloat16 operations per second, None if `PEAK_FLOPS` lacks it."""
+    """Return a GPU's bfloat16 operations per second; None if unknown."""
     if not is_accelerator(device):
         return None
     name = module_of(device).get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-# Private, but the only way to record all threads: otherwise no thread but the one that began a
-# recording could end it, and any other would crash (torch 2.13).
 
 
 @dataclass(frozen=True)
@@ -266,8 +257,8 @@ def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) 
 
     last: whether the step ends with the block.
 
-    One recording holds all of these steps and what goes on between them; it is then in `config.dir`
-    as rank0_steps10-12.json.
+    One recording has all of these steps and what is between them, in `config.dir` as
+    rank0_steps10-12.json.
     """
     global _recording
     span = config.span
@@ -341,6 +332,7 @@ def _begin(config: ProfileConfig, step: int, rank: int) -> _Recording:
     folder = profile_folder(config)
     assert folder is not None
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    # With all threads, or none but the one that began a recording could end it (torch 2.13).
     profiler = profile(
         activities=[ProfilerActivity.CPU, *gpu],
         record_shapes=True,

@@ -11,10 +11,7 @@ from nemorl.checks import at_least, require
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTraits:
-    """What a training backend can do, and how it uses devices.
-
-    The defaults are the ones of a class that says nothing.
-    """
+    """What a training backend can do; the defaults are those of a class that says nothing."""
 
     packages: tuple[str, ...] = ()
     """Packages that it imports and nemorl does not require."""
@@ -23,17 +20,16 @@ class TrainingTraits:
     pipelines: bool = False
     """Whether devices may have different layers (parallel.pp and vpp)."""
     experts: tuple[str, ...] = ()
-    """Settings for mixtures of experts that it has: parallel.ep, and those of the section trainer
-    (router_replay, router_aux_loss_coef, router_bias_update_rate).
+    """Settings for mixtures of experts that it has: parallel.ep, and of the section trainer
+    router_replay, router_aux_loss_coef and router_bias_update_rate.
     """
     proves: bool = False
-    """Whether it trains any decoder, with what is proved of it (`BackendConfig.proofs`)."""
+    """Whether it trains any decoder, by its proofs (`BackendConfig.proofs`)."""
     repeats_kv_heads: bool = False
-    """Whether parallel.tp may exceed the model's key-value heads, of which ranks then have copies.
-    """
+    """Whether parallel.tp may exceed the model's key-value heads; ranks then have copies."""
     shards: Literal["parameters", "optimizer"] = "parameters"
-    """What dp_shard divides: parameters, gradients and optimizer state, gathered while layers
-    compute (FSDP2, where dp_replicate and cpu_offload are possible), or optimizer state alone.
+    """What dp_shard divides: parameters, gradients and optimizer state (FSDP2, which has
+    dp_replicate and cpu_offload), or optimizer state alone.
     """
     heads: tuple[Literal["lm", "scalar"], ...] = ("lm",)
     """Last layers of a model that it can train (`BackendConfig.head`)."""
@@ -50,10 +46,10 @@ FIRST, LAST = (f"parallel.num_layers_in_{end}_pipeline_stage" for end in ("first
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of `pp` devices, of which each has every pp-th stage, `vpp` of them.
+    """The stages of `pp` devices, each with every pp-th stage, `vpp` of them.
 
-    first, last: layers of the first and the last device, in all its stages together; None: as many
-        as make stages as equal as can be.
+    first, last: layers of all stages of the first and the last device; None: stages are as equal as
+        can be.
     """
 
     pp: int
@@ -106,10 +102,10 @@ class Stages:
         if self._given():
             return "change these, or remove them for stages of nearly equal size"
         most = num_layers // self.vpp
-        if self.vpp == 1:
-            return f"parallel.pp may be at most {most} here"
-        with_vpp = f"parallel.pp may be at most {most} here with this vpp, or remove vpp"
-        return with_vpp if most > 1 else "remove parallel.vpp"
+        with_vpp = " with this vpp, or remove vpp" * (self.vpp > 1)
+        if self.vpp > 1 and most < 2:
+            return "remove parallel.vpp"
+        return f"parallel.pp may be at most {most} here{with_vpp}"
 
     def _given(self) -> dict[str, int]:
         settings = {FIRST: self.first, LAST: self.last}
@@ -120,11 +116,11 @@ class Stages:
 
 
 def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
-    """Yield the layers of stages, as equal as can be, where what a stage has besides costs as much
-    as some layers.
+    """Yield the layers of stages that have something else that `costs` as much as some layers, as
+    equal as can be.
 
-    What does not divide goes to stages at the ends, and then to the latest ones, which keep the
-    activations of the fewest microbatches.
+    The rest of the division goes to the ends, then to the latest stages, which keep the fewest
+    activations.
 
     >>> [[*_shared(layers, [1, 0, 0, 1])] for layers in (4, 5, 6, 7, 8)]
     [[1, 1, 1, 1], [1, 1, 2, 1], [1, 2, 2, 1], [2, 2, 2, 1], [2, 2, 2, 2]]
@@ -154,54 +150,50 @@ class ParallelPlan:
     """
 
     dp_replicate: int = 1
-    """Copies of the model that train on different rows (HSDP's outer degree); gradients are summed
-    over them.
-    """
+    """Copies of the model that train on different rows (HSDP's outer degree)."""
     dp_shard: int | None = None
-    """Devices over which parameters, gradients and optimizer are sharded (FSDP2), each with rows of
-    its own. None: all that the others leave.
+    """Devices over which parameters, gradients and optimizer are sharded (FSDP2), each with its own
+    rows. None: all that the others leave.
     """
     tp: int = 1
-    """Devices that split every layer between them (tensor parallelism). Keep it within a machine.
-    """
+    """Devices that split every layer (tensor parallelism). Keep it within a machine."""
     pp: int = 1
     """Devices that have different layers (pipeline parallelism), with trainer.backend megatron."""
     vpp: int = 1
     """Parts of the layers on each device of pp, dealt out in turn (virtual pipeline parallelism,
-    interleaved 1F1B), with trainer.backend megatron and pp above 1. The pipeline's idle time is
-    divided by vpp, and what is sent multiplied.
+    interleaved 1F1B), with trainer.backend megatron and pp above 1. It divides the pipeline's idle
+    time and multiplies what is sent.
     """
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first device of pp, in all its vpp parts together, which they must divide.
-    Default: stages are as equal as can be, where the embedding and the head count as a layer each
-    if pp · vpp does not divide the layers.
+    """Layers of the first device of pp, a multiple of vpp. Default: stages are as equal as can be,
+    where the embedding and the head count as a layer each if pp · vpp does not divide the layers.
     """
     num_layers_in_last_pipeline_stage: int | None = None
     """The same of the last device of pp."""
     ep: int = 1
-    """Devices, of those of a pipeline stage (dp_shard · cp · tp), that divide a mixture's experts
-    between them (expert parallelism), with trainer.backend megatron.
+    """Devices of a pipeline stage's (dp_shard · cp · tp) that divide a mixture's experts (expert
+    parallelism), with trainer.backend megatron.
     """
     cp: int = 1
-    """Devices that split every row between them (context parallelism), for long sequences."""
+    """Devices that split every row (context parallelism), for long sequences."""
     cp_method: Literal["ulysses", "allgather"] = "ulysses"
     """How the parts of a row attend to each other. ulysses: exchange heads for tokens (cp must
     divide them); allgather: collect keys and values.
     """
     sequence_parallel: bool = True
-    """With tp: norms and residuals are split over the row's tokens instead of being repeated."""
+    """With tp: split norms and residuals over the row's tokens instead of repeating them."""
     param_dtype: Precision | None = None
-    """What the model computes in. Parameters and optimizer are kept in float32 either way. Default:
-    bfloat16 on a GPU, float32 on a CPU.
+    """What the model computes in; parameters and optimizer stay float32. Default: bfloat16 on a
+    GPU, float32 on a CPU.
     """
     reduce_dtype: Precision = "float32"
     """What gradients are summed over devices in."""
     overlap_grad_reduce: bool = False
-    """Sum gradients over devices while the backward pass of a step's last microbatch goes on, with
+    """Sum gradients over devices during the backward pass of a step's last microbatch, with
     trainer.backend megatron.
     """
     overlap_param_gather: bool = False
-    """Gather parameters after a step while what follows goes on, until a layer needs them. Needs
+    """Gather parameters after a step in the background, until a layer needs them. Needs
     overlap_grad_reduce.
     """
     activation_checkpointing: Recomputation | None = None
@@ -217,8 +209,8 @@ class ParallelPlan:
     compile: bool = False
     """Compile every layer with torch.compile: slow to start, faster on GPUs."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer in main memory (needs FSDP2); slower, for models
-    that fit in no other way.
+    """Keep parameters, gradients and optimizer in main memory (needs FSDP2); slow, for models that
+    fit in no other way.
     """
 
     def __post_init__(self) -> None:
@@ -276,8 +268,8 @@ class ParallelPlan:
         return self.pp if self.vpp > 1 else 1
 
     def microbatch_group(self, count: int) -> int:
-        """Return how many of `count` microbatches a device's part of the layers takes before the
-        next one does: the fewest that leave no group with less than pp of them.
+        """Return how many of `count` microbatches a device's part of the layers takes before its
+        next part: the fewest that leave no group of less than pp.
 
         >>> [ParallelPlan(pp=4, vpp=2).microbatch_group(count) for count in (4, 5, 8, 9, 11)]
         [4, 5, 4, 5, 6]
@@ -297,7 +289,7 @@ class ParallelPlan:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether it takes processes started as ranks, even a single one, for FSDP2."""
+        """Whether it takes processes started as ranks (FSDP2), even a single one."""
         own = self.compile or self.cpu_offload or self.activation_checkpointing == "selective"
         return own or self.num_ranks > 1
 

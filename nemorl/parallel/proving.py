@@ -1,5 +1,5 @@
-"""Proofs of what a model can do here, on a tiny model of its configuration's own class: value and
-gradient against plain transformers, sequence by sequence.
+"""Proofs of what a model can do here, on a tiny one of its class: values and gradients against
+plain transformers, sequence by sequence.
 """
 
 from __future__ import annotations
@@ -89,13 +89,12 @@ class Outputs:
 def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
     """Prove what models with a Hugging Face configuration can do here, in seconds.
 
-    A tiny model with every kind of layer is computed by nemorl, on `device` and on two ranks of
-    this machine's CPU, and sequence by sequence by transformers' plain ("eager") code, in float32.
+    A tiny model with every kind of layer is computed in float32 by nemorl, on `device` and on two
+    ranks of this machine's CPU, and sequence by sequence by transformers' "eager" code.
 
     Returns: of each capability whether it holds, with the largest difference, or why not.
 
-    Raises: ValueError for a configuration from which no tiny model can be made; RuntimeError where
-    the ranks end without an answer.
+    Raises: ValueError if no tiny model can be made; RuntimeError if the ranks give no answer.
     """
     tiny = tiny_config(config)
     with tempfile.TemporaryDirectory() as name:
@@ -113,7 +112,7 @@ def prove(config: Any, *, device: str = "cpu") -> dict[Capability, Proof]:
 
 
 def proved_now(config: Any) -> Proofs:
-    """Prove what models with a configuration can do, and keep it for later runs."""
+    """Prove what models can do, and keep it for later runs."""
     found = prove(config)
     keep(config, found)
     return found
@@ -139,7 +138,7 @@ def on_one_device(config: Any, device: str = "cpu") -> dict[Capability, Proof]:
 
 
 def proof_of(attempt: Callable[[], float]) -> Proof:
-    """Return whether the difference that an attempt finds is rounding, or why it found none."""
+    """Return whether an attempt's difference is rounding, or why it has none."""
     try:
         worst = attempt()
     except Exception as error:  # whatever a model's own code raises
@@ -169,7 +168,7 @@ def expected(
     model.zero_grad()
     values, total = [], torch.zeros(())
     for prompt, response in rows:
-        ids = torch.tensor([prompt + response], device=_device(model))
+        ids = torch.tensor([prompt + response], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         every = (logits / temperature).log_softmax(-1)
         entropy = -(every.exp() * every).sum(-1)
@@ -196,7 +195,7 @@ def computed(
         batch = batch_of(rows, temperature)
         if left:
             shifts = batch.input_ids.shape[1] - batch.lengths
-            batch = each_array(batch, lambda x, free: _rolled(x, shifts))
+            batch = each_array(batch, lambda x, free: _rolled(x, shifts.tolist()))
         backend.forward_backward(batch, weighted)
         output = backend.compute(batch, Needs(entropy=True))
         values = []
@@ -206,9 +205,8 @@ def computed(
         return Outputs([x.detach().cpu() for x in values], _gradients(backend.model))
 
 
-def _rolled(values: Tensor, shifts: Tensor) -> Tensor:
-    pairs = zip(values, shifts.tolist(), strict=True)
-    return torch.stack([row.roll(shift, 0) for row, shift in pairs])
+def _rolled(values: Tensor, shifts: list[int]) -> Tensor:
+    return torch.stack([row.roll(n, 0) for row, n in zip(values, shifts, strict=True)])
 
 
 def weighted(output: Any, batch: TokenBatch) -> LossOutput:
@@ -238,10 +236,6 @@ def _gradients(model: Any) -> dict[str, Tensor]:
         name: full_tensor(p.grad) for name, p in live_tensors(model).items() if p.grad is not None
     }
     return {name: gradient.detach().cpu().clone() for name, gradient in found.items()}
-
-
-def _device(model: Any) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _settings(trainer: TrainerConfig, **others: Any) -> BackendConfig:
@@ -303,7 +297,7 @@ def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
         trust = has_own_code(model.config)
         read: Any = load_causal_lm(str(Path(name) / "model"), trust_remote_code=trust)
     read.set_attn_implementation("eager")
-    return _logprobs_differ(read.eval().to(_device(model)), rows, _of_responses(found, batch))
+    return _logprobs_differ(read.eval().to(model.device), rows, _of_responses(found, batch))
 
 
 def _sampled(model: Any, rows: Any) -> float:

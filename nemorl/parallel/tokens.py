@@ -1,5 +1,5 @@
-"""Which tokens of a microbatch the model computes: what several sequences begin with once, and the
-head only where log-probabilities are asked for. Planned on the CPU: no GPU is waited for.
+"""Which tokens of a microbatch the model computes: shared beginnings once, and the head only where
+log-probabilities are asked for. Planned on the CPU: no GPU is waited for.
 """
 
 from __future__ import annotations
@@ -45,18 +45,16 @@ class Work:
     position_ids: Int[Tensor, "_ _"]
     segments: Segments | None
     targets: Int[Tensor, "tokens"]
-    """Places of the results in the flattened microbatch: the indices of the tokens whose
-    log-probability is computed. With context parallelism, of the states that predict them.
+    """Indices, in the flattened microbatch, of the tokens whose log-probability is computed; with
+    context parallelism of the states that predict them.
     """
     states: Int[Tensor, "tokens"]
-    """Indices, into the flattened `input_ids`, of the hidden states that predict these tokens."""
+    """Indices, in the flattened `input_ids`, of the hidden states that predict them."""
     next_ids: Int[Tensor, "tokens"]
     copied: int = 0
     """Repeated tokens, which are not computed again."""
     split: RowSplit | None = None
-    """With context parallelism: how rows lie on ranks. `input_ids` and `position_ids` are this
-    rank's.
-    """
+    """With context parallelism: how rows lie on ranks; the ids and positions are this rank's."""
     shared: tuple[Tensor, Tensor] | None = None
     """With shared tokens, what `once` returns; it stays in main memory."""
 
@@ -67,10 +65,7 @@ class Work:
     def computed(
         self, values: Shaped[Tensor, "batch seq *rest"], *, free: int
     ) -> Shaped[Tensor, "_ _ *rest"]:
-        """Return a microbatch's values of the tokens in `input_ids`, in its layout.
-
-        free: the value of padding.
-        """
+        """Return a microbatch's values in the layout of `input_ids`; `free` is that of padding."""
         if self.split is not None:
             return self.split.take(values)
         if self.shared is None:
@@ -78,7 +73,7 @@ class Work:
         return _in_one_row(values, self.shared[0], self.input_ids.shape[1], free=free)
 
     def copies(self, real: Bool[Tensor, "batch seq"]) -> Float[Tensor, "_ _"]:
-        """Return for how many `real` tokens of the microbatch each one in `input_ids` stands."""
+        """Return for how many `real` tokens each one in `input_ids` stands."""
         if self.shared is None:
             return self.computed(real, free=False).float()
         place = self.shared[1][real.flatten()]
@@ -99,7 +94,7 @@ def work_of(
     multiple_of: int = 1,
     kernel: Kernel = "buckets",
 ) -> Work:
-    """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch."""
+    """Return what is computed for a microbatch's `wanted` tokens."""
     ids, positions, segment_ids = (
         values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
     )
@@ -135,9 +130,9 @@ def split_work(
     *,
     kernel: Kernel | None = None,
 ) -> Work:
-    """Return what this rank computes of a microbatch of which all ranks of `split` have parts.
+    """Return what this rank computes of a microbatch that the ranks of `split` share.
 
-    kernel: computes attention on whole rows of some heads; None: it works on parts of rows.
+    kernel: of attention on whole rows of some heads; None: it works on parts of rows.
     """
     ids, positions, segment_ids, wanted = (
         x.cpu() for x in (batch.input_ids, batch.position_ids, batch.segment_ids, wanted)
@@ -176,10 +171,9 @@ def shift(values: Tensor) -> Tensor:
 
 def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]] | None:
     """Return the tokens of a microbatch without repeated beginnings of sequences, and where each
-    token is in them; None where it does not pay: unless a sixteenth of the tokens is repeated.
+    token is in them; None unless a sixteenth of the tokens is repeated.
 
-    A token depends on those before it alone, so that what sequences begin with alike, computed by
-    the same experts, has the same hidden states: prompts, and earlier turns.
+    Equal beginnings (prompts, earlier turns) computed by the same experts have equal hidden states.
 
     >>> from nemorl.data.batch import collate
     >>> last = [False, False, True]
@@ -194,7 +188,7 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     owner, real = np.arange(len(alike)), (batch.segment_ids.cpu() > 0).flatten().numpy()
     begins, lengths = (found.tolist() for found in begins_and_lengths(batch.segment_ids.cpu()))
     spans = [slice(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
-    # In this order, no other has a longer beginning in common with a sequence than its neighbors.
+    # In this order a sequence has its longest common beginning with a neighbor.
     spans.sort(key=lambda span: alike[span].tobytes())
     for before, span in pairwise(spans):
         shorter = min(span.stop - span.start, before.stop - before.start)
@@ -225,9 +219,7 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What a model that is spread over ranks gets of a microbatch, and what becomes of its
-    results.
-    """
+    """A spread model's inputs of a microbatch, and the layout of its results."""
 
     values: dict[str, Any]
     work: Work
@@ -250,17 +242,16 @@ class RankInputs:
     def whole(
         self, found: Iterable[Float[Tensor, "tokens"]], batch: TokenBatch
     ) -> Iterator[Float[Tensor, "batch seq"]]:
-        """Yield the model's outputs (log-probabilities, entropies or values) in the microbatch's
-        layout, 0 where none was asked for; with cp a collective call.
+        """Yield the model's outputs in the microbatch's layout, 0 where none was asked for; with
+        cp a collective call.
         """
         for values in found:
             if (split := self.work.split) is None:
                 yield self.work.rows(values, batch.input_ids)
                 continue
             part = self.work.rows(values, self.work.input_ids)
-            # Every rank computes the same loss of whole rows: a sequence's ratio needs all its
-            # tokens. Gathered one by one: where a loss has no entropy, the head computes no
-            # gradient of it.
+            # Every rank computes the same loss of whole rows, as a sequence's ratio needs all its
+            # tokens; outputs are gathered one by one, so that unused ones get no gradient.
             whole = all_gather_same(part, 1, split.group).index_select(1, split.back)
             yield nn.functional.pad(whole[:, :-1], (1, 0))
 
@@ -284,7 +275,7 @@ def planned(
     share: bool,
     kernel: Kernel = "buckets",
 ) -> Work:
-    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory."""
+    """Return this rank's work on a microbatch's `wanted` tokens, in main memory."""
     plan = world.plan
     if world.cp_group is None:
         multiple = plan.row_multiple
@@ -345,10 +336,8 @@ def sharded_outputs(model: nn.Module, world: World, chunk: int) -> Outputs:
 def install_head(
     model: Any, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
 ) -> None:
-    """Have `model(input_ids, position_ids, head_inputs, …)` return the outputs that
-    `head_inputs.needs` names, for the next tokens after the states that are read, `[tokens]`.
-
-    The head stays a module of its own, so that FSDP2 gathers its weight.
+    """Have `model(input_ids, position_ids, head_inputs, …)` return the outputs, `[tokens]`, that
+    `head_inputs.needs` names. The head stays a module, so that FSDP2 gathers its weight.
     """
 
     def logprobs(
@@ -373,7 +362,6 @@ def install_head(
     def values(
         self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs
     ) -> tuple[Tensor, ...]:
-        # All ranks of tensor parallelism have the whole weight, and compute the same values.
         if tp_group is not None and sequence_parallel:
             hidden = all_gather_same(hidden, 1, tp_group)
         states = hidden.flatten(0, 1).index_select(0, inputs.states)

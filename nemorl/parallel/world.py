@@ -1,4 +1,4 @@
-"""The place of this process among the ranks that train a model together, and how they meet."""
+"""This process's place among the ranks that train a model together, and how they meet."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class World:
         group: dist.ProcessGroup | None = None,
         everywhere: bool = True,
     ) -> T:
-        """Return the values of all ranks, merged in their order; a collective call. No rank
+        """Return the values of all ranks, merged in their order; a collective call in which no rank
         receives more than log2(size) values.
 
-        everywhere: else only rank 0 has the result, and the others a part of it.
+        everywhere: else only rank 0 has the result.
 
-        Raises: what `merge` raises, on every rank (with `everywhere` false on rank 0).
+        Raises: what `merge` raises, where the result would be.
         """
         if self.control_group is None:
             return value
@@ -119,8 +119,8 @@ class World:
 
     @contextmanager
     def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Raise an error of the block on every rank if one has it, as RuntimeError unless it is an
-        OSError or a ValueError; a collective call. The block must make no collective call.
+        """Raise one rank's error in the block on every rank, as RuntimeError unless it is an
+        OSError or a ValueError; a collective call. The block must make none.
         """
         own, cause = None, None
         try:
@@ -129,7 +129,7 @@ class World:
             if self.size == 1:
                 raise
             cause, host = error, socket.gethostname()
-            kind: type[Exception] = RuntimeError  # lack of memory or a bug: no fault of a file
+            kind: type[Exception] = RuntimeError
             reason = repr(error)
             if isinstance(error, OSError | ValueError):
                 kind = type(error) if isinstance(error, OSError) else ValueError
@@ -173,7 +173,7 @@ def start_process_group(
 
 
 def _on_one_machine() -> bool:
-    """Return whether the ranks are to meet at this machine's loopback, without torchrun's store."""
+    """Return whether ranks meet at this machine's loopback, without torchrun's store."""
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost") and not theirs
 
@@ -206,8 +206,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(ctx: Any, values: Tensor, dim: int, group: dist.ProcessGroup, same: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.same = dim, group, same
         first = values.movedim(dim, 0).contiguous()
         gathered = first.new_empty(dist.get_world_size(group) * first.shape[0], *first.shape[1:])
         ALL_GATHER(gathered, first, group=group)
@@ -215,21 +215,14 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        size = dist.get_world_size(ctx.group)
+        if ctx.same:
+            own = grads[0].chunk(size, ctx.dim)[dist.get_rank(ctx.group)].contiguous()
+            return own, None, None, None
         first = grads[0].movedim(ctx.dim, 0).contiguous()
-        own = first.new_empty(first.shape[0] // dist.get_world_size(ctx.group), *first.shape[1:])
+        own = first.new_empty(first.shape[0] // size, *first.shape[1:])
         REDUCE_SCATTER(own, first, op=dist.ReduceOp.SUM, group=ctx.group)
-        return own.movedim(0, ctx.dim), None, None
-
-
-class _AllGatherSame(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        return _AllGather.forward(ctx, values, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        parts = grads[0].chunk(dist.get_world_size(ctx.group), ctx.dim)
-        return parts[dist.get_rank(ctx.group)].contiguous(), None, None
+        return own.movedim(0, ctx.dim), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -266,16 +259,16 @@ def all_gather(
     values: Shaped[Tensor, "..."], dim: int, group: dist.ProcessGroup
 ) -> Shaped[Tensor, "..."]:
     """Join every rank's values along `dim`; the gradient is the sum of all ranks' gradients."""
-    return _AllGather.apply(values, dim, group)
+    return _AllGather.apply(values, dim, group, False)
 
 
 def all_gather_same(
     values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "..."]:
-    """Join every rank's values along `dim`, for ranks that all compute the same loss of the result:
-    each takes its own part of the gradient.
+    """Join every rank's values along `dim`, for ranks that all compute the same loss; the gradient
+    is each one's own part.
     """
-    return _AllGatherSame.apply(values, dim, group)
+    return _AllGather.apply(values, dim, group, True)
 
 
 def exchange(

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import nemorl
 from nemorl.models.causal_lm import load_causal_lm
-from nemorl.parallel.config import (
-    LoRAConfig,
-)
+from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.rollout.collect import collect

@@ -32,25 +32,27 @@ def batch_of(lengths: list[int]):
     )
 
 
+def counted(model, length: int, *, frozen: bool = False) -> int:
+    embedded = model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
+    model.requires_grad_(not frozen)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_pytorch_counts_the_same(kind, tied, frozen):
     model, length = tiny_model(kind, tied=tied, hidden_size=48, num_hidden_layers=3), 20
     model.set_attn_implementation("eager")
-    # Their gradient is needed, too.
-    embedded = model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
-    if frozen:
-        model.requires_grad_(False)
-    with FlopCounterMode(display=False) as counter:
-        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
     config = model.config
     rotary = 2 * 2 * config.head_dim // 2 * length  # its frequencies times positions, once a row
     # Without a causal kernel the pairs above the diagonal are computed, too.
     above = length * (length - 1) // 2
     above *= 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     expected = flops_per_step(config, [length] * 2, frozen_weights=frozen) + 2 * above
-    assert counter.get_total_flops() == pytest.approx(expected, abs=2 * rotary)
+    assert counted(model, length, frozen=frozen) == pytest.approx(expected, abs=2 * rotary)
 
 
 @pytest.mark.parametrize("kind", ["starcoder2", "phi3", "qwen3_moe", "deepseek_v3"])
@@ -58,13 +60,10 @@ def test_pytorch_counts_the_same_of_other_layers(kind):
     config = tiny_config(CONFIG_MAPPING[kind]())
     model, length = tiny_model_of(config), 20
     model.set_experts_implementation("eager")  # others compute padding, too
-    embedded = model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
     pairs = 2 * length * length - sum(range(1, length + 1)) * 2
     heads = flops_per_step(config, [2]) - 2 * flops_per_step(config, (), copied=-1)
     expected = flops_per_step(config, [length] * 2) + pairs * heads / 3  # 3 pairs of two tokens
-    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
+    assert counted(model, length) == pytest.approx(expected, rel=2e-3)
 
 
 def step(meter: StepMeter, batch):

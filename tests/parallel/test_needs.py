@@ -15,10 +15,7 @@ from nemorl.losses.types import LossOutput, finalize
 from nemorl.losses.value import value_loss
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.parallel.config import (
-    BackendConfig,
-    ModelConfig,
-)
+from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.build import load_folder
 from nemorl.parallel.megatron.backend import source_of

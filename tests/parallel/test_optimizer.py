@@ -17,9 +17,7 @@ from nemorl.models.adapters import full_tensor
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.accumulation import learning_rate
-from nemorl.parallel.config import (
-    OptimizerConfig,
-)
+from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.dtensor import optimizers
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
@@ -71,12 +69,7 @@ def test_muon_is_its_authors(momentum, exact, monkeypatch):
     """In float32 to rounding; bfloat16, in which it runs, has 8 bits, and both round otherwise."""
     if exact:
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-    config = OptimizerConfig(
-        name="muon",
-        lr=0.02,
-        weight_decay=0.1,
-        momentum=momentum,
-    )
+    config = OptimizerConfig(name="muon", lr=0.02, weight_decay=0.1, momentum=momentum)
     model = tiny_model()
     hidden = [each for each in model.model.layers.parameters() if each.ndim == 2]
     theirs = [each.detach().clone() for each in hidden]
@@ -336,10 +329,8 @@ def narrow() -> str:
 @pytest.mark.slow
 def test_shards_of_parts_of_blocks_are_refused():
     pytest.importorskip("bitsandbytes")
-    for message in run_ranks(2, narrow):
-        assert message.startswith(
-            "the rows of model.layers.0.self_attn.q_proj.weight must be whole"
-        )
+    rows = "the rows of model.layers.0.self_attn.q_proj.weight must be whole"
+    assert all(message.startswith(rows) for message in run_ranks(2, narrow))
     made = set_up(tiny_model(), optimizer={"name": "adamw8bit"})  # one rank needs no whole blocks
     made.train_step(random_batch(LENGTHS), nll_loss)
 

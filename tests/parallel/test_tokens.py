@@ -23,9 +23,7 @@ from tests.tiny_models import ALPHABET, tiny_model
 SEGMENTS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6
 )
-"""For each segment how many tokens of the one before it it keeps, how many are given, how many are
-sampled.
-"""
+"""Of each segment the tokens kept of the one before it, those given and those sampled."""
 
 
 def rewritten(segments: Any, *, seed: int = 0) -> TokenBatch:

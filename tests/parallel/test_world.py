@@ -61,10 +61,7 @@ def failing(kind: type[Exception], shared: type[Exception]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shared"),
-    [
-        (FileNotFoundError, FileNotFoundError),
-        (torch.OutOfMemoryError, RuntimeError),
-    ],
+    [(FileNotFoundError, FileNotFoundError), (torch.OutOfMemoryError, RuntimeError)],
 )
 def test_the_first_ranks_error_is_raised_on_every_rank(kind, shared):
     found = run_ranks(3, failing, kind, shared)

@@ -118,7 +118,7 @@ def sequences(*inputs: Tensor, rows: tuple[Tensor, int, int]) -> Iterator[list[T
 
 
 def back_of(window_size: list[int] | None) -> int:
-    """Return how many tokens before its own a token sees; it sees none that is to come."""
+    """Return how many earlier tokens a token sees."""
     assert window_size is not None and window_size[1] == 0
     return window_size[0] if window_size[0] >= 0 else 1 << 30
 

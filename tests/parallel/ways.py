@@ -78,7 +78,7 @@ def set_up(
     make: Any = None,
     **options: Any,
 ) -> Any:
-    """A backend by itself, or a rank, for a model or the folder of one; sections as dicts."""
+    """A backend for a model or its folder; sections as dicts."""
     backend = (make or DTensorBackend)(model)
     config = BackendConfig(
         model=ModelConfig(path=str(path), from_scratch=options.pop("from_scratch", False)),
@@ -99,7 +99,7 @@ def answers(
     *,
     anew: bool = False,
 ) -> list[Completion]:
-    """By a few passes at a time, as rank 0 has them; anew: with a new cache each time."""
+    """By three passes at a time, as rank 0 has them; anew: with a new cache each time."""
     from nemorl.parallel.megatron.engine import Order
 
     order, found = Order(new=[*zip(range(100), prompts, params, strict=False)], passes=3), {}

@@ -26,7 +26,6 @@ from nemorl.models.hub import check_supported, loading, read_config
 from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import (
     ATTENTION_NAME,
-    Kernel,
     kernel_of,
     newer_flash,
     segment_attention,
@@ -56,15 +55,10 @@ from nemorl.parallel.tokens import Work, plain_outputs, planned, sharded_outputs
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
-NEEDS_A_RANK = (
-    "with compile, cpu_offload or selective checkpointing needs a process started as a rank"
-)
-START_A_RANK = "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """How a given model was before `setup` changed it."""
+    """A given model before `setup`."""
 
     attention: str
     training: bool
@@ -76,16 +70,16 @@ Forward = Callable[[TokenBatch, Work, Needs], ForwardOutput]
 
 
 class DTensorBackend(Accumulating):
-    """Trains a model that it is given, or that `setup` loads; parameters and optimizer are float32.
+    """Trains a given model, or one that `setup` loads; parameters and optimizer are float32.
 
     In a process by itself the model has plain tensors. In a rank (`is_started_as_rank`) it is
     spread as `config.parallel` says: all ranks make the same calls with the same whole batches, and
     each gets the whole result. Dropout is on in `train_step` only.
 
     With LoRA only adapters train: checkpoints hold them alone, the reference is the model without
-    them, and exported weights, and the model that is handed back, have them merged. Backends of a
-    process that train adapters over equal weights, loaded for them, have these in memory once;
-    those stay on the device while one of the backends is offloaded.
+    them; exported weights, and the model that is handed back, have them merged. Backends of a
+    process that loaded equal weights to adapt share these; they stay on the device while one of the
+    backends is offloaded.
     """
 
     traits, check = limits.traits, staticmethod(limits.check)
@@ -117,7 +111,8 @@ class DTensorBackend(Accumulating):
         else:
             self._set_up_plain(keeps_reference)
         dtype = DTYPES[self.world.plan.precision]
-        self._kernel = _kernel_of(self.model, self.device, dtype)
+        sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
+        self._kernel = kernel_of(self.model.config, self.device, dtype, sinks=sinks)
         self._settings.enter_context(newer_flash(self._kernel, self.model.config, self.device))
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
@@ -139,7 +134,8 @@ class DTensorBackend(Accumulating):
     def _set_up_plain(self, keeps_reference: bool) -> None:
         config, path = self.config, self.config.model.path
         plan = config.parallel.on(1)
-        require(not plan.needs_ranks, "parallel", NEEDS_A_RANK, plan, START_A_RANK)
+        requirement, remedy = "needs a process started as a rank", "torchrun --nproc-per-node 1"
+        require(not plan.needs_ranks, "parallel", requirement, plan, f"start it by {remedy}")
         self.device = usable_device(config.trainer.device)
         if is_accelerator(self.device) and self.device.index is not None:
             module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
@@ -182,9 +178,7 @@ class DTensorBackend(Accumulating):
 
     @property
     def model(self) -> Any:
-        """The live model, which a generator in the same process may share; to ask for it ends
-        `offload`.
-        """
+        """The live model, which a generator may share; asking for it ends `offload`."""
         self._away.restore()
         return self._loaded()
 
@@ -248,9 +242,8 @@ class DTensorBackend(Accumulating):
     def weights(
         self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the live tensors; adapted ones are merged copies.
-
-        Those of a sharded model are gathered one by one: all ranks go through them together.
+        """Yield the live tensors; adapted ones are merged copies. A sharded model's are gathered
+        one by one: all ranks go through them together.
 
         adapters: apart: matrices as they are, and then the adapters; alone: the adapters only.
         """
@@ -263,8 +256,8 @@ class DTensorBackend(Accumulating):
         yield from (x for x in _held(self, keep_weights) if storage_of(x) not in others)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write this rank's pieces of the weights, or rank 0 the adapters, and of the optimizer's
-        state. What a process by itself writes `transformers` (with LoRA: PEFT) loads.
+        """Write this rank's pieces of weights (rank 0: adapters) and optimizer state. What one
+        process writes `transformers` (with LoRA: PEFT) loads.
         """
         self._require_training()
         assert self._writer is not None
@@ -330,7 +323,7 @@ class DTensorBackend(Accumulating):
 
 
 def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = False) -> ExitStack:
-    """Return what has to be around passes through the model."""
+    """Return the contexts of passes through the model."""
     stack = ExitStack()
     if backend.world.sharded:
         stack.enter_context(gathering(model))
@@ -341,15 +334,11 @@ def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = Fals
     return stack
 
 
-def _work(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> Work:
-    trainer, kernel = backend.config.trainer, backend._kernel
-    _require_side(part, backend.config)
-    return planned(part, wanted, backend.world, share=trainer.share_prompts, kernel=kernel)
-
-
 def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[TokenBatch, Work]:
     """Return the microbatch that is computed next and its work, on the device."""
-    work, mixtures = _work(backend, part, wanted), backend._mixtures
+    mixtures, share = backend._mixtures, backend.config.trainer.share_prompts
+    _require_side(part, backend.config)
+    work = planned(part, wanted, backend.world, share=share, kernel=backend._kernel)
     rows = replace(part, routed_experts=None, route_ids=None)
     tokens = None if mixtures is None else mixtures.tokens(part, work)
     rows, work, tokens = to_device((rows, work, tokens), backend.device)
@@ -371,11 +360,6 @@ def _balance(
         empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
         passes = (backend._outputs(*_next(backend, *each), Needs()) for each in empty)
         mixtures.weigh(batch.num_tokens, passes)
-
-
-def _kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:
-    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    return kernel_of(model.config, device, dtype, sinks=sinks)
 
 
 def _require_side(part: TokenBatch, config: BackendConfig) -> None:
@@ -416,7 +400,7 @@ def _check_given(model: nn.Module, config: BackendConfig) -> None:
 
 
 def _loaded_here(config: BackendConfig) -> nn.Module:
-    given: dict[str, Any] = {"head": config.head, "seed": config.seed}
+    given: Any = {"head": config.head, "seed": config.seed}
     given |= {"trust_remote_code": config.model.trust_remote_code}
     return load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, **given)
 

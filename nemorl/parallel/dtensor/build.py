@@ -47,8 +47,7 @@ def build(
 ) -> nn.Module:
     """Build this rank's shards of the model that the configuration names; a collective call.
 
-    Only fresh weights, a given model and an adapter folder are first loaded whole on each rank's
-    CPU.
+    Fresh weights, a given model and an adapter folder are first whole on each rank's CPU.
 
     frozen: without gradients and adapters.
     """
@@ -82,7 +81,7 @@ def build(
 
 
 def shard(model: Any, world: World) -> None:
-    """Spread a model over the mesh, in place; it needs no memory for that (meta device)."""
+    """Spread a model over the mesh, in place; on the meta device this takes no memory."""
     from nemorl.parallel.dtensor.tensor_parallel import apply_tensor_parallel
     from nemorl.parallel.dtensor.titan import checkpoint_activations
 
@@ -109,9 +108,7 @@ def shard(model: Any, world: World) -> None:
 
 
 def materialize(model: Any, world: World) -> None:
-    """Allocate this rank's shards, and compute the buffers that no file holds, such as rotary
-    frequencies.
-    """
+    """Allocate this rank's shards; compute buffers that no file holds, as rotary frequencies."""
     model.to_empty(device="cpu" if world.plan.cpu_offload else world.device)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers leaves it as it is
@@ -124,9 +121,9 @@ def materialize(model: Any, world: World) -> None:
 
 def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
     """Read this rank's piece of every parameter from a folder of safetensors, or make a scalar head
-    from `seed`; return the names of what the model does not use.
+    from `seed`; return the names that the model does not use.
 
-    Raises: ValueError where some are missing or of other shapes.
+    Raises: ValueError for parameters that are missing or of other shapes.
     """
     wanted = {
         name.replace(".base_layer.", "."): tensor
@@ -151,9 +148,7 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
 
 @torch.no_grad()
 def copy_whole(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """Copy each parameter's shard out of whole tensors, which every rank has; names that `whole`
-    lacks stay as they are.
-    """
+    """Copy each parameter's shard out of the whole tensors that every rank has, by name."""
     for name, parameter in live_tensors(model).items():
         value = whole.get(name.replace(".base_layer.", "."))
         if value is None:

@@ -1,5 +1,5 @@
-"""Mixtures of experts in Hugging Face models: how tokens are shared out among experts, a loss that
-balances this, and biases that do.
+"""Mixtures of experts in Hugging Face models: which experts tokens get, and a loss and biases that
+balance this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BIAS = "e_score_correction_bias"
 
 
 class Mixtures:
-    """The blocks of a model that share out tokens among experts, in the order of its layers."""
+    """A model's blocks with experts, in the order of its layers."""
 
     def __init__(self, model: Any, world: World, trainer: TrainerConfig) -> None:
         decoder = decoder_of(model)
@@ -59,9 +59,9 @@ class Mixtures:
         require(can or not replays, "trainer.router_replay", wanted, replays, remedy)
 
     def forget(self) -> None:
-        """Drop what was counted since the last step, as is done with gradients."""
+        """Drop what was counted since the last step."""
         self._counted: Tensor | None = None
-        """How many tokens each expert got since the last step, `[blocks, experts]`."""
+        """Tokens of each expert since the last step, `[blocks, experts]`."""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -80,8 +80,8 @@ class Mixtures:
             yield
 
     def tokens(self, part: TokenBatch, work: Work) -> tuple[Tensor, Tensor | None] | None:
-        """Return of each token of a microbatch that routers get for how many it stands (0:
-        padding), and the sampler's experts, if the batch has some; None for a dense model.
+        """Return for how many each token that routers get stands (0: padding), and the sampler's
+        experts, if the batch has some; None for a dense model.
         """
         if not self.blocks:
             return None
@@ -98,8 +98,8 @@ class Mixtures:
                 router.forward = choosing(router, experts, num_experts(self.config))
 
     def weigh(self, num_tokens: int, passes: Iterable[Any]) -> None:
-        """Have routers add the gradient of the loss that balances experts over a whole batch, in
-        `passes` over all microbatches; a collective call.
+        """Have routers add the gradient of the loss that balances experts over a batch, after
+        `passes` over all its microbatches; a collective call.
         """
         experts, device = num_experts(self.config), self.world.device
         sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
@@ -113,8 +113,8 @@ class Mixtures:
         self._balance, self._loss = load.pull(count, coef=coef), load.loss(count)
 
     def end_batch(self) -> tuple[Metrics, Tensor | float]:
-        """Return metrics of a batch that all ranks have computed, and what its loss has more; a
-        collective call.
+        """Return metrics of a computed batch, and the loss that balances experts; a collective
+        call.
         """
         metrics: dict[str, Metric] = {}
         more: Tensor | float = 0.0
@@ -129,8 +129,8 @@ class Mixtures:
         return metrics, more
 
     def move_biases(self) -> None:
-        """Move the bias of each expert's score, in place, up where it got less than the mean of its
-        layer since the last step, and down where it got more.
+        """Move the bias of each expert's score up, in place, if it got less tokens than its layer's
+        mean since the last step, and down if more.
 
         Source: DeepSeek-V3 (arXiv 2412.19437), auxiliary-loss-free load balancing.
         """

@@ -39,17 +39,15 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
 
 
 def check_quantized(quantize: str, *, ranks: bool) -> None:
-    """Raise ValueError for weights in 4 bits where FSDP2 would shard them: bitsandbytes keeps
-    each as one piece.
-    """
+    """Raise ValueError for weights in 4 bits where FSDP2 would shard them."""
     requirement = "must be none on ranks, whose FSDP2 can't divide weights in 4 bits"
     remedy = "train on one device, without torchrun, parallel.compile, cpu_offload and selective"
     require(quantize == "none" or not ranks, "lora.quantize", requirement, quantize, remedy)
 
 
 def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:
-    """Return settings that use what is proved of a model of type `kind`: where rows can't be
-    packed, padded or share prompts, they are computed one by one, which a warning says.
+    """Return settings that use only what is proved of a model of type `kind`; a warning names what
+    is left out: packed or padded rows, shared prompts.
 
     Raises: ValueError for a model that fails row by row, and for settings that ask for what fails.
     """
@@ -62,19 +60,15 @@ def settled(config: BackendConfig, kind: str, proofs: Proofs) -> BackendConfig:
         if fails(name):
             raise ValueError(
                 f"the model must have the numbers of transformers here, but {kind!r} has not, even"
-                f" row by row ({proofs[name].reason}): take another model, and report it"
+                f" row by row ({proofs[name].reason}): take another model"
             )
+    checkpointing = "parallel.activation_checkpointing"
     asked: tuple[tuple[Capability, str, object, object], ...] = (
         ("fsdp", "parallel", plan.data_ranks > 1 or plan.needs_ranks, plan),
         ("tp", "parallel.tp", plan.tp > 1, plan.tp),
         ("cp", "parallel.cp", plan.cp > 1, plan.cp),
         ("lora", "lora.rank", config.lora.rank, config.lora.rank),
-        (
-            "recompute",
-            "parallel.activation_checkpointing",
-            plan.recomputes != "none",
-            plan.recomputes,
-        ),
+        ("recompute", checkpointing, plan.recomputes != "none", plan.recomputes),
     )
     for name, field, used, value in asked:
         wanted = f"must be off for {kind} ({proofs[name].reason})"

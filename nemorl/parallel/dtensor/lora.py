@@ -75,8 +75,8 @@ def _check_patterns(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def fresh_adapters(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
-    """Return the numbers that PEFT gives new adapters in one process with this seed, in its order;
-    for a model on the meta device it draws none.
+    """Return the numbers that PEFT gives new adapters in one process with this seed; on the meta
+    device it draws none.
     """
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
@@ -140,13 +140,13 @@ def check_scale(model: Any, folder: Path) -> None:
 
 
 _LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Backends of this process with adapters over weights that were loaded for them."""
+"""Backends of this process whose adapters are over weights that were loaded for them."""
 
 
 @torch.no_grad()
 def share_base(backend: Any) -> None:
-    """Put frozen weights of another live backend in the place of a new one's, where all of this
-    rank's parts are equal.
+    """Replace a new backend's frozen weights by another live one's, where all of this rank's parts
+    are equal.
     """
     own = _frozen(backend)
     for other in _LIVE:
@@ -162,7 +162,7 @@ def share_base(backend: Any) -> None:
 
 
 def leave_base(backend: Any) -> bool:
-    """Return whether other live backends have weights of a backend, which is no longer one."""
+    """Remove a backend from the live ones; return whether others have its weights."""
     others = others_weights(backend)
     shared = any(storage_of(each) in others for each in _frozen(backend).values())
     _LIVE.discard(backend)
@@ -170,24 +170,28 @@ def leave_base(backend: Any) -> bool:
 
 
 def others_weights(backend: Any) -> set[int]:
-    """Return the addresses of the storages of other live backends' frozen weights."""
+    """Return the storages' addresses of other live backends' frozen weights."""
     others = (other for other in _LIVE if other is not backend)
     return {storage_of(each) for other in others for each in _frozen(other).values()}
 
 
 def _frozen(backend: Any) -> dict[str, Any]:
-    return dict(_frozen_of(backend._loaded()))
-
-
-def _frozen_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, tensor in live_tensors(model).items():
-        if isinstance(tensor, nn.Parameter) and ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), tensor
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in live_tensors(backend._loaded()).items()
+        if isinstance(tensor, nn.Parameter) and ".lora_" not in name
+    }
 
 
 def _equal(one: Any, other: Any) -> bool:
-    same = getattr(one, "placements", None) == getattr(other, "placements", None)
-    mesh = getattr(one, "device_mesh", None) == getattr(other, "device_mesh", None)
     a, b = local_part(one), local_part(other)
-    alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    return same and mesh and alike and torch.equal(a, b)
+    kinds = (
+        (
+            x.shape,
+            x.dtype,
+            x.device,
+            *(getattr(y, at, None) for at in ("placements", "device_mesh")),
+        )
+        for x, y in ((a, one), (b, other))
+    )
+    return next(kinds) == next(kinds) and torch.equal(a, b)

@@ -15,8 +15,7 @@ from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
 def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, …); a collective call.
 
-    A process that joins them again gets the first groups: each has threads, and torch's caches hold
-    on to a mesh.
+    A process that joins again gets its first groups: each has threads, and torch caches meshes.
     """
     from nemorl.parallel.dtensor.titan import make_dims
 

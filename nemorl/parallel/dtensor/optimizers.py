@@ -1,4 +1,4 @@
-"""Optimizers by name, of parameters that ranks may share: numbers do not depend on the sharing."""
+"""Optimizers of parameters that ranks may share, whose numbers do not depend on the sharing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nemorl.checks import require
 from nemorl.models.adapters import full_tensor
 from nemorl.models.causal_lm import blocks_of, head_of
-from nemorl.parallel.accumulation import Optimizers, State, make_adamw
+from nemorl.parallel.accumulation import Optimizers, State, local_part, make_adamw
 from nemorl.parallel.config import OptimizerConfig
 
 BLOCK = 256
@@ -24,8 +24,8 @@ BLOCK = 256
 
 class Muon(torch.optim.Optimizer):
     """torch's Muon, of matrices that ranks may share and of stacks of experts' matrices. A matrix
-    is made orthogonal whole: one that is shared by one of its ranks, of which each has another at
-    the same time; one of an expert by the rank that has the expert.
+    is made orthogonal whole: a shared one by one of its ranks, while the others have other
+    matrices; an expert's by the rank that has the expert.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Muon(torch.optim.Optimizer):
                 if isinstance(matrix, DTensor) and matrix.ndim == 2:
                     shared.setdefault(matrix.device_mesh, []).append(matrix)
                     continue
-                local = _local(matrix)
+                local = local_part(matrix)
                 local.mul_(1 - group["lr"] * group["weight_decay"])
-                local.add_(_change(_local(self._update(matrix, group)), group["lr"]))
+                local.add_(_change(local_part(self._update(matrix, group)), group["lr"]))
             for mesh, matrices in shared.items():
                 self._step_shared(mesh, matrices, group)
 
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
             for rank, matrix in enumerate(turn):
                 change = own
                 if rank != this:
-                    change = torch.empty(matrix.shape, device=_local(matrix).device)
+                    change = torch.empty(matrix.shape, device=local_part(matrix).device)
                 dist.broadcast(change, group=ranks, group_src=rank)
                 places = matrix.placements
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
@@ -104,16 +104,14 @@ class AdamW8bit:
         for name, matrix in matrices.items():
             _require_blocks(name, matrix)
         options: dict[str, Any] = {
-            "lr": config.lr,
             "betas": (config.beta1, config.beta2),
-            "eps": config.eps,
-            "weight_decay": config.weight_decay,
+            **{name: getattr(config, name) for name in ("lr", "eps", "weight_decay")},
         }
         self.param_groups = [{"params": list(matrices.values()), **options}]
         self._own = {
-            matrix: nn.Parameter(_local(matrix))
+            matrix: nn.Parameter(local_part(matrix))
             for matrix in matrices.values()
-            if _local(matrix).numel()  # of a few rows some ranks have none
+            if local_part(matrix).numel()  # of a few rows some ranks have none
         }
         self._inner = Inner(list(self._own.values()), min_8bit_size=0, **options)
 
@@ -125,7 +123,7 @@ class AdamW8bit:
     def step(self) -> None:
         self._inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         for matrix, own in self._own.items():
-            own.grad = None if matrix.grad is None else _local(matrix.grad).contiguous()
+            own.grad = None if matrix.grad is None else local_part(matrix.grad).contiguous()
         self._inner.step()
         for own in self._own.values():
             own.grad = None
@@ -146,8 +144,8 @@ class AdamW8bit:
         return self.state
 
     def keep(self, state: State) -> None:
-        """Take over the steps of `fresh_state`, whose other tensors are the live ones; of no state,
-        begin anew.
+        """Take over the steps of `fresh_state`, whose other tensors are live; with no state begin
+        anew.
         """
         if not state:
             self._inner.state.clear()
@@ -160,7 +158,7 @@ class AdamW8bit:
             local, shape = found[name], matrix.shape
             if name.startswith("absmax") and shape[1:].numel() % BLOCK == 0:
                 shape = torch.Size((shape[0], shape[1:].numel() // BLOCK))
-                local = local.view(_local(matrix).shape[0], -1)
+                local = local.view(local_part(matrix).shape[0], -1)
             if isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1:
                 where: Any = (matrix.device_mesh, matrix.placements)
                 strides = torch.empty(shape, device="meta").stride()
@@ -173,21 +171,10 @@ class AdamW8bit:
 def _require_blocks(name: str, matrix: nn.Parameter) -> None:
     stack = matrix.ndim > 2
     if stack or (isinstance(matrix, DTensor) and matrix.device_mesh.size() > 1):
-        size = _local(matrix).shape[1:].numel()
-        require(
-            size % BLOCK == 0,
-            f"the {'experts' if stack else 'rows'} of {name}",
-            f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit"
-            + ("" if stack else " on several ranks, of which its numbers would depend otherwise"),
-            size,
-            "take optimizer.name adamw"
-            if stack
-            else "train on one rank, or take optimizer.name adamw",
-        )
-
-
-def _local(tensor: Any) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        size, what = local_part(matrix).shape[1:].numel(), "experts" if stack else "rows"
+        requirement = f"must be whole blocks of {BLOCK} numbers with optimizer.name adamw8bit"
+        remedy = "take optimizer.name adamw" + ", or train on one rank" * (not stack)
+        require(size % BLOCK == 0, f"the {what} of {name}", requirement, size, remedy)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizers:

@@ -73,8 +73,8 @@ def own_pieces(
 def boxes_in_files(
     name: str, tensor: Tensor, stored: Stored = NOTHING
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """Yield this rank's part of a tensor as files have it: names, boxes, and where these begin. A
-    number, such as an optimizer's steps, is there for each expert.
+    """Yield this rank's part of a tensor as files have it: names, boxes, and where these begin.
+    Each expert has its own copy of a number, such as an optimizer's steps.
     """
     local, offsets = own_part(tensor)
     groups = stored.get(name, ((name,),))
@@ -92,7 +92,6 @@ def _is_one(groups: Groups, tensor: Tensor) -> bool:
 
 
 def _ours(tensors: Mapping[str, Tensor], world: World) -> set[str]:
-    """Return the tensors that this rank writes."""
     sizes: dict[Hashable, dict[str, int]] = {}
     places: dict[Hashable, tuple[int, int]] = {}
     found = set[str]()
@@ -125,9 +124,7 @@ def fill(tensor: Tensor, files: TensorFiles, name: str, stored: Stored = NOTHING
 
 @contextmanager
 def gathering(model: nn.Module) -> Iterator[None]:
-    """Free, after forward passes, what FSDP2 gathered: without a backward pass the head would
-    stay.
-    """
+    """Free what FSDP2 gathered in the block: without a backward pass the head would stay."""
     try:
         yield
     finally:
@@ -139,8 +136,8 @@ def gathering(model: nn.Module) -> Iterator[None]:
 def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
     """Copy this rank's part into the model's own tensors, or its adapters, and its optimizer.
 
-    Raises ValueError, before anything is changed, if it belongs to another model or optimizer.
-    After a DamagedFile another checkpoint must be loaded.
+    Raises: ValueError, with nothing changed, for another model's or optimizer's checkpoint. After a
+    DamagedFile another must be loaded.
     """
     lora, names = has_adapters(model), _names(model)
     own = adapter_tensors(model) if lora else live_tensors(model)
@@ -209,8 +206,8 @@ def _load_8bit(
 
 
 def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Contents:
-    """Return a checkpoint's contents of a model, or its adapters, and their optimizer; of adapters
-    a collective call.
+    """Return a checkpoint's contents of a model, or its adapters (a collective call), and their
+    optimizer.
     """
     lora, names = has_adapters(model), _names(model)
     state = _state(model, optimizer)

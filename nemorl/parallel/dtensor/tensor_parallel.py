@@ -70,10 +70,30 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
     if tied:  # parallelize_module has made a new parameter of the embedding's
         head.weight = decoder.embed_tokens.weight
         return
-    placement = Replicate() if is_scalar(model) else Shard(0)
-    for name, parameter in list(head.named_parameters()):
-        spread = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        setattr(head, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+    _spread(head, mesh, Replicate() if is_scalar(model) else Shard(0))
+
+
+def _spread(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Distribute a module's own parameters over the mesh, in place, but for experts', which are
+    distributed before their block.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not isinstance(parameter, DTensor):
+            spread = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+            own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, own)
+
+
+def _moved(values: Tensor, mesh: DeviceMesh, layout: Placement, wanted: Placement) -> Tensor:
+    """Return this rank's part, in the wanted layout, of the tensor of which it has `values`."""
+    spread = DTensor.from_local(values, mesh, [layout], run_check=False)
+    return spread.redistribute(placements=[wanted]).to_local()
+
+
+def _sum_backward(values: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return values that all ranks have; each gives a part of their gradient."""
+    spread = DTensor.from_local(values, mesh, [Replicate()], run_check=False)
+    return spread.to_local(grad_placements=[Partial()])
 
 
 def layer_styles(config: Any) -> dict[str, str]:
@@ -145,8 +165,8 @@ def _gathering(*, by_keyword: bool) -> ParallelStyle:
 
 
 class Whole(ParallelStyle):
-    """Computes a module on each rank, from the same inputs: its parameters are whole, but on the
-    mesh, over which the gradient norm is taken.
+    """Computes a module on each rank from the same inputs. Its parameters are whole, but on the
+    mesh: the gradient norm is taken over it.
     """
 
     def __init__(self, *, cut_between: bool = False) -> None:
@@ -154,12 +174,7 @@ class Whole(ParallelStyle):
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> Any:
         for part in module.modules():
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                if isinstance(parameter, DTensor):
-                    continue  # of experts, which ranks share
-                spread = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-                part.register_parameter(name, own)
+            _spread(part, mesh, Replicate())
         inner = module.forward
 
         @functools.wraps(inner)
@@ -168,16 +183,12 @@ class Whole(ParallelStyle):
                 with _local_parameters(module):
                     return inner(*args, **options)
             given = options.pop("hidden_states", None)
-            hidden = moved(args[0] if given is None else given, Shard(1), Replicate())
+            hidden = _moved(args[0] if given is None else given, mesh, Shard(1), Replicate())
             with _local_parameters(module):
                 output = inner(hidden, *args[1:], **options)
             first, *others = output if isinstance(output, tuple) else (output,)
-            first = moved(first.view(hidden.shape), Replicate(), Shard(1))
+            first = _moved(first.view(hidden.shape), mesh, Replicate(), Shard(1))
             return (first, *others) if isinstance(output, tuple) else first
-
-        def moved(tokens: Tensor, layout: Placement, wanted: Placement) -> Tensor:
-            spread = DTensor.from_local(tokens, mesh, [layout], run_check=False)
-            return spread.redistribute(placements=[wanted]).to_local()
 
         module.forward = forward
         return module
@@ -191,10 +202,7 @@ class Experts(ParallelStyle):
     """
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> Any:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-            own = nn.Parameter(spread, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, own)
+        _spread(module, mesh, Shard(0))
         count = module.num_experts // mesh.size()
         first = count * mesh.get_local_rank()
         module.num_experts, module._is_expert_parallel = count, True
@@ -204,13 +212,9 @@ class Experts(ParallelStyle):
         def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             here = (chosen >= first) & (chosen < first + count)
             own = torch.where(here, chosen - first, count)  # `count`: it is left out
-            found = inner(partial(hidden), own, partial(weights).masked_fill(~here, 0.0))
-            total = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-            return total.redistribute(placements=[Replicate()]).to_local()
-
-        def partial(whole: Tensor) -> Tensor:
-            spread = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-            return spread.to_local(grad_placements=[Partial()])
+            weights = _sum_backward(weights, mesh).masked_fill(~here, 0.0)
+            found = inner(_sum_backward(hidden, mesh), own, weights)
+            return _moved(found, mesh, Partial(), Replicate())
 
         module.forward = forward
         return module
@@ -236,11 +240,11 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
 def spread_adapters(
     layer: nn.Module, mesh: Any, plan: Mapping[str, ParallelStyle]
 ) -> dict[str, ParallelStyle]:
-    """Spread a decoder layer's adapters over a mesh, in place; return the plan, whose styles of
-    adapted layers are then for what the adapters adapt.
+    """Spread a decoder layer's adapters over a mesh, in place; return the plan for the layers that
+    they adapt.
 
     The wide side of an adapter (rows of B, or columns of A) is cut as its layer is. The other
-    matrix is whole on each rank, and what is between the two is all that is sent.
+    matrix is whole on each rank: only what is between the two is sent.
     """
     left = dict(plan)
     for name, adapted in adapted_layers(layer).items():
@@ -269,9 +273,7 @@ def _compute_whole(mesh: Any, layout: Placement) -> tuple[Placement, Placement, 
         return linear(x, self.weight.to_local())
 
     def outer(self: Any, x: Tensor) -> Tensor:
-        found = linear(x, self.weight.to_local())
-        whole = DTensor.from_local(found, mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[layout]).to_local()
+        return _moved(linear(x, self.weight.to_local()), mesh, Replicate(), layout)
 
     return Replicate(), Replicate(), inner, outer
 
@@ -281,10 +283,7 @@ def _follow_rows(mesh: Any) -> tuple[Placement, Placement, Any, Any]:
 
     def inner(self: Any, x: Tensor) -> Tensor:
         x = x.to_local() if isinstance(x, DTensor) else x  # with sequence parallelism
-        found = linear(x, self.weight.to_local())
-        # Each rank's rows give a part of the gradient.
-        whole = DTensor.from_local(found, mesh, [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
+        return _sum_backward(linear(x, self.weight.to_local()), mesh)
 
     def outer(self: Any, x: Tensor) -> Tensor:
         return linear(x, self.weight.to_local())
@@ -297,9 +296,7 @@ def _follow_columns(mesh: Any, layout: Placement) -> tuple[Placement, Placement,
     gradient = Partial() if layout.is_shard() else Replicate()
 
     def inner(self: Any, x: Tensor) -> Tensor:
-        found = linear(x, self.weight.to_local())
-        part = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-        return part.redistribute(placements=[layout]).to_local()
+        return _moved(linear(x, self.weight.to_local()), mesh, Partial(), layout)
 
     def outer(self: Any, x: Tensor) -> Tensor:
         return linear(x, self.weight.to_local(grad_placements=[gradient]))
@@ -308,7 +305,5 @@ def _follow_columns(mesh: Any, layout: Placement) -> tuple[Placement, Placement,
 
 
 def _place(matrix: nn.Module, mesh: Any, placement: Placement, forward: Any) -> None:
-    weight: Any = matrix.weight
-    spread = distribute_tensor(weight.detach(), mesh, [placement], src_data_rank=None)
-    matrix.weight = nn.Parameter(spread, requires_grad=weight.requires_grad)
+    _spread(matrix, mesh, placement)
     matrix.forward = types.MethodType(forward, matrix)

@@ -22,9 +22,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def make_dims(plan: ParallelPlan, device_type: str) -> ParallelDims:
-    """Build the device mesh of a plan whose degrees are all known; a collective call.
-
-    Its axes are dp_replicate, fsdp (dp_shard · cp), cp and tp.
+    """Build the device mesh (dp_replicate, fsdp = dp_shard · cp, cp, tp) of a plan whose degrees
+    are all known; a collective call.
     """
     assert plan.dp_shard is not None, "resolve the plan with ParallelPlan.on"
     # torchtitan guesses it when it is imported: a GPU, even where the run asks for CPUs.
@@ -45,7 +44,7 @@ def make_dims(plan: ParallelPlan, device_type: str) -> ParallelDims:
 
 def checkpoint_activations(decoder: nn.Module, how: str) -> None:
     """Recompute each layer in the backward pass, all of it (full) or the cheap part (selective)."""
-    # The operator is then there by whose name selective checkpointing keeps what attention returns.
+    # Selective checkpointing keeps the results of this module's operator by its name.
     import torch.nn.attention.varlen  # noqa: F401
 
     policy: Any = {"full": FullAC, "selective": SelectiveAC}[how]

@@ -264,7 +264,7 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
 
 def _widened(values: Tensor, free: int, *, added: int) -> Tensor:
     of_columns = (*(0, 0) * (values.ndim - 2), 0, added)
-    return torch.nn.functional.pad(values, of_columns, value=free)
+    return pad_tensor(values, of_columns, value=free)
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:

@@ -253,9 +253,7 @@ def _of_alpaca(row: Row) -> dict[str, Any]:
 
 def _of_sharegpt(row: Row) -> dict[str, Any]:
     turns = row.get("conversations")
-    if not isinstance(turns, list) or not turns:
-        return {}
-    if not all(isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns):
+    if not (_mappings(turns) and turns and all({"from", "value"} <= turn.keys() for turn in turns)):
         return {}
     ours = {theirs: role for role, names in RENAMED.items() for theirs in names}
     said = [(ours.get(turn["from"], turn["from"]), turn["value"]) for turn in turns]

@@ -100,9 +100,8 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     real = batch.segment_ids > 0
     source = real.flatten().nonzero().flatten()
     target = layout.targets(lengths, width).to(source.device)
-    before = torch.from_numpy(layout.before(num_segments(batch.segment_ids).cpu().numpy())).to(
-        real.device
-    )
+    counts = num_segments(batch.segment_ids).cpu().numpy()
+    before = torch.from_numpy(_before(layout.order, layout.row_of, counts)).to(real.device)
     numbered = replace(batch, segment_ids=torch.where(real, batch.segment_ids + before[:, None], 0))
     shape = (len(plan), width)
     return each_array(
@@ -188,9 +187,6 @@ class _Layout(NamedTuple):
 
     def targets(self, lengths: np.ndarray, width: int) -> Tensor:
         return _within(lengths, self.rows * width + self.starts)
-
-    def before(self, sizes: np.ndarray) -> np.ndarray:
-        return _before(self.order, self.row_of, sizes)
 
 
 def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:

@@ -275,7 +275,10 @@ class Shard:
     def __call__(self) -> Iterator[Row]:
         for place, row in _read(self.source, self.split, self.data_files):
             place = self.before + place
-            _require_row(place, row)
+            if not isinstance(row, Mapping) or not row:
+                raise ValueError(
+                    f"{place}: a row must be a dict with at least one column, got {short(row)}"
+                )
             yield Row(row, origin=getattr(row, "origin", "") or place, source=self.number)
 
     def __getstate__(self) -> None:
@@ -310,10 +313,7 @@ def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
     found = []
     for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
         if path.suffix in (".jsonl", ".csv"):
-            placed = list(islice(_read_file(path), count))
-            for place, row in placed:
-                _require_row(place, row)
-            found.append([Row(row, origin=place) for place, row in placed])
+            found.append(list(islice(Shard(path)(), count)))
     return found
 
 
@@ -342,13 +342,6 @@ def name_of(source: Any) -> str:
     return repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__}"
 
 
-def _require_row(place: str, row: Any) -> None:
-    if not isinstance(row, Mapping) or not row:
-        raise ValueError(
-            f"{place}: a row must be a dict with at least one column, got {short(row)}"
-        )
-
-
 def _is_source(part: Any) -> bool:
     if isinstance(part, Mapping):
         return hasattr(part, "column_names")  # a DatasetDict; any other mapping is a row
@@ -356,23 +349,21 @@ def _is_source(part: Any) -> bool:
 
 
 def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
-    if data_files is not None and not (
-        isinstance(source, str | Path) and Path(source).suffix not in READERS
-    ):
+    named = isinstance(source, str | Path)
+    is_set = named and Path(source).suffix not in READERS
+    if data_files is not None and not is_set:
         raise ValueError(
             "data_files chooses files on the hub or in a folder, but the source is"
             f" {name_of(source)}: remove it"
         )
     if is_generated(source):
         return _numbered(generated(source, split), f"{source}, ")
-    if isinstance(source, str | Path):
-        path = Path(source)
-        if path.suffix not in READERS:
-            return _numbered(
-                _named(_load_dataset(source, split, data_files), split, source), f"{source}, "
-            )
+    if is_set:
+        data = _load_dataset(source, split, data_files)
+        return _numbered(_named(data, split, source), f"{source}, ")
+    if named:
         _require_train(split, source)
-        return _read_file(path)
+        return _read_file(Path(source))
     if isinstance(source, DataModule):
         if split not in ("train", "validation"):
             raise ValueError(

@@ -4,7 +4,6 @@ A file of pieces says in its header where each belongs, as torch's HuggingFaceSt
 """
 
 import json
-import math
 import mmap
 import os
 import re
@@ -257,7 +256,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> "Piece":
@@ -315,7 +314,7 @@ class _Stored:
         piece = self.piece
         inner = _slices(begins, ends, piece.offsets)
         first, last = (inner[0].start, inner[0].stop) if inner else (0, 1)
-        row = math.prod(piece.shape[1:]) * piece.dtype.itemsize
+        row = prod(piece.shape[1:]) * piece.dtype.itemsize
         data = self.file.read(self.position + first * row, self.position + last * row)
         rows = torch.frombuffer(data, dtype=piece.dtype).view(
             (last - first, *piece.shape[1:]) if inner else ()
@@ -353,7 +352,7 @@ class TensorFiles:
         offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
         found = self._found(name)
         box: Tensor | None = None
-        missing = math.prod(shape)
+        missing = prod(shape)
         for stored in found:
             piece = stored.piece
             begins = [max(a, b) for a, b in zip(offsets, piece.offsets, strict=True)]
@@ -385,7 +384,7 @@ class TensorFiles:
         pieces = [stored.piece for stored in self._found(name)]
         ends = [[a + n for a, n in zip(p.offsets, p.shape, strict=True)] for p in pieces]
         shape = tuple(map(max, zip(*ends, strict=True)))
-        if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        if sum(prod(piece.shape) for piece in pieces) != prod(shape):
             raise DamagedFile(
                 f"{name} must be there in full, but a part is missing: was a file lost?"
             )
@@ -422,13 +421,6 @@ def file_name(kind: str, index: int, count: int) -> str:
     return f"{kind}{numbers}.safetensors"
 
 
-def write_index(folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
-    places = {piece.name: file for file, pieces in files.items() for piece in pieces}
-    total = sum(piece.num_bytes for pieces in files.values() for piece in pieces)
-    values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / INDEX).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
 def write_model_files(
     folder: Path, weights: Iterable[tuple[str, Tensor]], *, max_bytes: float = 5e9
 ) -> None:
@@ -442,7 +434,11 @@ def write_model_files(
     for index, name in enumerate(names):
         (folder / f".{index}").rename(folder / name)
     if len(names) > 1:
-        write_index(folder, dict(zip(names, written, strict=True)))
+        files = zip(names, written, strict=True)
+        places = {piece.name: file for file, pieces in files for piece in pieces}
+        total = sum(piece.num_bytes for piece in chain(*written))
+        values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _batches(

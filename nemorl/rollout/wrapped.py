@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isnan, nan
 from types import MethodType
 from typing import Any
 
@@ -27,6 +26,7 @@ from nemorl.rollout.generation import (
     InFlight,
     SamplingParams,
     WeightSource,
+    checked_requests,
     text_before,
 )
 from nemorl.rollout.random import derive_seed
@@ -36,6 +36,8 @@ from nemorl.rollout.torch_backend import copy_weights
 NEEDED = ("setup", "update_weights", "shutdown")
 ANSWER = ("token_ids", "text", "logprobs", "finish_reason")
 """What a response may have that `generate` returns as a dict."""
+Sample = tuple[Request, int, SamplingParams]
+"""A request, the number of one of its samples, and the parameters of the call."""
 
 
 def as_generation_backend(target: Any) -> Any:
@@ -95,12 +97,12 @@ class WrappedBackend(ScheduledBackend):
             inner = inner(**_accepted(inner, offered))
         super().__init__(self._step, tokenizer)
         self.limits(source.config)
-        self.inner, self.precision = inner, precision
+        self.inner, self.name, self.precision = inner, type(inner).__name__, precision
         traits = getattr(inner, "traits", GenerationTraits())
         shared = model is not None and traits.shares_model
         self.model: Any = source.load() if shared else None
         self.max_batch_size = 256
-        self._waiting: list[tuple[Request, int]] = []
+        self._waiting: list[Sample] = []
         parameters = list(inspect.signature(inner.generate).parameters.values())
         self._texts = "str" in str(parameters[0].annotation) if parameters else False
 
@@ -138,74 +140,58 @@ class WrappedBackend(ScheduledBackend):
             if not self._scheduler.closed:
                 self.inner.shutdown()
             super().shutdown()
-            self._waiting, self.model = [], None
+            self.model = None
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
-        self._waiting += [(request, j) for request in new for j in range(request.params.n)]
-        gone = set(dropped)
-        self._waiting = [one for one in self._waiting if one[0] not in gone]
+        for request in new:
+            alike = replace(request.params, n=1, seed=None)
+            self._waiting += [(request, j, alike) for j in range(request.params.n)]
+        self._waiting = [each for each in self._waiting if not each[0].future.done()]
         if not self._waiting:
             return
-        alike = _batch_params(self._waiting[0][0])
-        batch = [one for one in self._waiting if _batch_params(one[0]) == alike]
-        batch = batch[: self.max_batch_size]
+        params = self._waiting[0][2]
+        batch = [each for each in self._waiting if each[2] == params][: self.max_batch_size]
         taken = set(batch)
-        self._waiting = [one for one in self._waiting if one not in taken]
-        try:
-            completions = self._called(batch, alike)
-        except BaseException:
-            self._waiting = []
-            raise
-        for (request, _), completion in zip(batch, completions, strict=True):
+        self._waiting = [each for each in self._waiting if each not in taken]
+        for (request, *_), completion in zip(batch, self._called(batch, params), strict=True):
             request.parts.append(completion)
             if len(request.parts) == request.params.n:
                 request.answer(request.parts)
 
-    def _called(
-        self, batch: Sequence[tuple[Request, int]], params: SamplingParams
-    ) -> list[Completion]:
-        prompts: list[Any] = [list(request.prompt) for request, _ in batch]
-        given = prompts
+    def _called(self, batch: Sequence[Sample], params: SamplingParams) -> list[Completion]:
+        given: list[Any] = [list(request.prompt) for request, *_ in batch]
         if self._texts:
-            given = self._tokenizer("to call it with texts").batch_decode(prompts)
-        seeds = [number for request, j in batch for number in (request.params.seed or 0, j)]
+            given = self._tokenizer("to call it with texts").batch_decode(given)
+        seeds = [number for request, j, _ in batch for number in (request.params.seed or 0, j)]
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(derive_seed(*seeds))
             found = self.inner.generate(given, params)
         if isinstance(found, Mapping):  # of columns
-            found = [
-                dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)
-            ]
-        name, found = type(self.inner).__name__, list(found)
+            rows = zip(*found.values(), strict=True)
+            found = [dict(zip(found, row, strict=True)) for row in rows]
+        found = list(found)
         require(
             len(found) == len(batch),
-            f"{name}.generate",
+            f"{self.name}.generate",
             f"must return one response for each of {len(batch)} prompts",
             len(found),
             "return them in the prompts' order; sampling_params.n is 1",
         )
-        made = [self._completion(one, params) for one in found]
-        bare = [i for i, one in enumerate(made) if one.token_ids and isnan(one.logprobs[0])]
-        for i, logprobs in zip(bare, self._logprobs(prompts, made, bare, params), strict=True):
-            made[i] = replace(made[i], logprobs=logprobs)
-        return made
+        return [
+            self._completion(one, request.prompt, params)
+            for one, (request, *_) in zip(found, batch, strict=True)
+        ]
 
-    def _completion(self, found: Any, params: SamplingParams) -> Completion:
-        """Its logprobs are NaN where it has none."""
-        version = self.policy_version or 0
-        name = type(self.inner).__name__
+    def _completion(self, found: Any, prompt: Sequence[int], params: SamplingParams) -> Completion:
         if isinstance(found, Completion):
             found = {part: getattr(found, part) for part in ANSWER}
         parts = {"text": found} if isinstance(found, str) else found
+        generate = f"{self.name}.generate"
+        must = f"must return texts, Completions or dicts of {', '.join(ANSWER)}"
         known = isinstance(parts, Mapping) and set(parts) <= set(ANSWER)
-        require(
-            known and not {"token_ids", "text"}.isdisjoint(parts),
-            f"{name}.generate",
-            f"must return texts, Completions or dicts of {', '.join(ANSWER)}",
-            found,
-            "a dict needs token_ids or text",
-        )
-        ids, text = parts.get("token_ids"), parts.get("text")
+        known = known and not {"token_ids", "text"}.isdisjoint(parts)
+        require(known, generate, must, found, "a dict needs token_ids or text")
+        ids, text, logprobs, reason = map(parts.get, ANSWER)
         if ids is None:
             encode = self._tokenizer("to train on texts")
             ids = encode(text, add_special_tokens=False)["input_ids"]
@@ -213,84 +199,63 @@ class WrappedBackend(ScheduledBackend):
         if text is None:
             decoder = self.tokenizer
             text = "" if decoder is None else decoder.decode(ids, skip_special_tokens=True)
-        logprobs = parts.get("logprobs")
-        if logprobs is not None:
-            fits = f"must return a logprob for each of {len(ids)} tokens"
-            remedy = "return None where there is none"
-            require(len(logprobs) == len(ids), f"{name}.generate", fits, len(logprobs), remedy)
-        reason: Any = parts.get("finish_reason")
+        if logprobs is None:
+            logprobs = self._logprobs(prompt, ids, params) if ids else ()
+        must = f"must return a logprob for each of {len(ids)} tokens"
+        remedy = "return None where there is none"
+        require(len(logprobs) == len(ids), generate, must, len(logprobs), remedy)
         if reason is None:
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
-        ends = ("stop", "length")
-        require(
-            reason in ends, f"{name}'s finish_reason", f"must be one of {ends}", reason, "omit it"
-        )
+        known = reason in ("stop", "length")
+        require(known, f"{generate}'s finish_reason", "must be stop or length", reason, "omit it")
         asked = not {*ids[-1:]}.isdisjoint(params.stop_token_ids)
         asked = asked or any(stop in text for stop in params.stop_strings)
         require(
             reason == "length" or asked or not params.ignore_eos,
-            f"a response of {name}.generate",
+            f"a response of {generate}",
             f"must have {params.max_new_tokens} tokens where generation.ignore_eos is true",
             len(ids),
             "obey sampling_params.ignore_eos there, or remove the setting",
         )
         return Completion(
             token_ids=ids,
-            logprobs=(nan,) * len(ids) if logprobs is None else tuple(map(float, logprobs)),
+            logprobs=tuple(map(float, logprobs)),
             finish_reason=reason,
             text=text_before(params.stop_strings, text),
-            policy_versions=(version,) * len(ids),
+            policy_versions=(self.policy_version or 0,) * len(ids),
             tokenizer=self.tokenizer,
         )
 
     def _tokenizer(self, purpose: str) -> Any:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{type(self.inner).__name__} needs a tokenizer {purpose}: give the backend one, or"
-                " take and return token ids"
-            )
+        remedy = "give the backend one, or take and return token ids"
+        there = self.tokenizer is not None
+        require(there, self.name, f"needs a tokenizer {purpose}", self.tokenizer, remedy)
         return self.tokenizer
 
     def _logprobs(
-        self,
-        prompts: Sequence[Sequence[int]],
-        made: Sequence[Completion],
-        bare: Sequence[int],
-        params: SamplingParams,
-    ) -> Iterator[tuple[float, ...]]:
-        """Yield the model's logprobs of the `bare` responses."""
-        if bare and not isinstance(self.model, nn.Module):
+        self, prompt: Sequence[int], response: Sequence[int], params: SamplingParams
+    ) -> list[float]:
+        if not isinstance(self.model, nn.Module):
             raise ValueError(
-                f"{type(self.inner).__name__}.generate must return logprobs, because there is no"
-                " model here to compute them with: return dicts with token_ids and logprobs, or"
-                " remove shares_model=False from its traits"
+                f"{self.name}.generate must return logprobs, because there is no model here to"
+                " compute them with: return dicts with token_ids and logprobs, or remove"
+                " shares_model=False from its traits"
             )
+        model: Any = self.model
         filters = {name: getattr(params, name) for name in FILTERS_OFF}
         if params.temperature == 0:
             filters = FILTERS_OFF
-        for i in bare:
-            response = made[i].token_ids
-            ids = torch.tensor([[*prompts[i], *response]], device=self.model.device)
-            with evaluating(self.model, self.precision):
-                logits = self.model(ids, use_cache=False).logits[0, -len(response) - 1 : -1]
-            values = filter_logits(logits.float(), **filters).log_softmax(-1)
-            yield tuple(values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist())
-
-
-def _batch_params(request: Request) -> SamplingParams:
-    return replace(request.params, n=1, seed=None)
-
-
-@contextmanager
-def evaluating(model: nn.Module, precision: str) -> Iterator[None]:
-    """Compute without gradients and dropout, in a precision."""
-    training, device = model.training, next(model.parameters()).device.type
-    model.eval()
-    try:
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, precision != "float32"):
-            yield
-    finally:
-        model.train(training)
+        ids = torch.tensor([[*prompt, *response]], device=model.device)
+        training, half = model.training, self.precision != "float32"
+        model.eval()
+        try:
+            with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, half):
+                logits = model(ids, use_cache=False).logits[0, -len(response) - 1 : -1]
+        finally:
+            model.train(training)
+        values = filter_logits(logits.float(), **filters).log_softmax(-1)
+        found: list[float] = values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist()
+        return found
 
 
 def _has(target: Any, name: str) -> bool:
@@ -314,13 +279,12 @@ def _nothing(*_: Any) -> None: ...
 
 
 def _generate(self: Any, prompts: Any, sampling_params: Any) -> list[Completion]:
-    async def all_of_them() -> list[list[Completion]]:
-        work = [self.sample(*request) for request in zip(prompts, params, strict=True)]
-        return await asyncio.gather(*work)
+    most = sys.maxsize
+    params = checked_requests(prompts, sampling_params, vocab_size=most, max_positions=most)
 
-    params = [sampling_params] * len(prompts)
-    if not isinstance(sampling_params, SamplingParams):
-        params = list(sampling_params)
+    async def all_of_them() -> list[list[Completion]]:
+        return await asyncio.gather(*map(self.sample, prompts, params))
+
     return [completion for answer in blocking(all_of_them()) for completion in answer]
 
 

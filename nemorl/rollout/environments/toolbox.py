@@ -16,8 +16,6 @@ from nemorl.rollout.sandbox import ProgramLimits, check_sandbox, parse, run_prog
 MAX_BITS, MAX_CHARACTERS = 1024, 1000
 LIMITS = ProgramLimits(cpu=5, wall=10.0)
 PROGRAMS_AT_A_TIME = Semaphore(len(os.sched_getaffinity(0)))
-PLACE_S = 30.0
-"""Longest wait for a place; then the model gets a message that says so."""
 
 
 class Calculator:
@@ -94,12 +92,8 @@ class PythonTool:
         Args:
             code: The whole program
         """
-        if not PROGRAMS_AT_A_TIME.acquire(timeout=PLACE_S):
-            raise RuntimeError(f"other programs left no place within {PLACE_S:g} s")
-        try:
+        with PROGRAMS_AT_A_TIME:
             result = run_program(code, limits=self.limits)
-        finally:
-            PROGRAMS_AT_A_TIME.release()
         said, half = result.stdout, self.longest // 2
         if result.outcome != "ok":
             said += re.sub('"/.*/program', '"program', result.stderr)

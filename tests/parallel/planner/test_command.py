@@ -1,7 +1,6 @@
 """`nemorl plan`: which plans it finds, in which order, and what it says where none fits."""
 
 import re
-from dataclasses import fields
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -220,11 +219,6 @@ def test_a_file_for_training_is_a_workload(models: Path, tmp_path: Path):
     found = find_plans(config)
     plans = [each.plan for each in (*found.fitting, *found.too_large)]
     assert {plan.tp for plan in plans} == {2} and len({plan.cp for plan in plans}) > 1
-
-
-def test_a_plan_takes_all_of_a_runs_parallel_settings():
-    names = [{each.name for each in fields(kind)} for kind in (OpenPlan, ParallelPlan)]
-    assert names[0] == names[1]
 
 
 def test_packed_rows_are_as_wide_as_the_trainer_makes_them(models: Path):

@@ -226,9 +226,8 @@ class MegatronBackend(Accumulating):
         parameters, dtype = dict(self._parameters(self._stages)), dtype or torch.float32
 
         def own(name: str) -> Tensor:
-            as_it_is = parameters[name].dtype == dtype  # which takes no other data parallel rank
-            read = self._away.present if as_it_is else partial(_in_float32, self)
-            return read(parameters[name])
+            part = parameters[name]  # of the same type it takes no other data parallel rank
+            return self._away.present(part) if part.dtype == dtype else _in_float32(self, part)
 
         yield from self.conversion.whole(own, dtype)
 

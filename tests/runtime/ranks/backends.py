@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from nemorl.losses.types import Sum
-from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
+
+PLAN, CPU = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
 
 
 class Summing:
@@ -42,9 +45,9 @@ class Summing:
 
     @property
     def cutting(self):
-        trainer, plan = TrainerConfig(router_replay=True), ParallelPlan(dp_shard=2)
+        trainer = TrainerConfig(router_replay=True)
         model = SimpleNamespace(num_experts_per_tok=2, num_local_experts=8)
-        return Cutting(trainer=trainer, plan=plan, model=model, layers=3)
+        return Cutting(trainer=trainer, plan=PLAN, model=model, layers=3)
 
     def train_step(self, batch, loss_fn):
         value = torch.tensor(float(loss_fn(self.rank, batch)))
@@ -98,6 +101,23 @@ class Summing:
 
     def shutdown(self):
         print("shut down in order", flush=True)
+
+
+def config(**runtime):
+    return BaseConfig(trainer=CPU, runtime=RuntimeConfig(**runtime))
+
+
+def trainer(config, logs):
+    """Two ranks with `Summing`, before `setup`."""
+    from nemorl.runtime.ranks.trainer import make_trainer
+
+    return make_trainer(config, Summing, PLAN, logs)
+
+
+def settings(folder, *, seed=0):
+    """What it is set up with."""
+    model = ModelConfig(path=str(folder))
+    return BackendConfig(model=model, trainer=CPU, parallel=PLAN, seed=seed)
 
 
 def rank_number(rank, batch):

@@ -97,8 +97,8 @@ class MegatronBackend(Accumulating):
         self.world = core.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
         self._runtime = partial(core.runtime, self.device)
-        source = self._load()
-        if (initial := config.same_initial_model_as) is not None or config.trains:
+        source, initial = self._load(), config.same_initial_model_as
+        if initial is not None or config.trains:
             self._base = source.fingerprint(self.world)
         if initial is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
@@ -283,7 +283,7 @@ class MegatronBackend(Accumulating):
             "the checkpoint",
             "must be of a whole model with trainer.backend megatron",
             path,
-            "it has adapters: resume it with trainer.backend dtensor",
+            "it has adapters: resume with trainer.backend dtensor",
         )
         saved = Saved(path, self.world)
         saved.require_optimizer(self.config.optimizer.name)
@@ -360,7 +360,7 @@ class Source:
         return hash_of({name: samples.get(name, tied) for name in self.names})
 
     def _whole(self, name: str) -> Box:
-        shape = tuple(self.tensors[name].shape)
+        shape = self.shapes[name]
         begin = (0,) * len(shape)
         return name, self.read(name, begin, shape), begin
 
@@ -381,17 +381,17 @@ def source_of(config: BackendConfig, given: Any) -> Source:
         return dict(as_stored(tensors.items(), stored))
 
     tensors, names = of_files(live_tensors(model)), list(of_files(model.state_dict()))
+    source = partial(Source, model=model, tensors=tensors, names=names)
     if given is not None:
-        read: Any = partial(_box, of_files(given.state_dict()))
-        return Source(model=model, tensors=tensors, names=names, read=read)
+        return source(read=partial(_box, of_files(given.state_dict())))
     assert folder is not None
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
         unused = unused_of(model, files.shapes, tensors)
-        source = Source(model=model, tensors=tensors, names=names, read=files.read, unused=unused)
         refuse_scalar_head(unused)
-        require_shapes(files.shapes, source.shapes)
-    return source
+        found = source(read=files.read, unused=unused)
+        require_shapes(files.shapes, found.shapes)
+    return found
 
 
 def _box(

@@ -69,7 +69,7 @@ class Norm(nn.Module):
 
 
 class CoreAttention(core.MegatronModule):
-    """Causal attention within each segment of rows, which context parallelism may have split."""
+    """Causal attention within each segment of rows, which may be split over cp."""
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **place: Any) -> None:
         if unknown := sorted(place.keys() - PLACE):
@@ -111,7 +111,7 @@ class CoreAttention(core.MegatronModule):
 
 
 class Router(core.TopKRouter):
-    """Chooses experts where none are given, and can be drawn to use all of them."""
+    """Chooses experts where none are given, and may be balanced."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -350,9 +350,8 @@ def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:
 
 
 def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
-    """Return megatron-core's settings for a mixture of experts, if there is one.
-
-    Its losses that balance experts are of a microbatch: `routing` has trainer.router_aux_loss_coef.
+    """Return megatron-core's settings for a mixture of experts, if there is one. Balancing them is
+    done in `routing`: megatron-core's losses are of a microbatch.
     """
     if FAMILIES[hf.model_type].experts is None:
         return {}
@@ -364,6 +363,6 @@ def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": plan.ep,
-        # With ep experts are whole: ranks that split them would gather unequally many tokens.
+        # With ep experts are whole: else ranks would gather unequally many tokens.
         "expert_tensor_parallel_size": 1 if plan.ep > 1 else plan.tp,
     }

@@ -61,10 +61,7 @@ class Rows(NamedTuple):
 
 
 class Conversion:
-    """Converts a model's tensors for a rank.
-
-    shapes: of the whole Hugging Face tensors, tied ones once.
-    """
+    """Converts a model's tensors for a rank. shapes: of Hugging Face's, tied ones once."""
 
     def __init__(self, hf: Any, shapes: Shapes, world: World) -> None:
         self.shapes, self.world = shapes, world
@@ -132,7 +129,7 @@ class Conversion:
                 yield stage, rank, self.entries_of_experts(stage, rank)
 
     def is_copy(self, name: str) -> bool:
-        """Return whether a parameter is the last stage's copy of a tied embedding."""
+        """Return whether it is the last stage's copy of a tied embedding."""
         return name.endswith(HEAD) and "lm_head.weight" not in self.shapes
 
     def own(self, entry: Entry, read: Read) -> Tensor:
@@ -177,14 +174,14 @@ class Conversion:
             for name, entry in entries.items():
                 if self.is_copy(name):
                     continue
-                wholes: list[Tensor | None] = [None] * len(entry.names)
                 if here:
-                    found = self._wholes(entry, own(name).detach().to(dtype))
-                    wholes = [*found] if len(found) == len(entry.names) else [torch.cat(found)]
+                    wholes = self._wholes(entry, own(name).detach().to(dtype))
+                    if len(wholes) > len(entry.names):
+                        wholes = [torch.cat(wholes)]
+                else:
+                    shapes = map(self.shapes.__getitem__, entry.names)
+                    wholes = [torch.empty(x, dtype=dtype, device=world.device) for x in shapes]
                 for hf_name, value in zip(entry.names, wholes, strict=True):
-                    if value is None:
-                        shape = self.shapes[hf_name]
-                        value = torch.empty(shape, dtype=dtype, device=world.device)
                     yield hf_name, self._sent(value.contiguous(), rank, expert_rank)
 
     def _wholes(self, entry: Entry, own: Tensor) -> list[Tensor]:
@@ -193,7 +190,7 @@ class Conversion:
             parts = [torch.empty_like(own) for _ in range(self.world.plan.tp)]
             dist.all_gather(parts, own.contiguous(), group=group)
         if entry.kind == "gated":
-            halves = [part.chunk(2) for part in parts]
+            halves = (part.chunk(2) for part in parts)
             return [torch.cat(each) for each in zip(*halves, strict=True)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, entry.dim or 0)
         if entry.kind == "qkv":
@@ -257,26 +254,23 @@ class SpanBox:
 
 def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> list[SpanBox]:
     """Return the boxes that this rank writes; one of several ranks writes what they have alike."""
-    parameters = dict(stages.named_parameters())
-    entries = {name: conversion.here[name] for name in parameters}
-    world = conversion.world
+    parameters, entries = dict(stages.named_parameters()), conversion.here
     same = {
-        name: parameters[name].numel()
-        for name, entry in entries.items()
-        if entry.divided and entry.dim is None
+        name: parameter.numel()
+        for name, parameter in parameters.items()
+        if entries[name].divided and entries[name].dim is None
     }
-    owners = shared_out(same, world.plan.tp)
+    owners, rank = shared_out(same, conversion.world.plan.tp), conversion.world.tp_rank
     boxes: list[SpanBox] = []
     for name, parameter in parameters.items():
-        span, entry = optimizer.span(parameter), entries[name]
-        ours = owners.get(name, world.tp_rank) == world.tp_rank
+        span, ours = optimizer.span(parameter), owners.get(name, rank) == rank
         if span is not None and ours and not conversion.is_copy(name):
-            boxes += _boxes(parameter, entry, conversion, span)
+            boxes += _boxes(parameter, entries[name], conversion, span)
     return boxes
 
 
 def own_weights(boxes: list[SpanBox], optimizer: ShardedAdamW) -> Pieces:
-    """Return the weights' pieces, and their values in float32."""
+    """Return the pieces of weights, and their values in float32."""
     values = (box.of(optimizer.main(box.parameter)) for box in boxes)
     return [box.piece for box in boxes], values
 

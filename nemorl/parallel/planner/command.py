@@ -42,7 +42,7 @@ class Sent:
     stride: int
     size: int
     exchanged: bool = False
-    """Whether each rank sends to all others, not to the next in a ring."""
+    """Whether to all others, not to the next in a ring."""
 
     def slow(self, machine: int) -> float:
         """Return the bytes that leave a machine of so many devices."""
@@ -95,15 +95,14 @@ def _of_stage(stage: PlannedStage) -> list[Sent]:
     count, layers = step.micro_batches, stage.num_layers
     stream = count * step.tokens * model.hidden_size * step.dtype_size
     per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
-    ends = (stage.index == 0) + 3 * stage.is_last
-    tensor = layers * _tensor_sends(step) + ends
+    tensor = layers * _tensor_sends(step) + (stage.index == 0) + 3 * stage.is_last
     again = plan.recomputes == "full" or "moe" in plan.recompute_modules
     routed = stage.rows_of_experts * layers * (6 if again else 4)
     hops = 2 * plan.vpp - (stage.index == 0) - stage.is_last
-    tied = model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last)
-    embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
+    handed = hops * stream // step.token_split()
+    if model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last):
+        handed += STATE * model.vocab_size // plan.tp * model.hidden_size
     (together, alike), near = stage.shares(), plan.ep if plan.ep > 1 else plan.tp
-    handed = hops * stream // step.token_split() + tied * embedding
     return [
         Sent(_part(per_parameter * stage.parameters, together), plan.tp, together),
         Sent(_part(per_parameter * stage.of_experts, alike), near, alike),
@@ -141,9 +140,8 @@ def _context(step: PlannedStep, layers: int) -> Sent:
     gathers = plan.cp_method == "allgather"
     exchanged = 2 * q + 2 * (q if step.kv_heads % plan.cp else kv)
     width = 2 * kv * plan.cp if gathers else exchanged
-    selected = how == "selective" and "core_attn" in step.recomputed_modules
-    times = step.micro_batches * layers * (2 + (how == "full" or selected))
-    array = times * step.tokens * width * step.dtype_size
+    again = how == "full" or (how == "selective" and "core_attn" in step.recomputed_modules)
+    array = step.micro_batches * layers * (2 + again) * step.tokens * width * step.dtype_size
     return Sent(_part(array, plan.cp), plan.tp, plan.cp, exchanged=not gathers)
 
 
@@ -184,21 +182,17 @@ def ranked(found: Iterable[Candidate], *, room: float) -> list[Candidate]:
     def simplest(each: Candidate) -> tuple[float, ...]:
         plan = each.plan
         degrees = (plan.tp, plan.pp, plan.ep, plan.cp, plan.dp_replicate)
-        return each.sent, sum(degree > 1 for degree in degrees), each.fullest.total
-
-    def recomputation(each: Candidate) -> int:
-        return RECOMPUTED.index(each.plan.recomputes)
+        return each.sent, sum(degree > 1 for degree in degrees), each.fullest.total, each.slow
 
     found = sorted(found, key=lambda each: each.fullest.total)
     fits = [each for each in found if each.fullest.total <= room]
-    left = sorted(fits, key=lambda each: (recomputation(each), each.slow))
     result: list[Candidate] = []
-    while left:
-        first = left[0]
-        same = [each for each in left if recomputation(each) == recomputation(first)]
-        near = [each for each in same if each.slow <= 1.1 * first.slow]
-        result += sorted(near, key=simplest)
-        left = left[len(near) :]
+    for how in RECOMPUTED:
+        left = [each for each in fits if each.plan.recomputes == how]
+        while left:
+            most = 1.1 * min(each.slow for each in left)
+            result += sorted((each for each in left if each.slow <= most), key=simplest)
+            left = [each for each in left if each.slow > most]
     return result + found[len(fits) :]
 
 
@@ -379,8 +373,7 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
 
 
 def _why(found: Planned) -> str:
-    first = found.fitting[0]
-    how = first.plan.recomputes
+    first, how = found.fitting[0], found.fitting[0].plan.recomputes
     alike = [each.slow for each in found.fitting if each.plan.recomputes == how]
     less = {"none": "nothing", "selective": "some products", "full": "whole layers"}[how]
     over = " over the link between machines" * (first.slow != first.sent)
@@ -399,23 +392,23 @@ def _other_flags(config: PlanConfig) -> str:
     if config.engines:
         replicas = config.gpus // config.generation.devices_per_replica
         generation = replace(config.generation, num_replicas=replicas)
-    own = {"optimizer": config.optimizer, "lora": config.lora, "generation": generation}
-    return _flags(trainer=trainer, **own)
+    return _flags(
+        trainer=trainer, optimizer=config.optimizer, lora=config.lora, generation=generation
+    )
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return the error for a model that no plan fits."""
-    given, needed = config.gpu_memory, smallest.fullest.total
-    traits = limits_of(config.trainer.backend).traits
+    given, traits = config.gpu_memory, limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"
-    remedies = ["--parallel.cpu-offload"] * (sharded and not config.parallel.cpu_offload)
-    remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
-    remedies += ["--generation.no-colocated"] * config.engines
+    remedies = "--parallel.cpu-offload, " * (sharded and not config.parallel.cpu_offload)
+    remedies += "--lora.rank 16, " * (traits.adapters and not config.lora.rank)
+    remedies += "--generation.no-colocated, " * config.engines
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
-        f" {max(needed / GB, 0.1):.1f} GB ({smallest.flags or 'one device'}); try"
-        f" {', '.join([*remedies, 'more --gpus'])}, or a shorter --seq-len"
+        f" {max(smallest.fullest.total / GB, 0.1):.1f} GB ({smallest.flags or 'one device'}); try"
+        f" {remedies}more --gpus, or a shorter --seq-len"
     )
 
 

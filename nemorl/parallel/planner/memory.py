@@ -14,13 +14,12 @@ ENGINE = 2 * 10**9
 """Bytes of an engine's activations and sampler, estimated."""
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers."""
-
 SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
-"""Bytes that an optimizer keeps less than AdamW of a parameter in a matrix."""
+"""Bytes that an optimizer saves over AdamW, of a number in a matrix."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Linear layers that get no adapter by default where there are experts."""
+"""Linear layers without an adapter by default where there are experts."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a parameter in 4 bits, with the scales of its blocks."""
+"""Bytes of a parameter in 4 bits, with its block's scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """An optimizer step on each device."""
+    """An optimizer step on a device."""
 
     model: ModelShape
     plan: ParallelPlan
@@ -73,9 +72,9 @@ class PlannedStep:
 
     @property
     def micro_batches(self) -> int:
-        rows = self.work.batch_rows or 2 * self.work.gpus * self.work.micro_batch_rows
-        count = -(-rows // (self.plan.data_ranks * self.work.micro_batch_rows))
-        return max(count, self.plan.min_microbatches)
+        size = self.work.micro_batch_rows
+        rows = self.work.batch_rows or 2 * self.work.gpus * size
+        return max(-(-rows // (self.plan.data_ranks * size)), self.plan.min_microbatches)
 
     @property
     def dtype_size(self) -> int:
@@ -158,10 +157,10 @@ class PlannedStep:
         )
 
     def generation_memory(self, states: Memory, *, generation: int = 0, cache: int = 0) -> Memory:
-        """Return the memory while an engine samples beside a trainer's states and cache."""
+        """Return the memory while an engine samples beside the trainer."""
         if not self.work.trainer.offload_during_generation:
             return replace(states, gradients=0, generation=generation, cache=cache)
-        # Weights are handed over one by one.
+        # Weights go to it one by one.
         largest = max(m.size // m.shape[0] ** m.of_experts for _, m in self.model.all())
         return Memory(gathered=STATE * largest, generation=generation)
 
@@ -191,10 +190,10 @@ class PlannedStep:
         )
 
     def _gathered(self) -> tuple[int, int, int]:
-        """Return bytes of whole parameters and gradients, or of their casts, at each moment."""
+        """Return bytes of whole parameters and gradients, or casts, at each moment."""
         plan, model, size = self.plan, self.model, self.dtype_size
         reduced, adapted = BYTES[plan.reduce_dtype], self.work.lora.rank > 0
-        sizes = [(x.count, sum(matrix.on(plan) for matrix in x)) for x in model.layers]
+        sizes = [(x.count, sum(each.on(plan) for each in x)) for x in model.layers]
         layer, every = max(n for _, n in sizes), sum(count * n for count, n in sizes)
         head = model.vocab_size // plan.tp * model.hidden_size
         adapter = max(sum(matrix.size for matrix in self.adapters(x)) for x in model.layers)
@@ -216,7 +215,7 @@ class PlannedStep:
         return (head + layer) * size + max(head_grad, last * size), begin, end
 
     def outer_activations(self) -> int:
-        """Return the bytes of the last norm and of the hidden states' gradient."""
+        """Return bytes of the last norm and of the hidden states' gradient."""
         size, hidden = self.dtype_size, self.model.hidden_size
         return self.tokens * (hidden * (STATE + size) // self.token_split() + 2 * hidden * size)
 
@@ -226,11 +225,11 @@ class PlannedStep:
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
 
     def token_split(self) -> int:
-        """Return the ranks over which sequence parallelism splits norms and residuals."""
+        """Return over how many ranks sequence parallelism splits norms and residuals."""
         return self.plan.tp if self.plan.sequence_parallel else 1
 
     def mask_memory(self) -> int:
-        """Return the bytes of the mask of gathered keys."""
+        """Return bytes of the mask of gathered keys."""
         if self.plan.cp == 1 or self.plan.cp_method == "ulysses":
             return 0
         return self.tokens * self.width * self.dtype_size
@@ -293,18 +292,19 @@ def _experts_width(step: PlannedStep, layer: Layer) -> int:
 
 
 def kept_of(step: PlannedStep, layer: Layer) -> int:
-    """Return `saved_of`, or with recomputation the input and maybe some products."""
+    """Return the bytes that a layer keeps: with recomputation its input, and maybe products."""
     how = step.plan.recomputes
     if how == "none":
         return saved_of(step, layer)
     size = step.dtype_size if step.plan.needs_ranks else STATE
     kept = step.model.hidden_size * size // step.token_split()
-    selective = size * _kept_products(step, layer) if how == "selective" else 0
-    return step.tokens * (kept + selective)
+    if how == "selective":
+        kept += size * _kept_products(step, layer)
+    return step.tokens * kept
 
 
 def layer_backward(step: PlannedStep, layer: Layer) -> int:
-    """Return the gradients held at a time."""
+    """Return the bytes of gradients held at a time."""
     widest = _experts_width(step, layer)
     for block in layer.blocks:
         outs, taken = block.widths(step.plan)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
@@ -23,7 +23,7 @@ class Matrix:
 
     name: str
     shape: tuple[int, ...]
-    tp: Literal[0, 1] | None = None
+    tp: int | None = None
     of_experts: bool = False
     linear: bool = False
     """Whether it may get an adapter."""
@@ -152,9 +152,9 @@ class ModelShape:
 
     @cached_property
     def moe_intermediate_size(self) -> int:
-        experts = [each for layer in self.layers for each in layer.experts]
-        down = [each for each in experts if "down" in each.name]
-        return down[0].size // (self.num_experts * self.hidden_size) if down else 0
+        experts = (each for layer in self.layers for each in layer.experts)
+        down = next((each.size for each in experts if "down" in each.name), 0)
+        return down // max(self.num_experts * self.hidden_size, 1)
 
     @property
     def q_size(self) -> int:
@@ -230,15 +230,14 @@ def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
     found = []
     for name, parameter in layer.named_parameters():
         module, _, leaf = name.rpartition(".")
-        style = plan.get(module)
-        axis: Literal[0, 1] | None = None
+        style, axis = plan.get(module), None
         if isinstance(style, ColwiseParallel):
             axis = 0
         elif isinstance(style, RowwiseParallel) and leaf == "weight":
             axis = 1
         experts = module.endswith("experts") and parameter.ndim > 1 and leaf != "weight"
         part = layer.get_submodule(module)
-        plain = not type(part).__module__.startswith("transformers")  # as routers are
+        plain = not type(part).__module__.startswith("transformers")  # not a router
         linear = isinstance(part, nn.Linear) and plain and leaf == "weight"
         shape: Any = tuple(parameter.shape)
         found.append(Matrix(name, shape, axis, of_experts=experts, linear=linear))

@@ -36,18 +36,17 @@ def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How a trainer and engines share a GPU."""
+    """How a trainer and engines share a GPU, in bytes."""
 
     card: float
-    """Bytes of the GPU."""
     resident: int
-    """Bytes that the trainer would keep without offloading."""
+    """What the trainer would keep without offloading."""
     wanted: int
-    """Bytes of an engine with a cache for a batch, of 64 sequences at most."""
+    """What an engine takes with a cache for a batch, of 64 sequences at most."""
     training: int
-    """Bytes that training takes at its peak."""
+    """The peak of training."""
     kept: int
-    """Bytes that the trainer keeps while engines generate."""
+    """What the trainer keeps while engines generate."""
     offloads: bool
     chosen: bool
     """Whether nemorl chose so."""
@@ -64,9 +63,8 @@ class Sharing:
         if not self.chosen:
             return said
         both = f"trainer's {self.resident / GB:.1f} GB and an engine's {self.wanted / GB:.1f} GB"
-        on = "on" if self.offloads else "off"
-        why = "fit together" if self.fits else "don't fit together"
-        return f"{said}; trainer.offload_during_generation is {on}: the {both} {why}"
+        on, fit = "on" if self.offloads else "off", "fit" if self.fits else "don't fit"
+        return f"{said}; trainer.offload_during_generation is {on}: the {both} {fit} together"
 
 
 def stages_of(step: PlannedStep) -> Sequence[PlannedStep | PlannedStage]:

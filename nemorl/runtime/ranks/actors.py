@@ -53,7 +53,7 @@ class RankActor:
             args, kwargs = loads(payload)
             fetch = (lambda where: loads(ray.get(parts[where]))) if parts else None
             return dumps(self._rank.perform(method, args, kwargs, fetch))
-        except Exception as error:  # something that cannot be sent
+        except Exception as error:  # something can't be sent
             return dumps(self._rank.refuse(error))
         finally:
             if watched:
@@ -78,14 +78,13 @@ class RayRanks:
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
         cpus = config.runtime.cpus_per_rank
         connect(
-            num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, for engines as well
+            num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, with engines
             timeout_s=config.runtime.start_timeout_s,
         )
         try:
-            try:
-                self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
-            except ResourcesError as error:
-                raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
+            self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
+        except ResourcesError as error:
+            raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
         finally:
             release()
         try:
@@ -178,7 +177,7 @@ def rank_bundles(
     found, device = ray.cluster_resources().get("GPU"), config.trainer.device
     require(device != "cuda" or bool(found), "trainer.device",
             "must be cpu on a Ray cluster without GPUs", device,
-            "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
+            "remove it, or tell Ray of the GPUs (ray start --num-gpus)")  # fmt: skip
     gpus = 1 if found and device != "cpu" else 0
     rank = Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
     most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
@@ -186,7 +185,7 @@ def rank_bundles(
     for name, room in most.items():
         must = f"must be at most {int(room)}, the ranks for which the largest node has {name}s"
         remedy = "lower it, or allow more nodes (--runtime.tp-across-nodes)"
-        require(together <= room or together == 1, "parallel.tp", must, together, remedy)
+        require(together <= max(room, 1), "parallel.tp", must, together, remedy)
     if gpus and engines is not None and engines.traits.engines and engines.colocated:
         # An engine's GPUs are on one node, too.
         both = math.lcm(together, engines.tensor_parallel_size)

@@ -34,7 +34,7 @@ class RankedGenerator(ScheduledBackend):
         self.trainer = trainer
         self._numbers, self._open = count(), dict[Request, int]()
         self._order = Order()
-        """What the ranks must do before the next pass."""
+        """For the next call."""
         self._passes = 1
 
     def setup(self, config: GenerationConfig) -> None:
@@ -51,8 +51,7 @@ class RankedGenerator(ScheduledBackend):
         """Go on with the trainer's weights as they are now, which need no receipt, or with others,
         which become its.
 
-        Raises: RuntimeError for "wait" where requests are in flight on the trainer's own weights:
-        the old ones are gone.
+        Raises: RuntimeError for "wait" where requests are in flight on the trainer's old weights.
         """
         check_in_flight(in_flight)
         same = isinstance(source, TrainerWeights) and source.trainer is self.trainer
@@ -69,7 +68,7 @@ class RankedGenerator(ScheduledBackend):
         return version
 
     def _take(self, weights: dict[str, Tensor], version: int) -> None:
-        """Raises WeightsDiffer where the ranks hold others then."""
+        """Raises WeightsDiffer where the ranks hold others."""
         found = self.trainer.take_weights(weights, version)
         sent = {name: sampled(weights[name], version).to(one.dtype) for name, one in found.items()}
         check_held("the ranks", sent, found)

@@ -51,15 +51,13 @@ class RankAnswer:
 
 
 class Rank:
-    """Hosts backends that `make` makes, by name: a call's keyword `backend`. All ranks get the same
-    calls in order.
-    """
+    """Hosts backends that `make` makes, by name: a call's keyword `backend`."""
 
     def __init__(self, make: Callable[[], Any], rank: int) -> None:
         self.rank, self._make = rank, make
         self._backends: dict[str, Any] = {}
         self._name = ""
-        """The backend of the last call that was not in the background."""
+        """Of the last call that was not in the background."""
         self._exports: dict[str, Iterator[tuple[str, Tensor]]] = {}
 
     @property
@@ -122,8 +120,7 @@ class Rank:
         bucket, size = list[tuple[str, Tensor]](), 0
         for name, tensor in self._exports[self._name]:
             size += tensor.nbytes
-            if self.rank == 0:
-                bucket.append((name, tensor))
+            bucket += [(name, tensor)] * (self.rank == 0)
             if size >= BUCKET_BYTES:
                 break
         return bucket
@@ -251,9 +248,9 @@ class TorchrunRanks:
 
 
 def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
-    """Do what rank 0's trainer does until it shuts down, and return the result of rank 0's run.
+    """Do what rank 0's trainer does until it shuts down, and return the result of its run.
 
-    Where that failed the process ends quietly. SIGINT and SIGTERM are left to rank 0, which
+    After an error there the process ends quietly. SIGINT and SIGTERM are left to rank 0, which
     finishes its step and saves.
     """
     calls, done, background = _groups(config)
@@ -314,9 +311,6 @@ def _own_part(
 @contextmanager
 def signals_held() -> Iterator[None]:
     """Deliver SIGINT and SIGTERM after the block: the other ranks are in the same call."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     held: dict[int, None] = {}
     try:
         with _signals(lambda number, frame: held.setdefault(number)):
@@ -328,7 +322,8 @@ def signals_held() -> Iterator[None]:
 
 @contextmanager
 def _signals(handler: Any) -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

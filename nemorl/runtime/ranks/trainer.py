@@ -43,10 +43,10 @@ def make_trainer(
     log_dir: Path,
     engines: GenerationConfig | None = None,
 ) -> RankedTrainer:
-    """Return the backend that `make` makes on the ranks of `plan`, as one backend.
+    """Return the backend that `make` makes on the ranks of `plan`, as one.
 
-    Its `setup` starts Ray actors, which write to `log_dir`/rank-N.log, unless torchrun has started
-    processes, of which the others call `follow`. engines: those that may share the ranks' GPUs.
+    Its `setup` starts Ray actors, which write to `log_dir`/rank-N.log, or takes torchrun's
+    processes, which call `follow`. engines: those that may share the ranks' GPUs.
     """
 
     def start() -> Ranks:
@@ -108,7 +108,7 @@ class RankedTrainer(InTurns):
         self._exports = 0
         self._cutting: tuple[Any, ...] = ()
         self.step = 0
-        """Optimizer steps begun, the one under way included."""
+        """Optimizer steps begun."""
         self.result: Any = None
         """What `follow` returns in torchrun's other processes."""
 
@@ -121,7 +121,7 @@ class RankedTrainer(InTurns):
             trust = config.model.trust_remote_code
             self._model = structure(config.model.path, trust_remote_code=trust, head=config.head)
         except BaseException:
-            if not self._name:  # another model's failure ends nothing but itself
+            if not self._name:  # models beside it end no ranks
                 self._ranks.end()
             raise
 
@@ -168,8 +168,8 @@ class RankedTrainer(InTurns):
         self._exports += 1
         begun = self.step, self._exports
         while bucket := self._call("export_next"):
-            for name, tensor in bucket:
-                yield name, tensor
+            for each in bucket:
+                yield each
                 if begun != (self.step, self._exports):
                     raise RuntimeError(
                         "weights must be read before the trainer's next step or export, but it"
@@ -216,7 +216,6 @@ class RankedTrainer(InTurns):
         self._call("save_checkpoint", path.absolute(), **options)
 
     def wait_for_checkpoint(self) -> None:
-        """Other calls may go on meanwhile."""
         self._call("wait_for_checkpoint")
 
     def load_checkpoint(self, path: Path) -> None:
@@ -248,7 +247,7 @@ class RankedTrainer(InTurns):
         try:
             answer = group.call(method, payload, f"{method} {at}", parts)
         except Exception as error:
-            if not self._ranks.lose(error):  # another thread has noticed first
+            if not self._ranks.lose(error):
                 raise self._gone() from self._ranks.lost
             raise
         if method not in BACKGROUND:

@@ -1,7 +1,7 @@
 """One rank: training backends, each on its part of a model, called by name; and torchrun's ranks.
 
-Rank 0 of torchrun runs the loop and computes, the others obey it. An error ends its process;
-torchrun then ends the others, names the first that failed, and may start all again.
+Rank 0 of torchrun runs the loop, the others obey it. An error ends its process; torchrun then ends
+the others, and may start all again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Rank:
     def _send_weights(
         self, send: Callable[[Any], Any], together: bool = False, **options: Any
     ) -> Any:
-        """Return `send`'s result or its error; all ranks go through all weights."""
+        """Return `send`'s result or error; all ranks go through all weights."""
         weights = self._ready(self._name).weights(**options)
         found: tuple[Any, Any] = (None, None)
         if self.rank == 0 or together:
@@ -283,7 +283,7 @@ def _together(
 
 
 def _groups(config: BaseConfig) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of calls, of ranks that are done, and of calls in the background."""
+    """Return the groups of calls, of ranks that are done, and of the background."""
     seconds = max(config.runtime.timeout_s, config.runtime.start_timeout_s)
     limit = timedelta(seconds=seconds)  # a rank that hangs ends the others' collectives
     start_process_group(config.trainer.device, timeout=limit)

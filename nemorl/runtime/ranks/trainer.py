@@ -126,7 +126,7 @@ class RankedTrainer(InTurns):
             raise
 
     def beside(self, name: str) -> RankedTrainer:
-        """Return another model on the same ranks, which stay until this one's `shutdown`."""
+        """Return another model on these ranks, which stay until this one's `shutdown`."""
         return RankedTrainer(self._ranks.start, name=name, ranks=self._ranks)
 
     @property
@@ -186,7 +186,7 @@ class RankedTrainer(InTurns):
     ) -> Any:
         """Call `send`, which must be picklable, with the weights on rank 0, or on all (`together`).
 
-        options: of the backend's `weights`. After an error of `send` the ranks stay usable.
+        options: of `weights`. After an error of `send` the ranks stay usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
         result, error = self._call("send_weights", send, together=together, **options)

@@ -1,13 +1,11 @@
 """`TrainingBackend` "megatron": a Hugging Face model on ranks of megatron-core.
 
-Nothing of megatron-core is imported before `setup`, so that a process that only starts ranks does
-without.
+megatron-core is imported by `setup`: a process that only starts ranks does without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -65,9 +63,8 @@ from nemorl.rollout.generation import Completion
 class MegatronBackend(Accumulating):
     """Trains the model that `setup` loads, spread as `config.parallel` says; a rank of several.
 
-    All ranks make the same calls with the same whole batches, and each gets the whole result. The
-    numbers, files and names are those of the dtensor backend, and either goes on with the other's
-    checkpoints.
+    All ranks make the same calls with the same whole batches, and each gets the whole result.
+    Numbers, files and names are the dtensor backend's, and either resumes the other's checkpoints.
     """
 
     traits, check = limits.traits, staticmethod(limits.check)
@@ -95,13 +92,13 @@ class MegatronBackend(Accumulating):
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels)
-        # As in the dtensor backend.
-        self._settings.enter_context(without_cudnn_attention)
+        self._settings.enter_context(without_cudnn_attention)  # as in the dtensor backend
         timeout = config.collective_timeout_s
         self.world = core.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
-        source = self._load()
-        if (initial := config.same_initial_model_as) is not None or config.trains:
+        self._runtime = partial(core.runtime, self.device)
+        source, initial = self._load(), config.same_initial_model_as
+        if initial is not None or config.trains:
             self._base = source.fingerprint(self.world)
         if initial is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
@@ -126,7 +123,7 @@ class MegatronBackend(Accumulating):
         self._pipeline = Pipeline(self.world, config.trainer, hf)
         self._settings.enter_context(newer_flash(self._pipeline.kernel, hf, self.device))
         self.conversion = Conversion(hf, source.shapes, self.world)
-        with _runtime(self.device):
+        with self._runtime():
             parts = range(self.world.plan.vpp)
             models = [
                 nn.ModuleList(Stage(self._model, self.world, part) for part in parts)
@@ -182,7 +179,14 @@ class MegatronBackend(Accumulating):
         return metrics, loss + coef * balance
 
     def _held(self, *, keep_weights: bool) -> Iterator[Tensor]:
-        yield from _held(self, keep_weights)
+        parameters = [each for _, each in self._parameters(self._stages)]
+        weights = {storage_of(each) for each in parameters}  # in float32 AdamW updates these
+        if self._reference is not None:
+            yield from self._reference.parameters()
+        if self.optimizer is not None:
+            yield from (each for each in self.optimizer.held() if storage_of(each) not in weights)
+        if not keep_weights:
+            yield from parameters
 
     def _drop_gradients(self) -> None:
         if self.optimizer is not None and not self._batches:
@@ -193,11 +197,11 @@ class MegatronBackend(Accumulating):
         return self.optimizer.reducing
 
     def _grad_norm(self) -> Tensor:
-        with _runtime(self.device):
+        with self._runtime():
             return self.optimizer.reduce()
 
     def _update(self, grad_norm: Tensor, lr: float) -> None:
-        with _runtime(self.device):
+        with self._runtime():
             self.optimizer.step(grad_norm, lr)
 
     def _compute(
@@ -212,27 +216,23 @@ class MegatronBackend(Accumulating):
         for name in needs.outputs:
             placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
             if found:
-                values = [getattr(output, name) for output in found]
-                placed = layout.place(values, self.world.data_rank)
+                placed = layout.place([getattr(x, name) for x in found], self.world.data_rank)
             placed = self._pipeline.from_last_stage(placed).to(batch.input_ids.device)
             outputs[name] = layout.restore(placed)
         return ForwardOutput(**outputs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors, gathered one by one: all ranks go through them together. In the type
-        that the model computes in nothing is needed of the other data parallel ranks.
-        """
-        parameters, dtype = dict(_parameters(self, self._stages)), dtype or torch.float32
+        """Yield whole tensors, gathered one by one: all ranks go through them together."""
+        parameters, dtype = dict(self._parameters(self._stages)), dtype or torch.float32
 
         def own(name: str) -> Tensor:
-            as_it_is = parameters[name].dtype == dtype
-            read = self._away.present if as_it_is else partial(_in_float32, self)
-            return read(parameters[name])
+            part = parameters[name]  # of the same type it takes no other data parallel rank
+            return self._away.present(part) if part.dtype == dtype else _in_float32(self, part)
 
         yield from self.conversion.whole(own, dtype)
 
     def open_engine(self, **options: Any) -> Shapes:
-        """Make the engine that generates with these weights; return the weights' names and shapes.
+        """Make the engine that generates with these weights, and return their names and shapes.
 
         options: of `Decoding`.
         """
@@ -241,21 +241,20 @@ class MegatronBackend(Accumulating):
         return self.conversion.shapes
 
     def decode(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
-        """Have the engine do what is ordered; return the answers that are complete, and a pass's
-        seconds.
-        """
+        """Have the engine do what is ordered, as `MegatronEngine.follow`."""
         if self._engine is None:
             raise RuntimeError("the ranks have no engine: call the generator's setup() first")
         if next(self._stages.parameters()) in self._away:
             self._away.restore()
-        with _runtime(self.device):
+        with self._runtime():
             return self._engine.follow(order)
 
     def take_weights(self, weights: dict[str, Tensor], version: int) -> dict[str, Tensor]:
-        """Take whole tensors to train and generate with, and return `_sampled` numbers of them."""
+        """Take whole tensors to train and generate with, and return a sample of their numbers."""
         self._away.restore()
         _fill(self, [self._stages], partial(_box, weights))
-        return _sampled(self, version)
+        held = self.weights(DTYPES[self.world.plan.precision])
+        return {name: sampled(tensor, version).cpu() for name, tensor in held}
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write this rank's pieces of the weights and of the optimizer's state."""
@@ -284,7 +283,7 @@ class MegatronBackend(Accumulating):
             "the checkpoint",
             "must be of a whole model with trainer.backend megatron",
             path,
-            "it has adapters: resume it with trainer.backend dtensor",
+            "it has adapters: resume with trainer.backend dtensor",
         )
         saved = Saved(path, self.world)
         saved.require_optimizer(self.config.optimizer.name)
@@ -307,35 +306,22 @@ class MegatronBackend(Accumulating):
         self.optimizer, self._away = None, Offloaded()
         self._settings.close()
 
-
-def _runtime(device: torch.device) -> AbstractContextManager[None]:
-    """Return what lets megatron-core run on a device, once it is imported."""
-    from nemorl.parallel.megatron.core import runtime
-
-    return runtime(device)
+    def _parameters(self, stages: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        if self.optimizer is not None:
+            self.optimizer.wait()
+        return stages.named_parameters()
 
 
 @torch.no_grad()
 def _fill(backend: MegatronBackend, models: list[nn.ModuleList], read: Any) -> None:
     conversion, optimizer = backend.conversion, backend.optimizer
-    for parameters in zip(*(_parameters(backend, each) for each in models), strict=True):
-        value = conversion.own(conversion.here[parameters[0][0]], read)
+    for parameters in zip(*map(backend._parameters, models), strict=True):
+        name, trained = parameters[0]
+        value = conversion.own(conversion.here[name], read)
         for _, parameter in parameters:
             parameter.copy_(value)
-        trained = parameters[0][1]
         if optimizer and (span := optimizer.span(trained)) is not None:
             optimizer.main(trained).copy_(value.flatten()[span])
-
-
-def _held(backend: MegatronBackend, keep_weights: bool) -> Iterator[Tensor]:
-    parameters = [each for _, each in _parameters(backend, backend._stages)]
-    weights = {storage_of(each) for each in parameters}  # in float32 AdamW updates these
-    if backend._reference is not None:
-        yield from backend._reference.parameters()
-    if backend.optimizer is not None:
-        yield from (each for each in backend.optimizer.held() if storage_of(each) not in weights)
-    if not keep_weights:
-        yield from parameters
 
 
 def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
@@ -347,26 +333,13 @@ def _in_float32(backend: MegatronBackend, parameter: nn.Parameter) -> Tensor:
     return optimizer.gathered(parameter, main)
 
 
-def _parameters(backend: MegatronBackend, stages: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    if backend.optimizer is not None:
-        backend.optimizer.wait()
-    return stages.named_parameters()
-
-
-def _sampled(backend: MegatronBackend, version: int) -> dict[str, Tensor]:
-    parameters = dict(_parameters(backend, backend._stages))
-    dtype = DTYPES[backend.world.plan.precision]
-    whole = backend.conversion.whole(lambda name: parameters[name], dtype)
-    return {name: sampled(tensor, version).cpu() for name, tensor in whole}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A model as its files or its owner have it."""
 
     model: Any
     tensors: dict[str, Tensor]
-    """Its parameters, tied ones once, under the names in files."""
+    """Its parameters, tied ones once, by their names in files."""
     names: list[str]
     read: Any
     """`read(name, offsets, shape)` returns a part of a tensor."""
@@ -378,9 +351,7 @@ class Source:
         return {name: tuple(each.shape) for name, each in self.tensors.items()}
 
     def fingerprint(self, world: World) -> str:
-        """Return the weights' fingerprint; a collective call. Each rank
-        reads a share of the tensors.
-        """
+        """Return the weights' fingerprint. A collective call: each rank reads some tensors."""
         shapes = self.shapes
         owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, world.size)
         boxes = (self._whole(name) for name in shapes if owners[name] == world.rank)
@@ -389,14 +360,14 @@ class Source:
         return hash_of({name: samples.get(name, tied) for name in self.names})
 
     def _whole(self, name: str) -> Box:
-        shape = tuple(self.tensors[name].shape)
+        shape = self.shapes[name]
         begin = (0,) * len(shape)
         return name, self.read(name, begin, shape), begin
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:
-    """Return where weights come from: safetensors, or a whole model on the CPU where that is
-    `given`, has random weights, or is put together from adapters.
+    """Return where weights come from: safetensors; or a whole model on the CPU that is `given`, has
+    random weights, or is merged with adapters.
     """
     path, fresh = config.model.path, config.model.from_scratch
     trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
@@ -410,17 +381,17 @@ def source_of(config: BackendConfig, given: Any) -> Source:
         return dict(as_stored(tensors.items(), stored))
 
     tensors, names = of_files(live_tensors(model)), list(of_files(model.state_dict()))
+    source = partial(Source, model=model, tensors=tensors, names=names)
     if given is not None:
-        read: Any = partial(_box, of_files(given.state_dict()))
-        return Source(model=model, tensors=tensors, names=names, read=read)
+        return source(read=partial(_box, of_files(given.state_dict())))
     assert folder is not None
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
         unused = unused_of(model, files.shapes, tensors)
-        source = Source(model=model, tensors=tensors, names=names, read=files.read, unused=unused)
         refuse_scalar_head(unused)
-        require_shapes(files.shapes, source.shapes)
-    return source
+        found = source(read=files.read, unused=unused)
+        require_shapes(files.shapes, found.shapes)
+    return found
 
 
 def _box(

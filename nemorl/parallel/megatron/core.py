@@ -1,5 +1,5 @@
-"""All that we take from megatron-core, which nothing else imports; and any other device where it
-asks for CUDA. On a GPU of CUDA nothing is changed.
+"""All that we take from megatron-core, which nothing else imports; and another device where it asks
+for CUDA. On CUDA nothing is changed.
 """
 
 import logging
@@ -19,8 +19,7 @@ from nemorl.accelerator import is_accelerator
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
 
-# Advice to install Transformer Engine and Apex, and what newer versions of PyTorch deprecate, which
-# is said there, or where `runtime` passes on a call.
+# Advice to install Transformer Engine and Apex, and what newer PyTorch deprecates.
 warnings.filterwarnings("ignore", module=r"(nemorl\.parallel\.)?megatron\.")
 for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
     warnings.filterwarnings("ignore", rf".*{name}. is deprecated", FutureWarning)
@@ -60,7 +59,7 @@ except ImportError as error:
         " install 'nemorl[megatron]'"
     ) from error
 
-# megatron-core 0.16.1 lacks the name where there is no Transformer Engine, and asks for it.
+# megatron-core 0.16.1 asks for the name, and lacks it without Transformer Engine.
 vars(moe_utils).setdefault("te_general_gemm", None)
 # It logs the settings of every model.
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
@@ -98,7 +97,7 @@ def _splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 
 @contextmanager
 def runtime(device: torch.device) -> Iterator[None]:
-    """Run megatron-core's functions in the block on this device; models have no dropout."""
+    """Run megatron-core on this device in the block; models have no dropout."""
     with ExitStack() as stack:
         if device.type != "cuda":
             for place, name, function in (
@@ -122,8 +121,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
     """Join the ranks that the environment names; a collective call.
 
-    megatron-core has one division of the ranks for the whole process: one with other degrees
-    replaces it, and models of the former are of no more use.
+    megatron-core has one division of the ranks per process: other degrees replace it, and end the
+    models of the former.
     """
     timeout_s = timeout_s or DEFAULT_TIMEOUT_S
     device = start_process_group(device_name, timeout=timedelta(seconds=timeout_s))
@@ -140,7 +139,7 @@ def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
             create_gloo_process_groups=False,
         )
-        # Models without dropout draw no numbers that ranks would have to tell apart.
+        # Without dropout ranks need no random numbers of their own.
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         _JOINED[key] = _place(device, timedelta(seconds=timeout_s))
     return World(plan=plan, **_JOINED[key])
@@ -152,7 +151,7 @@ _JOINED: dict[Any, dict[str, Any]] = {}
 def _leave() -> None:
     while _JOINED:
         (*_, world), place = _JOINED.popitem()
-        # Of a process group that has ended, all are gone.
+        # The groups of a process group that has ended are gone.
         if world is dist.group.WORLD:
             dist.barrier()  # or another rank might still use what this one closes
             groups = parallel_state._global_process_group_list or []

@@ -24,7 +24,7 @@ from nemorl.rollout.scheduler import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What all ranks do next. Requests have numbers."""
+    """What all ranks do next. Requests are numbered."""
 
     new: Sequence[tuple[int, Sequence[int], SamplingParams]] = ()
     dropped: Sequence[int] = ()
@@ -35,8 +35,8 @@ class Order:
 
 
 class MegatronEngine:
-    """This rank's share of the decoding: each replica of the model takes its share of the requests,
-    and its ranks compute the same passes in lockstep.
+    """A rank's share of the decoding: each replica of the model takes some of the requests, and its
+    ranks compute the same passes in lockstep.
     """
 
     def __init__(self, stages: Any, world: World, *, records_experts: bool, **options: Any) -> None:
@@ -47,14 +47,18 @@ class MegatronEngine:
         self.replica = world.data_rank * world.plan.cp + world.cp_rank
 
     def follow(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
-        """Do what is ordered; return the answers that are complete, rank 0 those of all replicas,
-        and a pass's seconds. A collective call of all ranks, inside `runtime`.
+        """Do what is ordered; return complete answers, on rank 0 of all replicas, and a pass's
+        seconds. A collective call, inside `runtime`.
         """
         if order.anew or order.asleep:
             self.decoding.preempt()
         if order.asleep:
             self.decoding.cache.clear()
-        new = {n: Request(prompt, params) for n, prompt, params in order.new if self._is_ours(n)}
+        new = {
+            number: Request(prompt, params)
+            for number, prompt, params in order.new
+            if number % self.replicas == self.replica
+        }
         gone = [self.requests.pop(number, None) for number in order.dropped]
         self.requests |= new
         self.stages.eval()
@@ -74,9 +78,6 @@ class MegatronEngine:
         if self.replicas > 1:
             answers = self.world.merge_objects(answers, or_, everywhere=False)
         return answers, seconds
-
-    def _is_ours(self, number: int) -> bool:
-        return number % self.replicas == self.replica
 
     def _advance(self, version: int) -> bool:
         if self.world.plan.ep == 1 or self.replicas == 1:
@@ -110,7 +111,7 @@ class MegatronEngine:
     def _forward(self, work: Pass) -> Tensor | None:
         world, plan = self.world, self.world.plan
         parts = plan.tp if plan.sequence_parallel else 1
-        # All tokens in one row: a rank of sequence parallelism has a part of them.
+        # All tokens in one row, of which a rank of sequence parallelism has a part.
         rows = torch.stack((work.input_ids.flatten(), work.position_ids.flatten()))
         input_ids, position_ids = pad(rows, (0, -rows.shape[1] % parts))[:, None]
         shape = input_ids.shape[1] // parts, 1, self.stages[0].config.hidden_size
@@ -138,8 +139,8 @@ class MegatronEngine:
 
 
 def _places(plan: ParallelPlan, num_layers: int) -> tuple[list[int], int]:
-    """Return where the layers lie among those of all ranks of a pipeline, each with equally many
-    places, and how many these are.
+    """Return where each layer lies among those of all ranks of a pipeline, and how many places each
+    rank has.
 
     >>> _places(ParallelPlan(pp=2, vpp=2), 7)
     ([0, 1, 4, 5, 2, 3, 6], 4)

@@ -1,4 +1,4 @@
-"""What trainer.backend megatron is and can't do, before anything starts. Free of torch."""
+"""What trainer.backend megatron can't do, said before anything starts. Free of torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,22 +12,20 @@ Kind = Literal["whole", "rows", "columns", "gated", "qkv"]
 and the up projection, or groups of heads of queries, keys and values.
 """
 Parts = dict[str, tuple[Kind, tuple[str, ...]]]
-"""By a parameter of megatron-core's layer its kind, and the tensors of Hugging Face's layer that it
-is made of.
-"""
+"""By a parameter of megatron-core's layer its kind, and the Hugging Face tensors in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model type; what is not said of it is as in Llama."""
+    """A model type; the defaults are Llama's."""
 
     qkv: tuple[str, ...] = tuple(f"self_attn.{each}_proj" for each in "qkv")
-    """Projections to queries, keys and values; or one that has the rows of all three."""
+    """Projections to queries, keys and values; or one with the rows of all three."""
     inner: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """The feed-forward's first: to gate and up; or one that has the rows of both."""
+    """The feed-forward's first: to gate and up; or one with the rows of both."""
     outer: str = "mlp.down_proj"
     gated: bool = True
-    """Whether the feed-forward has a gate; else `inner` is one projection."""
+    """Whether the feed-forward has a gate."""
     activation: str = "silu"
     norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     eps: str = "rms_norm_eps"
@@ -35,9 +33,9 @@ class Family:
     qkv_bias: bool = False
     """Whether projections to queries, keys and values alone have a bias."""
     bias: str | None = None
-    """The setting that says whether all linear layers have a bias; None: no setting does."""
+    """The setting, if any, of whether all linear layers have a bias."""
     experts: tuple[str, str, str, str] | None = None
-    """What files call a mixture of experts, and an expert's gate, up and down projection."""
+    """Names in files of a mixture of experts, and of an expert's gate, up and down projection."""
 
     def has_bias(self, hf: Any) -> bool:
         return self.bias is not None and bool(getattr(hf, self.bias))
@@ -53,7 +51,7 @@ class Family:
         }
         found: Parts = {}
         for leaf in ("weight", "bias"):
-            # Ranks add the bias of a product over columns once, to its sum.
+            # The bias of a product over columns is added once, to the sum over ranks.
             columns: Kind = "columns" if leaf == "weight" else "whole"
             linear: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
                 *((own, "whole", (theirs,)) for own, theirs in norms.items()),
@@ -86,9 +84,7 @@ FAMILIES: dict[str, Family] = {
         bias="use_bias",
     ),
 }
-"""By model type. `transformers` has each kind of matrix of all experts in one tensor, under names
-of its own.
-"""
+"""By model type."""
 
 
 def without_rope(hf: Any) -> list[int] | None:
@@ -116,10 +112,9 @@ SUPPORTED: dict[str, Any] = {
     "router_jitter_noise": 0.0,
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary frequencies that are the model's alone, whatever lies beside a sequence."""
-# No adapters: PEFT adapts nn.Linear, and here q, k and v are one matrix of another class, whose
-# adapter would be another model. megatron-core's own are in Megatron-Bridge, which needs
-# Transformer Engine.
+"""Rotary frequencies that do not depend on the rest of a batch."""
+# No adapters: PEFT adapts nn.Linear, and here q, k and v are one matrix of another class.
+# megatron-core's own need Megatron-Bridge and Transformer Engine.
 traits = TrainingTraits(
     packages=("megatron", "psutil"),
     needs_ranks=True,
@@ -137,56 +132,47 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     with other parts.
     """
     dtensor = "remove it, or take --trainer.backend dtensor"
-    may_be_bfloat16 = plan.param_dtype != "float32"  # None: the device is not known yet
-    name = config.optimizer.name
-    for field, value, fits, requirement, remedy in (
-        # Its optimizer keeps spans of flattened parameters, not matrices.
-        ("optimizer.name", name, name == "adamw", "be adamw", dtensor),
-        ("parallel.compile", plan.compile, not plan.compile, "be off", dtensor),
-        (
-            "parallel.reduce_dtype",
-            plan.reduce_dtype,
-            may_be_bfloat16 or plan.reduce_dtype == "float32",
-            "be float32 unless parallel.param_dtype is bfloat16",
-            "remove it",
-        ),
-    ):
-        require(fits, field, f"must {requirement} with trainer.backend megatron", value, remedy)
+    name, dtype = config.optimizer.name, plan.reduce_dtype
+    # Its optimizer keeps spans of flattened parameters, not matrices.
+    _require(name == "adamw", "optimizer.name", "be adamw", name, dtensor)
+    _require(not plan.compile, "parallel.compile", "be off", plan.compile, dtensor)
+    fits = dtype == "float32" or plan.param_dtype != "float32"  # None: depends on the device
+    wanted = "be float32 unless parallel.param_dtype is bfloat16"
+    _require(fits, "parallel.reduce_dtype", wanted, dtype, "remove it")
     if model is not None:
         check_model(model)
-        check_recomputed(model, plan)
-
-
-def check_recomputed(model: Any, plan: ParallelPlan) -> None:
-    """Raise ValueError where a model (a Hugging Face configuration) lacks what is recomputed."""
-    absent, kind = (
-        ("mlp", "a mixture of experts") if num_experts(model) else ("moe", "a dense model")
-    )
-    found = plan.recompute_modules
-    requirement = f"must not have {absent}, which {kind} lacks"
-    require(absent not in found, "parallel.recompute_modules", requirement, found, "remove it")
+        kind = "a mixture of experts" if num_experts(model) else "a dense model"
+        absent, found = "mlp" if num_experts(model) else "moe", plan.recompute_modules
+        requirement = f"must not have {absent}, which {kind} lacks"
+        require(absent not in found, "parallel.recompute_modules", requirement, found, "remove it")
 
 
 def check_model(model: Any) -> None:
     """Raise ValueError where a model (a Hugging Face configuration) has parts that are not
     supported.
     """
-    remedy = "take --trainer.backend dtensor"
-    wanted = f"must be {', '.join(FAMILIES)} with trainer.backend megatron"
-    require(model.model_type in FAMILIES, "the model's type", wanted, model.model_type, remedy)
+    kind = model.model_type
+    _require(kind in FAMILIES, "the model's type", f"be {', '.join(FAMILIES)}", kind)
     windowed = getattr(model, "use_sliding_window", True)
     window = getattr(model, "sliding_window", None) if windowed else None
     kinds = set(getattr(model, "layer_types", None) or ["full_attention"])
-    wanted = "must be off with trainer.backend megatron"
     fits = not window and kinds == {"full_attention"}
-    require(fits, "the model's sliding attention window", wanted, window, remedy)
+    _require(fits, "the model's sliding attention window", "be off", window)
     # transformers 4 wrote rope_scaling.
     given: Any = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None)
-    kind = (given or {}).get("rope_type", (given or {}).get("type", "default"))
-    wanted = f"must be one of {', '.join(ROPE_TYPES)} with trainer.backend megatron"
-    require(kind in ROPE_TYPES, "the model's rope_type", wanted, kind, remedy)
-    activation = {"hidden_act": FAMILIES[model.model_type].activation}
-    for name, wanted in {**SUPPORTED, **activation}.items():
-        value = getattr(model, name, wanted)
-        requirement = f"must be {wanted} with trainer.backend megatron"
-        require(value == wanted, f"the model's {name}", requirement, value, remedy)
+    rope = (given or {}).get("rope_type", (given or {}).get("type", "default"))
+    wanted = f"be one of {', '.join(ROPE_TYPES)}"
+    _require(rope in ROPE_TYPES, "the model's rope_type", wanted, rope)
+    for name, only in {**SUPPORTED, "hidden_act": FAMILIES[kind].activation}.items():
+        value = getattr(model, name, only)
+        _require(value == only, f"the model's {name}", f"be {only}", value)
+
+
+def _require(
+    fits: bool,
+    field: str,
+    wanted: str,
+    value: object,
+    remedy: str = "take --trainer.backend dtensor",
+) -> None:
+    require(fits, field, f"must {wanted} with trainer.backend megatron", value, remedy)

@@ -1,7 +1,7 @@
 """A stage of a Hugging Face decoder as a model of megatron-core.
 
-Attention, rotary angles and the head are ours, the same as of the dtensor backend, so that packed
-rows, context parallelism and kinds of logprobs have one implementation.
+Attention, rotary angles and the head are the dtensor backend's, so that packed rows, context
+parallelism and kinds of logprobs have one implementation.
 """
 
 from dataclasses import dataclass
@@ -30,27 +30,25 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
 PLACE = {"layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "pg_collection"}
-"""Keywords with which megatron-core makes an attention, besides those that change its numbers."""
+"""Keywords with which megatron-core makes an attention and that change no number."""
 
 
 @dataclass
 class PackedRows(core.PackedSeqParams):
-    """What attention needs to know of a microbatch, in the place that megatron-core passes on."""
+    """What attention needs to know of a microbatch, in what megatron-core passes on."""
 
     segments: Segments | None = None
     context: ContextState | None = None
     routes: Int[Tensor, "tokens layers topk"] | None = None
-    """The experts that compute the tokens, in the layers of the stage; None: as routers choose."""
+    """The experts of the tokens, in the layers of the stage; None: as routers choose."""
     copies: Float[Tensor, "tokens"] | None = None
     """For how many tokens of the batch each one stands; None where nothing balances experts."""
     cached: Pass | None = None
-    """Where a response is generated: its tokens attend to what a cache has."""
+    """A generating pass, whose tokens attend to a cache."""
 
 
 class Norm(nn.Module):
-    """x / √(mean x² + eps) · weight over the last dimension; of a LayerNorm, which has a bias, with
-    x − mean x for x.
-    """
+    """x / √(mean x² + eps) · weight of the last dimension; LayerNorm centers x, and has a bias."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -60,7 +58,7 @@ class Norm(nn.Module):
         centers = config.normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.zeros_like(ones)) if centers else None
         for parameter in self.parameters():
-            # Then its gradient is of this rank's tokens, and is summed over tp.
+            # Its gradient is of this rank's tokens, and is summed over tp.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -71,7 +69,7 @@ class Norm(nn.Module):
 
 
 class CoreAttention(core.MegatronModule):
-    """Causal attention within each segment, of rows that context parallelism may have split."""
+    """Causal attention within each segment of rows, which may be split over cp."""
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **place: Any) -> None:
         if unknown := sorted(place.keys() - PLACE):
@@ -113,7 +111,7 @@ class CoreAttention(core.MegatronModule):
 
 
 class Router(core.TopKRouter):
-    """Chooses experts where none are given, and can be drawn to use all of them."""
+    """Chooses experts where none are given, and may be balanced."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -126,12 +124,12 @@ class Router(core.TopKRouter):
 
 
 class Stage(core.GPTModel):
-    """The layers of a pipeline stage: from token ids, or what the stage before it sent, to hidden
-    states, and on the last stage to log-probabilities.
+    """A pipeline stage: from token ids, or what the stage before it sent, to hidden states, and on
+    the last stage to log-probabilities.
     """
 
     def __init__(self, model: Any, world: World, part: int = 0) -> None:
-        """Make the stage that is part number `part` of this rank's.
+        """part: number of the stage among this rank's.
 
         model: the Hugging Face model, which may be on the meta device.
         """
@@ -155,7 +153,7 @@ class Stage(core.GPTModel):
             parts["submodules"].router = Router
         counts = [len(stage) for stage in world.plan.stage_layers(config.num_layers)]
         first = sum(counts[world.stage(earlier)] for earlier in range(part))
-        with world.device:  # where megatron-core would leave the weights of routers on the CPU
+        with world.device:  # for routers, which megatron-core would leave on the CPU
             super().__init__(
                 config=config,
                 transformer_layer_spec=core.TransformerBlockSubmodules(
@@ -191,12 +189,12 @@ class Stage(core.GPTModel):
         cached: Pass | None = None,
         **rows: Any,
     ) -> Any:
-        """Return hidden states `[part, batch, hidden]`, and on the last stage what
-        `head_inputs.needs` names of the next tokens after the states that are read, `[tokens]`; of
-        a `cached` pass its states' logits for this rank's part of the vocabulary, `[rows, part]`.
+        """Return hidden states `[part, batch, hidden]`; on the last stage what `head_inputs.needs`
+        names, `[tokens]`, or of a `cached` pass the logits for this rank's part of the vocabulary,
+        `[rows, part]`.
         """
         hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
-        # By each token's place in its sequence, where megatron-core has that in the row.
+        # By the place in a sequence, not in the row as in megatron-core.
         angles = position_ids.t()[..., None].float() * self.frequencies
         hidden = self.decoder(
             hidden_states=hidden,
@@ -212,7 +210,7 @@ class Stage(core.GPTModel):
         return functional.linear(self._read(hidden, cached.states), self._head_weight())
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return embeddings; the padding token's is not trained, as in Hugging Face's models."""
+        """Return embeddings; the padding token's is not trained, as in Hugging Face."""
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if self.padding is None:
             return hidden
@@ -223,7 +221,7 @@ class Stage(core.GPTModel):
 
     def _head_weight(self) -> Tensor:
         for wait in self.output_layer._forward_pre_hooks.values():
-            wait(self.output_layer, ())  # it is not called, and may be gathered (`Gathering`)
+            wait(self.output_layer, ())  # it may be gathered (`Gathering`), and is not called
         shares = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
 
@@ -251,7 +249,7 @@ class Stage(core.GPTModel):
 def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> Any:
     """Return megatron-core's settings for a Hugging Face configuration.
 
-    rotary_factor: of both cosine and sine, by which scores grow twice.
+    rotary_factor: of both cosine and sine.
     """
     plan, heads, on_gpu = world.plan, hf.num_attention_heads, is_accelerator(world.device)
     family = FAMILIES[hf.model_type]
@@ -294,14 +292,14 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         persist_layer_norm=False,
         # A loss is a sum: nothing is divided by microbatches, tokens or ranks.
         calculate_per_token_loss=True,
-        # Stages send each other the shapes of microbatches, with which goes the dispatcher.
+        # Stages send each other the shapes of microbatches.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Two ranks with several stages each would mix up messages that are sent at once.
+        # Two ranks with several stages each would mix up batched messages.
         overlap_p2p_comm=plan.vpp > 1,
         batch_p2p_comm=on_gpu and plan.vpp == 1,
-        batch_p2p_sync=False,  # for older PyTorch: it would wait for the device at each hop
-        # Gloo reads what it sends later, where NCCL's stream is in order.
+        batch_p2p_sync=False,  # would wait for the device at each hop, for older PyTorch
+        # Gloo reads later what it sends; NCCL's stream is in order.
         deallocate_pipeline_outputs=on_gpu or plan.vpp == 1,
         **experts(hf, plan),
         **recomputed(plan),
@@ -309,9 +307,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
 
 
 def recomputed(plan: ParallelPlan) -> dict[str, Any]:
-    """Return megatron-core's settings for `parallel.activation_checkpointing`; experts are
-    recomputed by `recompute_experts`.
-    """
+    """Return megatron-core's settings for what is recomputed, but for `recompute_experts`."""
     if plan.recomputes == "full":
         method = {"recompute_method": "uniform", "recompute_num_layers": 1}
         return {"recompute_granularity": "full", **method}
@@ -322,8 +318,8 @@ def recomputed(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def recompute_experts(mixture: Any) -> None:
-    """Have a mixture of experts computed again in the backward pass, by the same routes:
-    megatron-core's router would follow the microbatch that went through the layer last.
+    """Have a mixture of experts computed again in the backward pass by the same routes, where
+    megatron-core's router would follow the layer's last microbatch.
     """
     forward, routes = mixture.forward, mixture.router.router_replay
 
@@ -340,7 +336,7 @@ def recompute_experts(mixture: Any) -> None:
 
 
 def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:
-    """Return the parts of each stage, by megatron-core's names; None without a pipeline.
+    """Return the parts of each stage; None without a pipeline.
 
     >>> stage_parts(ParallelPlan(pp=2), 3)
     [['embedding', 'decoder', 'decoder'], ['decoder', 'loss']]
@@ -354,10 +350,8 @@ def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:
 
 
 def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
-    """Return megatron-core's settings for the mixture of experts that a configuration has, if any.
-
-    megatron-core's losses that balance experts are of a microbatch: the loss of
-    trainer.router_aux_loss_coef is in `routing`.
+    """Return megatron-core's settings for a mixture of experts, if there is one. Balancing them is
+    done in `routing`: megatron-core's losses are of a microbatch.
     """
     if FAMILIES[hf.model_type].experts is None:
         return {}
@@ -369,6 +363,6 @@ def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": plan.ep,
-        # Whole experts: ranks that split them would gather unequally many tokens.
+        # With ep experts are whole: else ranks would gather unequally many tokens.
         "expert_tensor_parallel_size": 1 if plan.ep > 1 else plan.tp,
     }

@@ -17,9 +17,9 @@ from nemorl.parallel.world import DTYPES, World
 
 
 class ShardedAdamW:
-    """AdamW of the parameters of a rank's stages, of which this one has a span in float32.
+    """AdamW of a rank's stages, of whose parameters it has spans in float32.
 
-    The spans of the ranks that share these stages (data and context parallel ones) make up each
+    The spans of the ranks with the same stages (data and context parallel ones) make up each
     parameter. Gradients are summed over these ranks, never divided.
     """
 
@@ -31,7 +31,7 @@ class ShardedAdamW:
             grad_reduce_in_fp32=in_fp32,
             overlap_grad_reduce=world.plan.overlap_grad_reduce,
             overlap_param_gather=world.plan.overlap_param_gather,
-            align_param_gather=True,  # it is `step` that starts it
+            align_param_gather=True,  # `step` starts it
         )
         self.models = [
             core.DistributedDataParallel(stage.config, settings, stage) for stage in stages
@@ -70,15 +70,15 @@ class ShardedAdamW:
         return part
 
     def part(self, parameter: nn.Parameter) -> Any:
-        return self.parts[-1] if not getattr(parameter, "allreduce", True) else self.parts[0]
+        return self.parts[0 if getattr(parameter, "allreduce", True) else -1]
 
     def adding(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a block in which a schedule adds gradients, the last ones of a step or not."""
+        """Let a schedule add gradients in the block, the last ones of a step or not."""
         return nullcontext() if self._reduction is None else self._reduction.adding(last=last)
 
     @property
     def reducing(self) -> bool:
-        """Whether sums over ranks that began in a backward pass are under way."""
+        """Whether sums over ranks are under way."""
         return self._reduction is not None and self._reduction.under_way
 
     def zero_grad(self) -> None:
@@ -97,7 +97,7 @@ class ShardedAdamW:
             part.zero_grad()
 
     def held(self) -> Iterator[Tensor]:
-        """Yield the buffers of gradients, the spans that AdamW updates, and its state."""
+        """Yield the gradients, AdamW's spans and its state."""
         for model in self.models:
             for buffer in (*model.buffers, *model.expert_parallel_buffers):
                 yield buffer.grad_data
@@ -108,7 +108,7 @@ class ShardedAdamW:
                 yield from (each for each in state.values() if isinstance(each, Tensor))
 
     def reduce(self) -> Float[Tensor, ""]:
-        """Sum the gradients over ranks, and return the norm of the whole one; a collective call."""
+        """Sum the gradients over ranks, and return the whole norm; a collective call."""
         if self._reduction is not None:
             self._reduction.start()
         core.finalize_model_grads(self.models, None)
@@ -117,22 +117,21 @@ class ShardedAdamW:
         squares = torch.zeros((), device=self.device)
         for part in self.parts:
             part.prepare_grads()
-            # megatron-core's own norm would read each gradient's from the device.
+            # megatron-core's own norm would wait for each gradient's.
             if own := part.get_main_grads_for_grad_norm():
                 squares = squares + nn.utils.get_total_norm(own, foreach=True).square()
         dist.all_reduce(squares)
         return squares.sqrt()
 
     def step(self, norm: Float[Tensor, ""], lr: float) -> None:
-        """Clip the gradient, whose norm is given, and take a step; a collective call."""
+        """Clip the gradient of this norm, and take a step; a collective call."""
         self.wait()
         for part in self.parts:
             if (limit := self.config.max_grad_norm) is not None:
                 nn.utils.clip_grads_with_norm_(part.get_parameters(), limit, norm, foreach=True)
             for group in part.param_groups:
                 group["lr"] = lr
-        for part in self.parts:
-            # DistributedOptimizer's own would gather the parameters of all parts, for each part.
+            # DistributedOptimizer's own would gather all parameters for each part.
             core.MixedPrecisionOptimizer.step_with_ready_grads(part)
         if self._gathering is not None:
             self._gathering.start()
@@ -141,7 +140,7 @@ class ShardedAdamW:
             model.start_param_sync()
 
     def wait(self) -> None:
-        """Wait for the parameters of the last step, before they are used but by their modules."""
+        """Wait for the last step's parameters, before others than their modules use them."""
         if self._gathering is not None:
             self._gathering.wait()
 
@@ -164,9 +163,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def gathered(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
-        """Return, in the parameter's shape, the spans of all ranks, of which `own` is this one's;
-        a collective call.
-        """
+        """Return all ranks' spans in the parameter's shape. own: this one's. A collective call."""
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=self.device)
         if (span := self.span(parameter)) is not None and own is not None:
             whole.view(-1)[span] = own
@@ -176,9 +173,7 @@ class ShardedAdamW:
 
 
 class Gathering:
-    """Gathers the buckets of megatron-core's models (`overlap_param_gather`) until a module that is
-    called needs them.
-    """
+    """Gathers the buckets of models until their modules are called (`overlap_param_gather`)."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         # megatron-core makes buckets from the last layer to the first.
@@ -191,14 +186,12 @@ class Gathering:
         self.skip()
 
     def start(self) -> None:
-        """Start to gather what a step has changed, in the order of a forward pass."""
+        """Start to gather after a step, in the order of a forward pass."""
         for group in self.groups:
             group.start_param_sync()
 
     def skip(self) -> None:
-        """Have modules start nothing by themselves, before the step that changes parameters: ranks
-        may call them unequally often.
-        """
+        """Keep modules from gathering before a step: ranks may call them unequally often."""
         for group in self.groups:
             group.param_gather_dispatched = True
 
@@ -208,15 +201,15 @@ class Gathering:
 
 
 class Reduction:
-    """Starts to reduce the buckets of megatron-core's models (`overlap_grad_reduce`) in a step's
-    last microbatch, in the same order on all ranks; megatron-core would start each as it gets its
-    gradients, and never one with a parameter that got none.
+    """Starts to reduce the buckets of models in a step's last microbatch (`overlap_grad_reduce`),
+    in the same order on all ranks. megatron-core would start each as it gets its gradients, and
+    none with a parameter that has no gradient.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:
         self.models = models
         backward = list(reversed(models))
-        # Each of the two has process groups of its own.
+        # With process groups of their own.
         self.orders = [
             InOrder([group for model in backward for group in model.bucket_groups]),
             InOrder([group for model in backward for group in model.expert_parallel_bucket_groups]),
@@ -224,7 +217,6 @@ class Reduction:
 
     @contextmanager
     def adding(self, *, last: bool) -> Iterator[None]:
-        """Let a schedule add gradients in the block, the last ones of a step or not."""
         config = self.models[0].config
         with ExitStack() as stack:
             if last:
@@ -256,17 +248,15 @@ class Reduction:
 
 
 class InOrder:
-    """Starts the reductions of groups of buckets one after the other, as soon as a group and all
-    before it are ready.
-    """
+    """Starts the reductions of groups of buckets in order, each once it is ready."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self.groups, self.starts = groups, [group.start_grad_sync for group in groups]
         self.ready: set[int] = set()
         self.started = 0
         for number, group in enumerate(groups):
-            # How often a backward pass adds to each parameter: once. megatron-core would count it
-            # in the first step, and fails where a parameter has no gradient in that step.
+            # A backward pass adds to each parameter once. megatron-core would count that in the
+            # first step, and fail where a parameter has no gradient.
             group.is_first_batch = False
             group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
             group.start_grad_sync = partial(self.start, number)

@@ -1,4 +1,4 @@
-"""Microbatches on their way through the stages of megatron-core's pipeline."""
+"""Microbatches in megatron-core's pipeline."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from nemorl.parallel.world import DTYPES, World
 
 
 class Pipeline:
-    """A rank's part of the pipeline: it hands microbatches on from stage to stage."""
+    """A rank's part of the pipeline."""
 
     def __init__(self, world: World, trainer: TrainerConfig, model: PretrainedConfig) -> None:
         self.world, self.trainer, self.model = world, trainer, model
         self.kernel = kernel_of(model, world.device, DTYPES[world.plan.precision])
         self.copied = 0
-        """Tokens that the last call of `run` with a loss did not compute again."""
+        """Tokens that the last `run` with a loss did not compute again."""
 
     def run(
         self,
@@ -42,8 +42,8 @@ class Pipeline:
         needs: Needs,
         loss_fn: LossFn | None = None,
     ) -> list[Any]:
-        """Take this rank's microbatches through the pipeline; return the last stage's result for
-        each: a loss, whose gradients are added, or without `loss_fn` a ForwardOutput.
+        """Take this rank's microbatches through the pipeline. Return the last stage's result for
+        each: a loss, whose gradient is added, or without `loss_fn` a ForwardOutput.
         """
         self.copied = 0
         parts, plan = layout.parts(self.world.data_rank), self.world.plan
@@ -58,7 +58,7 @@ class Pipeline:
                 data_iterator=[iter(parts) for _ in stages],
                 model=list(stages),
                 num_microbatches=len(parts),
-                seq_length=self.model.hidden_size,  # not used: stages send each other the shapes
+                seq_length=self.model.hidden_size,  # not used: stages send shapes
                 micro_batch_size=1,
                 forward_only=loss_fn is None,
                 collect_non_loss_data=loss_fn is None,
@@ -95,8 +95,8 @@ class Pipeline:
         stage = getattr(model, "module", model)
         part, trainer = next(parts), self.trainer
         wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)
-        share, kernel = trainer.share_prompts, self.kernel
-        work = planned(part, wanted, self.world, share=share, kernel=kernel)
+        share = trainer.share_prompts
+        work = planned(part, wanted, self.world, share=share, kernel=self.kernel)
         first = stage.number == self.world.pp_rank
         self.copied += work.copied * (first and loss_fn is not None)
         layers = self.model.num_hidden_layers
@@ -109,7 +109,7 @@ class Pipeline:
         inputs = RankInputs.of(rows, work, self.world, chunk=trainer.chunk, needs=needs)
         found = model(**inputs.values, **routing)
         if stage.post_process and loss_fn is None:
-            found = torch.stack(found)  # for mixtures of experts the schedule wants a tensor
+            found = torch.stack(found)  # as the schedule wants it for experts
         return found, partial(self._finish, inputs, rows, needs, loss_fn)
 
     def _finish(

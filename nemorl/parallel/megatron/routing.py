@@ -1,6 +1,5 @@
-"""Which experts compute a token: those with the router's largest logits, or those that the sampler
-chose (router replay, arXiv 2510.11370), weighted by the router all the same. And a loss that
-balances their load (arXiv 2101.03961, as Hugging Face has it).
+"""Which experts compute a token: the router's choice, or the sampler's (router replay, arXiv
+2510.11370), weighted by the router all the same. And the loss that balances their load.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +20,8 @@ from nemorl.parallel.world import World
 class Routes:
     """The experts that a layer's router was given for a microbatch, and those that it took.
 
-    megatron-core's RouterReplay has no tokens of the router's own choice, and of microbatches whose
-    layers are recomputed only an order.
+    megatron-core's RouterReplay can't leave tokens to the router, and knows recomputed microbatches
+    only by their order.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Routes:
     def seen(
         self, logits: Float[Tensor, "part batch experts"]
     ) -> Float[Tensor, "part batch experts"]:
-        """Return the router's logits, after the loss that balances experts has looked at them."""
+        """Show the router's logits to the loss that balances experts, and return them."""
         if self.balance is None:
             return logits
         assert self.copies is not None
@@ -62,10 +61,7 @@ class Routes:
 @contextmanager
 def balancing(stages: Any, balance: Load | Pull | None) -> Iterator[None]:
     """Have the routers of a rank's stages show their logits to `balance` in the block."""
-    if balance is None:
-        yield
-        return
-    found = _routes(stages)
+    found = [] if balance is None else _routes(stages)
     for each in found:
         each.balance = balance
     try:
@@ -76,10 +72,10 @@ def balancing(stages: Any, balance: Load | Pull | None) -> Iterator[None]:
 
 
 def follow_rows(layers: nn.ModuleList) -> None:
-    """Have the routers of a stage's layers get what `packed_seq_params` has of the tokens."""
+    """Give the routers of a stage's layers what `packed_seq_params` has of the tokens."""
     for index, layer in enumerate(layers):
         if hasattr(layer.mlp, "router"):
-            # Before each pass of the layer: it may be recomputed after other microbatches.
+            # Before each pass: a layer may be recomputed after other microbatches.
             layer.register_forward_pre_hook(partial(_give, index), with_kwargs=True)
 
 
@@ -97,10 +93,10 @@ def _routes(stages: Any) -> list[Routes]:
 
 @contextmanager
 def recorded_routes(stages: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
-    """Record the experts that compute the tokens in the block, which has forward passes of stages.
+    """Record the experts of the tokens in the block, which has forward passes of stages.
 
-    Yields: a function that returns those of the last pass, of these layers, in int32, in the order
-    of its hidden states, `[seq, batch]` flattened.
+    Yields: a function that returns those of the last pass in int32, in the order of its hidden
+    states, `[seq, batch]` flattened.
     """
     found = _routes(stages)
     for each in found:
@@ -122,8 +118,8 @@ def _taken(routes: list[Routes]) -> Tensor:
 def routes_of(
     part: TokenBatch, work: Work, world: World, stage: int, *, num_layers: int
 ) -> Int[Tensor, "tokens layers topk"] | None:
-    """Return the sampler's experts of the tokens that this rank computes of a microbatch, in the
-    layers of a stage, of a model with so many; None where the batch has none.
+    """Return the sampler's experts of the tokens that this rank computes of a microbatch, in a
+    stage's layers; None where the batch has none.
     """
     if part.routed_experts is None:
         return None
@@ -139,7 +135,7 @@ def copies_of(part: TokenBatch, work: Work, world: World) -> Float[Tensor, "toke
 
 
 def by_state(values: Shaped[Tensor, "batch part *rest"], world: World) -> Shaped[Tensor, "_ *rest"]:
-    """Return a rank's values of tokens in the order of the hidden states that its routers get."""
+    """Return a rank's values of tokens in the order of its routers' hidden states."""
     values = values.transpose(0, 1)
     if world.plan.sequence_parallel:
         values = values.chunk(world.plan.tp)[world.tp_rank]

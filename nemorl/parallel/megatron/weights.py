@@ -1,9 +1,8 @@
 """Tensors of a Hugging Face model as megatron-core has them, and back, bit for bit.
 
-A pipeline stage has some of the layers, each under its number on that stage. Its parameters' names
-begin with the number that the stage has among those of its rank. A rank of tensor parallelism has
-rows or columns of matrices; queries, keys and values lie in one matrix, group by group of query
-heads, as do gate and up projection.
+Names of parameters begin with the number of the stage on its rank, and layers have their numbers on
+that stage. Queries, keys and values lie in one matrix, group by group of query heads, as do gate
+and up projection, of which ranks of tensor parallelism have rows or columns.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""Returns the box of a whole tensor by its Hugging Face name: where it begins, and its shape."""
+"""Returns a box of a Hugging Face tensor: by name, where it begins, and its shape."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -41,9 +40,7 @@ class Entry:
     kind: Kind
     names: tuple[str, ...]
     divided: bool = True
-    """Whether ranks of tensor parallelism have parts of it, as they have not of experts with expert
-    parallelism.
-    """
+    """Whether ranks of tensor parallelism may have parts of it; not of experts with ep."""
 
     @property
     def dim(self) -> int | None:
@@ -52,15 +49,11 @@ class Entry:
         return {"whole": None, "columns": 1}.get(self.kind, 0)
 
 
-EMBEDDING, NORM, HEAD = (
-    "embedding.word_embeddings.weight",
-    "decoder.final_layernorm",
-    "output_layer.weight",
-)
+HEAD = "output_layer.weight"
 
 
 class Rows(NamedTuple):
-    """Rows of a whole tensor, by its Hugging Face name."""
+    """Rows of a Hugging Face tensor."""
 
     name: str
     first: int
@@ -68,10 +61,7 @@ class Rows(NamedTuple):
 
 
 class Conversion:
-    """Converts the tensors of one model in this rank's place.
-
-    shapes: of the whole Hugging Face tensors, tied ones once.
-    """
+    """Converts a model's tensors for a rank. shapes: of Hugging Face's, tied ones once."""
 
     def __init__(self, hf: Any, shapes: Shapes, world: World) -> None:
         self.shapes, self.world = shapes, world
@@ -86,26 +76,26 @@ class Conversion:
             self.here |= self.entries(stage) | self.entries_of_experts(stage, world.ep_rank)
 
     def entries(self, stage: int) -> dict[str, Entry]:
-        """Return what the parameters of a pipeline stage are made of, by their names on its rank;
-        without its experts.
+        """Return what a stage's parameters are made of, by their names on its rank; without its
+        experts.
         """
         found, last = {}, self.world.plan.num_stages - 1
         embedding, part = Entry("rows", ("model.embed_tokens.weight",)), self._part(stage)
         if stage == 0:
-            found[f"{part}.{EMBEDDING}"] = embedding
+            found[f"{part}.embedding.word_embeddings.weight"] = embedding
         for number, index in enumerate(self.layers[stage]):
-            layer = f"model.layers.{index}"
+            own, layer = f"{part}.decoder.layers.{number}", f"model.layers.{index}"
             for leaf, (kind, leaves) in self.family.layer().items():
                 names = tuple(f"{layer}.{each}" for each in leaves)
                 if names[0] in self.shapes:
-                    found[f"{part}.decoder.layers.{number}.{leaf}"] = Entry(kind, names)
+                    found[f"{own}.{leaf}"] = Entry(kind, names)
             if self.experts:
-                own = f"{part}.decoder.layers.{number}.mlp.router.weight"
-                found[own] = Entry("whole", (f"{layer}.{self.experts[0]}.gate.weight",))
+                gate = f"{layer}.{self.experts[0]}.gate.weight"
+                found[f"{own}.mlp.router.weight"] = Entry("whole", (gate,))
         if stage == last:
             for leaf in ("weight", "bias"):
                 if (name := f"model.norm.{leaf}") in self.shapes:
-                    found[f"{part}.{NORM}.{leaf}"] = Entry("whole", (name,))
+                    found[f"{part}.decoder.final_layernorm.{leaf}"] = Entry("whole", (name,))
             if "lm_head.weight" in self.shapes:
                 found[f"{part}.{HEAD}"] = Entry("rows", ("lm_head.weight",))
             elif last:  # its copy of a tied embedding
@@ -116,22 +106,20 @@ class Conversion:
         return stage // self.world.plan.pp
 
     def entries_of_experts(self, stage: int, rank: int) -> dict[str, Entry]:
-        """Return the same of the experts that a rank of expert parallelism has."""
+        """Return the same of the experts of a rank of expert parallelism."""
         found: dict[str, Entry] = {}
         if self.experts is None:
             return found
-        where, gate, up, down = self.experts
+        (where, *names), divided = self.experts, self.world.plan.ep == 1
         for number, index in enumerate(self.layers[stage]):
-            layer = f"model.layers.{index}.{where}.experts"
+            layer = f"{self._part(stage)}.decoder.layers.{number}.mlp.experts.local_experts"
             for expert in range(self.num_experts):
-                theirs = f"{layer}.{rank * self.num_experts + expert}"
-                own = f"decoder.layers.{number}.mlp.experts.local_experts.{expert}"
-                own = f"{self._part(stage)}.{own}"
-                names = tuple(f"{theirs}.{each}.weight" for each in (gate, up))
-                divided = self.world.plan.ep == 1
-                found[f"{own}.linear_fc1.weight"] = Entry("gated", names, divided)
-                names = (f"{theirs}.{down}.weight",)
-                found[f"{own}.linear_fc2.weight"] = Entry("columns", names, divided)
+                theirs = rank * self.num_experts + expert
+                whole = f"model.layers.{index}.{where}.experts.{theirs}"
+                gate, up, down = (f"{whole}.{name}.weight" for name in names)
+                own = f"{layer}.{expert}"
+                found[f"{own}.linear_fc1.weight"] = Entry("gated", (gate, up), divided)
+                found[f"{own}.linear_fc2.weight"] = Entry("columns", (down,), divided)
         return found
 
     def _everywhere(self) -> Iterator[tuple[int, int | None, dict[str, Entry]]]:
@@ -141,7 +129,7 @@ class Conversion:
                 yield stage, rank, self.entries_of_experts(stage, rank)
 
     def is_copy(self, name: str) -> bool:
-        """Return whether a parameter is the last stage's copy of a tied embedding."""
+        """Return whether it is the last stage's copy of a tied embedding."""
         return name.endswith(HEAD) and "lm_head.weight" not in self.shapes
 
     def own(self, entry: Entry, read: Read) -> Tensor:
@@ -158,12 +146,10 @@ class Conversion:
         if len(shares) == 1 or len(entry.names) > 1:
             return [Rows(name, 0, self.shapes[name]) for name in entry.names]
         (name,) = entry.names
-        (rows, *rest), first, found = self.shapes[name], 0, []
-        for share in shares:
-            count = rows * share // sum(shares)
-            found.append(Rows(name, first, (count, *rest)))
-            first += count
-        return found
+        rows, *rest = self.shapes[name]
+        counts = [rows * share // sum(shares) for share in shares]
+        firsts = accumulate(counts, initial=0)
+        return [Rows(name, first, (n, *rest)) for first, n in zip(firsts, counts, strict=False)]
 
     def _box(
         self, rows: Rows, read: Read, dim: int | None = None, rank: int = 0, parts: int = 1
@@ -177,9 +163,9 @@ class Conversion:
     def whole(
         self, own: Callable[[str], Tensor], dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all whole Hugging Face tensors, each on all ranks; a collective call.
+        """Yield all whole Hugging Face tensors, on all ranks; a collective call.
 
-        own: returns, by name, this rank's part of a parameter of its stages; called in order.
+        own: returns this rank's part of a parameter of its stages; called in order.
         """
         world = self.world
         for stage, expert_rank, entries in self._everywhere():
@@ -188,14 +174,14 @@ class Conversion:
             for name, entry in entries.items():
                 if self.is_copy(name):
                     continue
-                wholes: list[Tensor | None] = [None] * len(entry.names)
                 if here:
-                    found = self._wholes(entry, own(name).detach().to(dtype))
-                    wholes = [*found] if len(found) == len(entry.names) else [torch.cat(found)]
+                    wholes = self._wholes(entry, own(name).detach().to(dtype))
+                    if len(wholes) > len(entry.names):
+                        wholes = [torch.cat(wholes)]
+                else:
+                    shapes = map(self.shapes.__getitem__, entry.names)
+                    wholes = [torch.empty(x, dtype=dtype, device=world.device) for x in shapes]
                 for hf_name, value in zip(entry.names, wholes, strict=True):
-                    if value is None:
-                        shape = self.shapes[hf_name]
-                        value = torch.empty(shape, dtype=dtype, device=world.device)
                     yield hf_name, self._sent(value.contiguous(), rank, expert_rank)
 
     def _wholes(self, entry: Entry, own: Tensor) -> list[Tensor]:
@@ -204,7 +190,7 @@ class Conversion:
             parts = [torch.empty_like(own) for _ in range(self.world.plan.tp)]
             dist.all_gather(parts, own.contiguous(), group=group)
         if entry.kind == "gated":
-            halves = [part.chunk(2) for part in parts]
+            halves = (part.chunk(2) for part in parts)
             return [torch.cat(each) for each in zip(*halves, strict=True)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, entry.dim or 0)
         if entry.kind == "qkv":
@@ -220,8 +206,7 @@ class Conversion:
 
 
 def fused(parts: list[Shaped[Tensor, "..."]], groups: int) -> Shaped[Tensor, "rows ..."]:
-    """Join the rows of queries, keys and values group by group: the rows of its query heads, of its
-    key and of its value head.
+    """Join the rows of queries, keys and values, group by group.
 
     >>> fused([torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6]), torch.tensor([7, 8])], 2).tolist()
     [1, 2, 5, 7, 3, 4, 6, 8]
@@ -243,20 +228,19 @@ def split(
 
 
 def mark_split(model: nn.Module, conversion: Conversion) -> None:
-    """Tell megatron-core of which parameters each rank of tensor parallelism has its own, as the
-    gradient's norm counts all others once.
+    """Mark the parameters of which each rank of tensor parallelism has its own: the gradient's norm
+    counts all others once.
     """
     for name, parameter in model.named_parameters():
         entry = conversion.here[name]
         if entry.dim is not None or not entry.divided:
-            dim = entry.dim or 0
-            marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": 1}
-            vars(parameter).update(marks)
+            marks = {"partition_dim": entry.dim or 0, "partition_stride": 1}
+            vars(parameter).update(marks, tensor_model_parallel=True)
 
 
 @dataclass(frozen=True)
 class SpanBox:
-    """A box of a Hugging Face tensor, and where a rank's span of a parameter has its values."""
+    """A box of a Hugging Face tensor, and its place in a rank's span of a parameter."""
 
     piece: Piece
     parameter: nn.Parameter
@@ -269,29 +253,24 @@ class SpanBox:
 
 
 def own_boxes(stages: Any, optimizer: ShardedAdamW, conversion: Conversion) -> list[SpanBox]:
-    """Return the boxes that this rank writes. A box that several ranks have is written by one of
-    them.
-    """
-    parameters = dict(stages.named_parameters())
-    entries = {name: conversion.here[name] for name in parameters}
-    world = conversion.world
+    """Return the boxes that this rank writes; one of several ranks writes what they have alike."""
+    parameters, entries = dict(stages.named_parameters()), conversion.here
     same = {
-        name: parameters[name].numel()
-        for name, entry in entries.items()
-        if entry.divided and entry.dim is None
+        name: parameter.numel()
+        for name, parameter in parameters.items()
+        if entries[name].divided and entries[name].dim is None
     }
-    owners = shared_out(same, world.plan.tp)
+    owners, rank = shared_out(same, conversion.world.plan.tp), conversion.world.tp_rank
     boxes: list[SpanBox] = []
     for name, parameter in parameters.items():
-        span, entry = optimizer.span(parameter), entries[name]
-        ours = owners.get(name, world.tp_rank) == world.tp_rank
+        span, ours = optimizer.span(parameter), owners.get(name, rank) == rank
         if span is not None and ours and not conversion.is_copy(name):
-            boxes += _boxes(parameter, entry, conversion, span)
+            boxes += _boxes(parameter, entries[name], conversion, span)
     return boxes
 
 
 def own_weights(boxes: list[SpanBox], optimizer: ShardedAdamW) -> Pieces:
-    """Return the weights' pieces, and their values in float32."""
+    """Return the pieces of weights, and their values in float32."""
     values = (box.of(optimizer.main(box.parameter)) for box in boxes)
     return [box.piece for box in boxes], values
 
@@ -332,7 +311,7 @@ def _addresses(entry: Entry, conversion: Conversion) -> tuple[dict[str, int], Te
 
 
 def _by_rows(begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the part of a row, whole rows, and the part of a row that make up a span.
+    """Yield the part of a row, the whole rows, and the part of a row in a span.
 
     >>> list(_by_rows(2, 12, 5)), list(_by_rows(6, 9, 5)), list(_by_rows(5, 10, 5))
     ([(2, 5), (5, 10), (10, 12)], [(6, 9)], [(5, 10)])
@@ -345,13 +324,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def own_moments(boxes: list[SpanBox], optimizer: ShardedAdamW, step: int) -> Pieces:
-    """Return the pieces of AdamW's state that this rank writes, under Hugging Face names."""
+    """Return the pieces of AdamW's state that this rank writes, and their values."""
     if not step:
         return [], ()
     pieces = [
         replace(box.piece, name=f"{box.piece.name}.{what}") for what in MOMENTS for box in boxes
     ]
-    # Each tensor has one box that begins at its first number.
+    # One box of each tensor begins at its first number.
     begun = [box.piece.name for box in boxes if not any(box.piece.offsets)]
     pieces += [Piece(f"{name}.step", torch.float32, (), ()) for name in begun]
     values = (box.of(optimizer.state(box.parameter)[what]) for what in MOMENTS for box in boxes)
@@ -365,19 +344,18 @@ def fill_moments(
     stored: TensorFiles,
     device: torch.device,
 ) -> None:
-    """Copy this rank's spans out of stored moments."""
-    saved = bool(stored.shapes)
+    """Copy this rank's spans out of stored moments; before a first step there are none."""
+
+    def read(what: str, name: str, *box: tuple[int, ...]) -> Tensor:
+        return stored.read(f"{name}.{what}", *box)
+
     for name, parameter in stages.named_parameters():
         if (span := optimizer.span(parameter)) is None:
             continue
         state, entry = optimizer.state(parameter), conversion.here[name]
         state.clear()
-        for what in MOMENTS if saved else ():
-            value = conversion.own(entry, partial(_read, stored, what))
-            state[what] = value.flatten()[span].to(device, copy=True)
-        if saved:
-            state["step"] = stored.read(f"{entry.names[0]}.step").to(device, copy=True)
-
-
-def _read(stored: TensorFiles, what: str, name: str, *box: tuple[int, ...]) -> Tensor:
-    return stored.read(f"{name}.{what}", *box)
+        if stored.shapes:
+            for what in MOMENTS:
+                value = conversion.own(entry, partial(read, what))
+                state[what] = value.flatten()[span].to(device, copy=True)
+            state["step"] = read("step", entry.names[0]).to(device, copy=True)

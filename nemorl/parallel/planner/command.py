@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from nemorl.checks import require
 from nemorl.models.capabilities import ASSUMED, known
 from nemorl.parallel.backends import check_settings, implements, limits_of
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.limits import settled
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.plan import ParallelPlan, Recomputation
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.megatron import PlannedStage
 from nemorl.parallel.planner.memory import BYTES, STATE, Memory, PlannedStep, engine_memory
@@ -42,11 +42,11 @@ class Sent:
     stride: int
     size: int
     exchanged: bool = False
-    """Whether each rank sends to all others, not to the next in a ring."""
+    """Whether to all others, not to the next in a ring."""
 
     def slow(self, machine: int) -> float:
         """Return the bytes that leave a machine of so many devices."""
-        # Groups whose span does not divide a machine begin in one and end in the next.
+        # A group whose span does not divide a machine may lie on two.
         span = self.stride * self.size
         together = max(1, min(self.size, math.gcd(machine, span) // self.stride))
         if together == self.size:
@@ -56,21 +56,23 @@ class Sent:
 
 
 def traffic(stage: PlannedStep | PlannedStage) -> tuple[float, float]:
-    """Return the bytes that a device sends in a step, and of these over the slow link."""
-    step = stage.step if isinstance(stage, PlannedStage) else stage
-    gpus, machine = step.work.gpus, step.work.gpus_per_node
-    found = sends(stage)
-    total = sum(each.nbytes for each in found)
-    return total, sum(each.slow(machine) for each in found) if gpus > machine else total
+    """Return the bytes that a device sends in a step, and of these over the slow link.
 
-
-def sends(stage: PlannedStep | PlannedStage) -> list[Sent]:
-    """Return what a device sends in a step. Ranks of tp are neighbors, then those of cp, dp_shard,
-    dp_replicate and pp; experts are divided between neighbors.
+    Ranks of tp are neighbors, then those of cp, dp_shard, dp_replicate and pp; experts are divided
+    between neighbors.
     """
     if isinstance(stage, PlannedStage):
-        return _of_stage(stage)
-    step, plan, model = stage, stage.plan, stage.model
+        work, found = stage.step.work, _of_stage(stage)
+    else:
+        work, found = stage.work, _of_step(stage)
+    total = sum(each.nbytes for each in found)
+    if work.gpus <= work.gpus_per_node:
+        return total, total
+    return total, sum(each.slow(work.gpus_per_node) for each in found)
+
+
+def _of_step(step: PlannedStep) -> list[Sent]:
+    plan, model = step.plan, step.model
     if not plan.needs_ranks:
         return []
     ranks, count, layers = shard_ranks(plan), step.micro_batches, model.num_hidden_layers
@@ -88,20 +90,19 @@ def sends(stage: PlannedStep | PlannedStage) -> list[Sent]:
 
 
 def _of_stage(stage: PlannedStage) -> list[Sent]:
-    """Return the same with megatron-core, which reduces gradients at a step's end."""
+    """Return what megatron-core sends, which reduces gradients at a step's end."""
     step, plan, model = stage.step, stage.step.plan, stage.step.model
     count, layers = step.micro_batches, stage.num_layers
     stream = count * step.tokens * model.hidden_size * step.dtype_size
     per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
-    ends = (stage.index == 0) + 3 * stage.is_last
-    tensor = layers * _tensor_sends(step) + ends
+    tensor = layers * _tensor_sends(step) + (stage.index == 0) + 3 * stage.is_last
     again = plan.recomputes == "full" or "moe" in plan.recompute_modules
     routed = stage.rows_of_experts * layers * (6 if again else 4)
     hops = 2 * plan.vpp - (stage.index == 0) - stage.is_last
-    tied = model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last)
-    embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
+    handed = hops * stream // step.token_split()
+    if model.tied and plan.pp > 1 and (stage.index == 0 or stage.is_last):
+        handed += STATE * model.vocab_size // plan.tp * model.hidden_size
     (together, alike), near = stage.shares(), plan.ep if plan.ep > 1 else plan.tp
-    handed = hops * stream // step.token_split() + tied * embedding
     return [
         Sent(_part(per_parameter * stage.parameters, together), plan.tp, together),
         Sent(_part(per_parameter * stage.of_experts, alike), near, alike),
@@ -127,7 +128,7 @@ def _tensor_sends(step: PlannedStep) -> int:
         return forward + backward + {"none": 0, "selective": forward - kept, "full": forward}[how]
     # With sequence parallelism the backward pass gathers the inputs of products again.
     half = 5 if parts else 4
-    if step.model.num_experts:  # what these send is counted on its own
+    if step.model.num_experts:  # counted in `_of_stage`
         return half + 2 * (how == "full")
     selected = how == "selective" and "mlp" in step.recomputed_modules
     return 2 * half + (4 if how == "full" else 2 * selected)
@@ -139,19 +140,18 @@ def _context(step: PlannedStep, layers: int) -> Sent:
     gathers = plan.cp_method == "allgather"
     exchanged = 2 * q + 2 * (q if step.kv_heads % plan.cp else kv)
     width = 2 * kv * plan.cp if gathers else exchanged
-    selected = how == "selective" and "core_attn" in step.recomputed_modules
-    times = step.micro_batches * layers * (2 + (how == "full" or selected))
-    array = times * step.tokens * width * step.dtype_size
+    again = how == "full" or (how == "selective" and "core_attn" in step.recomputed_modules)
+    array = step.micro_batches * layers * (2 + again) * step.tokens * width * step.dtype_size
     return Sent(_part(array, plan.cp), plan.tp, plan.cp, exchanged=not gathers)
 
 
-RECOMPUTED = ("none", "selective", "full")
-"""What the backward pass may recompute, the least first."""
+RECOMPUTED = get_args(Recomputation)
+"""The least first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan, and what it costs each device."""
+    """A plan and its costs."""
 
     plan: ParallelPlan
     fullest: Memory
@@ -163,7 +163,6 @@ class Candidate:
     host: int = 0
     """Bytes of a machine's main memory that offloading takes."""
     sharing: Sharing | None = None
-    """How the model shares the device with engines."""
 
     @property
     def flags(self) -> str:
@@ -173,31 +172,27 @@ class Candidate:
 def ranked(found: Iterable[Candidate], *, room: float) -> list[Candidate]:
     """Order plans, the best first.
 
-    1. Those that fit into `room` bytes; the others follow by size, the smallest first.
-    2. Those that recompute less: none, selective, full.
+    1. Those that fit into `room` bytes; the others follow, the smallest first.
+    2. Those that recompute less.
     3. Those that send fewer bytes over the slow link: between machines, or the only one.
-    4. Of those that send at most 10 % more over it than the least, those that send less in all.
+    4. Of those within 10 % of the least, those that send less in all.
     5. Those that split in fewer ways, then the smallest.
     """
 
     def simplest(each: Candidate) -> tuple[float, ...]:
         plan = each.plan
         degrees = (plan.tp, plan.pp, plan.ep, plan.cp, plan.dp_replicate)
-        return each.sent, sum(degree > 1 for degree in degrees), each.fullest.total
-
-    def recomputation(each: Candidate) -> int:
-        return RECOMPUTED.index(each.plan.recomputes)
+        return each.sent, sum(degree > 1 for degree in degrees), each.fullest.total, each.slow
 
     found = sorted(found, key=lambda each: each.fullest.total)
     fits = [each for each in found if each.fullest.total <= room]
-    left = sorted(fits, key=lambda each: (recomputation(each), each.slow))
     result: list[Candidate] = []
-    while left:
-        first = left[0]
-        same = [each for each in left if recomputation(each) == recomputation(first)]
-        near = [each for each in same if each.slow <= 1.1 * first.slow]
-        result += sorted(near, key=simplest)
-        left = left[len(near) :]
+    for how in RECOMPUTED:
+        left = [each for each in fits if each.plan.recomputes == how]
+        while left:
+            most = 1.1 * min(each.slow for each in left)
+            result += sorted((each for each in left if each.slow <= most), key=simplest)
+            left = [each for each in left if each.slow > most]
     return result + found[len(fits) :]
 
 
@@ -217,7 +212,7 @@ def _flags(**sections: Any) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """What `nemorl plan` found, as `ranked` orders it."""
+    """What `nemorl plan` found, best first."""
 
     step: PlannedStep
     """The step of some plan."""
@@ -273,7 +268,7 @@ def _check_adapted(config: PlanConfig, model: ModelShape) -> None:
 
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
-    """Yield the plans that the settings allow, even if they don't suit the model."""
+    """Yield the plans that the settings allow, whether they suit the model or not."""
     gpus, asked, traits = config.gpus, config.parallel, limits_of(config.trainer.backend).traits
     for tp, pp, cp, shard in product(
         _degrees(asked.tp, gpus),
@@ -297,58 +292,48 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
             if asked.recompute_modules and checkpointing != "selective":
                 continue
             if asked.activation_checkpointing in (None, checkpointing):
-                plan = ParallelPlan(
-                    **asdict(asked)
-                    | {
-                        **{"dp_replicate": replicate, "dp_shard": shard},
-                        **{"tp": tp, "pp": pp, "ep": ep, "cp": cp},
-                        "cp_method": asked.cp_method or ("ulysses" if divides else "allgather"),
-                        "activation_checkpointing": checkpointing
-                        if checkpointing != "none"
-                        else asked.activation_checkpointing,
-                    }
-                )
+                degrees = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "pp": pp}
+                chosen: dict[str, Any] = degrees | {"ep": ep, "cp": cp}
+                chosen["cp_method"] = asked.cp_method or ("ulysses" if divides else "allgather")
+                if checkpointing != "none":
+                    chosen["activation_checkpointing"] = checkpointing
+                plan = ParallelPlan(**asdict(asked) | chosen)
                 yield plan.with_precision(accelerator=True)
 
 
 def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
-    """Return the divisors of a number that may be taken."""
+    """Return the divisors of a number that are possible."""
     wanted = given or (None if free else 1)
     return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
 
 def estimate(step: PlannedStep) -> Candidate:
-    """Return a plan with its memory on the fullest device, and the bytes that it sends."""
+    """Return a plan with its costs on the device that has the highest."""
     stages = stages_of(step)
     sent, slow = map(max, zip(*map(traffic, stages), strict=True))
     moments, shared = [stage.training_memory() for stage in stages], None
     if step.work.engines:
-        can_offload = step.can_offload
         can_empty = implements(step.work.trainer.backend, "empty_cache")
-        asked, card = step.work.trainer.offload_during_generation, GB * step.work.gpu_memory
+        card, engine = GB * step.work.gpu_memory, engine_memory(step, 1)
         with suppress(ValueError):  # the plan is too large
-            shared = sharing(step, card=card, can_offload=can_offload, can_empty=can_empty)
-        engine = engine_memory(step, 1)
+            shared = sharing(step, card=card, can_offload=step.can_offload, can_empty=can_empty)
         if shared:
             step = with_offloading(step, shared.offloads)
             wanted = engine_memory(step, step.work.generation.max_batch_size)
             engine = max(engine, min(wanted, int(shared.share * card)))
-        elif asked is None:
-            step = with_offloading(step, can_offload)
+        elif step.work.trainer.offload_during_generation is None:
+            step = with_offloading(step, step.can_offload)
         cache = cache_of(step, can_empty=can_empty)
         moments.append(step.generation_memory(states_of(step), generation=engine, cache=cache))
+    fullest = max(moments, key=lambda moment: moment.total)
+    host = min(step.work.gpus, step.work.gpus_per_node) * host_of(step)
     return Candidate(
-        plan=step.plan,
-        fullest=max(moments, key=lambda moment: moment.total),
-        sent=sent,
-        slow=slow,
-        host=min(step.work.gpus, step.work.gpus_per_node) * host_of(step),
-        sharing=shared,
+        plan=step.plan, fullest=fullest, sent=sent, slow=slow, host=host, sharing=shared
     )
 
 
 def print_plans(found: Planned, console: "Console | None" = None) -> None:
-    """Print the plans that fit, and why the first is best; raise ValueError if none does."""
+    """Print the plans that fit, and why the first is best. Raises ValueError if none does."""
     from rich.console import Console
     from rich.text import Text
 
@@ -388,8 +373,7 @@ def print_plans(found: Planned, console: "Console | None" = None) -> None:
 
 
 def _why(found: Planned) -> str:
-    first = found.fitting[0]
-    how = first.plan.recomputes
+    first, how = found.fitting[0], found.fitting[0].plan.recomputes
     alike = [each.slow for each in found.fitting if each.plan.recomputes == how]
     less = {"none": "nothing", "selective": "some products", "full": "whole layers"}[how]
     over = " over the link between machines" * (first.slow != first.sent)
@@ -398,7 +382,6 @@ def _why(found: Planned) -> str:
 
 
 def _other_flags(config: PlanConfig) -> str:
-    """Return a run's other settings."""
     trainer = replace(
         config.trainer,
         train_micro_batch_size=config.micro_batch_rows,
@@ -409,50 +392,42 @@ def _other_flags(config: PlanConfig) -> str:
     if config.engines:
         replicas = config.gpus // config.generation.devices_per_replica
         generation = replace(config.generation, num_replicas=replicas)
-    own = {"optimizer": config.optimizer, "lora": config.lora, "generation": generation}
-    return _flags(trainer=trainer, **own)
+    return _flags(
+        trainer=trainer, optimizer=config.optimizer, lora=config.lora, generation=generation
+    )
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
-    """Return the error for a model that no plan fits, with the smallest plan."""
-    given, needed = config.gpu_memory, smallest.fullest.total
-    traits = limits_of(config.trainer.backend).traits
+    """Return the error for a model that no plan fits."""
+    given, traits = config.gpu_memory, limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"
-    remedies = ["--parallel.cpu-offload"] * (sharded and not config.parallel.cpu_offload)
-    remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
-    remedies += ["--generation.no-colocated"] * config.engines
+    remedies = "--parallel.cpu-offload, " * (sharded and not config.parallel.cpu_offload)
+    remedies += "--lora.rank 16, " * (traits.adapters and not config.lora.rank)
+    remedies += "--generation.no-colocated, " * config.engines
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
-        f" {max(needed / GB, 0.1):.1f} GB ({smallest.flags or 'one device'}); try"
-        f" {', '.join([*remedies, 'more --gpus'])}, or a shorter --seq-len"
+        f" {max(smallest.fullest.total / GB, 0.1):.1f} GB ({smallest.flags or 'one device'}); try"
+        f" {remedies}more --gpus, or a shorter --seq-len"
     )
 
 
 DEGREES = {"repl": "dp_replicate", "shard": "dp_shard"}
 DEGREES |= {name: name for name in ("tp", "pp", "vpp", "ep", "cp")}
-PARTS = {
-    "param": "parameters",
-    "grads": "gradients",
-    "optim": "optimizer",
-    "ref": "reference",
-    "activ": "activations",
-    "logit": "logits",
-    "whole": "gathered",
-    "gener": "generation",
-    "cache": "cache",
-}
+TITLES = ("param", "grads", "optim", "ref", "activ", "logit", "whole", "gener", "cache")
+"""Of the parts of `Memory`."""
 
 
 def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
-    """Return a table of plans without columns that are all 0."""
+    """Return a table of plans, without empty columns."""
     from rich import box
     from rich.table import Table
 
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    names = (each.name for each in fields(Memory))
     parts = {
         title: name
-        for title, name in PARTS.items()
+        for title, name in zip(TITLES, names, strict=True)
         if any(getattr(each.fullest, name) for each in shown)
     }
     host = ["host"] * any(candidate.host for candidate in shown)

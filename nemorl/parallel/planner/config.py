@@ -5,52 +5,25 @@ from typing import ClassVar, Literal
 
 from nemorl.checks import all_but, at_least, refuse_unused, require
 from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from nemorl.parallel.plan import Precision, RecomputedModule
+from nemorl.parallel.plan import ParallelPlan, Recomputation
 from nemorl.rollout.config import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenPlan:
-    """Settings of a run that restrict the plans; those without a value are free."""
+class OpenPlan(ParallelPlan):
+    """Settings of a run that restrict the plans; those without a value are free. compile and the
+    overlaps have no effect on the estimate.
+    """
 
-    dp_replicate: int | None = None
-    """Copies of the model that train on different rows."""
-    dp_shard: int | None = None
-    """Devices over which parameters and optimizer are sharded."""
-    tp: int | None = None
-    """Devices of one machine that split every layer."""
-    pp: int | None = None
-    """Devices that have different layers (trainer.backend megatron)."""
-    vpp: int = 1
-    """Parts of the layers on each of them."""
-    num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first of them."""
-    num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last of them."""
-    ep: int | None = None
-    """Devices that divide a mixture's experts (trainer.backend megatron)."""
-    cp: int | None = None
-    """Devices that split every row."""
-    cp_method: Literal["ulysses", "allgather"] | None = None
-    """None: ulysses where heads divide."""
-    sequence_parallel: bool = True
-    """With tp: split norms and residuals, too."""
-    param_dtype: Precision | None = None
-    """What the model computes in. Default: bfloat16."""
-    reduce_dtype: Precision = "float32"
-    """What gradients are summed over devices in."""
-    activation_checkpointing: Literal["none", "selective", "full"] | None = None
-    """What the backward pass recomputes."""
-    recompute_modules: tuple[RecomputedModule, ...] = ()
-    """With these all plans are selective."""
-    overlap_grad_reduce: bool = False
-    """Has no effect on the estimate."""
-    overlap_param_gather: bool = False
-    """Has no effect on the estimate."""
-    compile: bool = False
-    """Has no effect on the estimate."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer in main memory."""
+    dp_replicate: int | None = None  # type: ignore[assignment]
+    tp: int | None = None  # type: ignore[assignment]
+    pp: int | None = None  # type: ignore[assignment]
+    ep: int | None = None  # type: ignore[assignment]
+    cp: int | None = None  # type: ignore[assignment]
+    cp_method: Literal["ulysses", "allgather"] | None = None  # type: ignore[assignment]
+    """Default: ulysses where heads divide."""
+    activation_checkpointing: Recomputation | None = None
+    """What the backward pass recomputes; selective is all that recompute_modules allow."""
 
     def __post_init__(self) -> None:
         degrees = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
@@ -59,9 +32,9 @@ class OpenPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Show how a model could be spread over GPUs: the plans that fit into memory, and the best one.
+    """Show how a model could be spread over GPUs: the plans that fit into memory, the best first.
 
-    Needs neither weights nor GPUs. All is estimated from the sizes in the model's config.json.
+    All is estimated from the sizes in the model's config.json, without weights or GPUs.
     """
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -92,7 +65,7 @@ class PlanConfig:
     entropy: bool = False
     """Whether the loss has an entropy term."""
     keep_reference: bool = False
-    """Whether there is a reference model, for a KL term or DPO."""
+    """Whether there is a reference model, as for a KL term or DPO."""
     reserve: float = 0.1
     """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10
@@ -116,15 +89,12 @@ class PlanConfig:
         for section, unused in self.unused.items():
             given, requirement = getattr(self, section), "has no effect on a plan"
             refuse_unused(section, given, requirement, "remove it", names=unused)
-        offloads, name = (
-            self.trainer.offload_during_generation,
-            "trainer.offload_during_generation",
-        )
-        for free, requirement, remedy in (
-            (self.engines, "needs engines on these GPUs", "add --generation.backend vllm"),
-            (not self.parallel.cpu_offload, "is not for parallel.cpu_offload", "omit one of them"),
-        ):
-            require(free or not offloads, name, requirement, offloads, remedy)
+        offloads = self.trainer.offload_during_generation
+        name, requirement = "trainer.offload_during_generation", "needs engines on these GPUs"
+        fits, remedy = self.engines or not offloads, "add --generation.backend vllm"
+        require(fits, name, requirement, offloads, remedy)
+        fits, requirement = not self.parallel.cpu_offload, "is not for parallel.cpu_offload"
+        require(fits or not offloads, name, requirement, offloads, "omit one of them")
         size, requirement = self.generation.devices_per_replica, f"must divide the {self.gpus} GPUs"
         fits = not self.engines or self.gpus % size == 0
         name = "generation.tensor_parallel_size · pipeline_parallel_size"

@@ -9,7 +9,7 @@ from nemorl.parallel.planner.model_shape import Layer, Matrix
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """The layers of a device: whole parameters and gradients, and a share of the optimizer."""
+    """A device's layers: whole parameters and gradients, and a share of the optimizer."""
 
     step: PlannedStep
     index: int
@@ -21,7 +21,7 @@ class PlannedStage:
 
     @property
     def in_flight(self) -> float:
-        """Microbatches whose activations all layers keep (1F1B)."""
+        """Microbatches whose activations are kept (1F1B)."""
         plan, count = self.step.plan, self.step.micro_batches
         if plan.vpp == 1:
             return min(plan.pp - self.index, count)
@@ -30,7 +30,7 @@ class PlannedStage:
         return min(ahead + 1, plan.vpp * count) / plan.vpp
 
     def ends(self) -> list[Matrix]:
-        """Return the parameters outside the layers."""
+        """Return the parameters outside of layers."""
         model = self.step.model
         embedding, *others = model.ends
         found = [embedding] if self.index == 0 else []
@@ -40,12 +40,12 @@ class PlannedStage:
 
     @property
     def layer(self) -> Layer:
-        """Its layers; of a model with several kinds, the largest."""
+        """Each of its layers; of several kinds the largest."""
         return max(self.step.model.layers, key=lambda layer: sum(each.size for each in layer))
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers that a device computes with, but for experts."""
+        """How many a device has, without experts."""
         plan = self.step.plan
         layer = sum(each.on(plan) for each in self.layer if not each.of_experts)
         return self.num_layers * layer + sum(each.on(plan) for each in self.ends())
@@ -56,13 +56,13 @@ class PlannedStage:
         return self.num_layers * sum(each.on(plan) for each in self.layer if each.of_experts)
 
     def shares(self) -> tuple[int, int]:
-        """Return how many devices have the same parameters, and experts."""
+        """Return how many devices have the same parameters, and the same experts."""
         plan = self.step.plan
         together = plan.data_ranks * plan.cp
         return together, together * plan.tp // plan.ep if plan.ep > 1 else together
 
     def states(self) -> Memory:
-        """Return what the device keeps from step to step."""
+        """Return what a device keeps from step to step."""
         step, numbers = self.step, self.parameters + self.of_experts
         size, gradient = step.dtype_size, BYTES[step.plan.reduce_dtype]
         main = STATE if size < STATE else 0
@@ -76,7 +76,7 @@ class PlannedStage:
         )
 
     def kept_per_layer(self, *, recomputed: str) -> int:
-        """Return what a layer keeps of a microbatch; queries and keys before and after rotation."""
+        """Return what a layer keeps of a microbatch, in bytes."""
         step, plan, model = self.step, self.step.plan, self.step.model
         (q, kv, _), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
         stream = hidden * size // step.token_split()
@@ -103,12 +103,11 @@ class PlannedStage:
 
     @property
     def rows_of_experts(self) -> float:
-        """Rows that its experts get for each of its tokens."""
+        """Rows that experts get for each of a device's tokens."""
         gathered = self.step.plan.ep == 1
         return self.step.model.num_experts_per_tok / (1 if gathered else self.step.token_split())
 
     def layer_backward(self) -> int:
-        """Return the gradients held at a time."""
         step, model = self.step, self.step.model
         if not model.num_experts:
             return layer_backward(step, self.layer)
@@ -126,9 +125,5 @@ class PlannedStage:
             head = STATE * (model.vocab_size // step.plan.tp) * model.hidden_size
             moments += [(kept + step.outer_activations(), step.logits_memory(), head)]
         activations, logits, gathered = max(moments, key=sum)
-        return replace(
-            self.states(),
-            activations=activations + step.mask_memory(),
-            logits=logits,
-            gathered=gathered,
-        )
+        activations += step.mask_memory()
+        return replace(self.states(), activations=activations, logits=logits, gathered=gathered)

@@ -11,16 +11,15 @@ from nemorl.parallel.planner.model_shape import Block, Layer, Matrix, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ENGINE = 2 * 10**9
-"""Bytes of an engine's activations and sampler; an estimate."""
+"""Bytes of an engine's activations and sampler, estimated."""
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers."""
-
 SPARED = {"adamw": 0, "muon": STATE, "adamw8bit": 2 * (STATE - 1 - STATE / 256)}
-"""Bytes that an optimizer keeps less than AdamW of a parameter in a matrix."""
+"""Bytes that an optimizer saves over AdamW, of a number in a matrix."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Linear layers that get no adapter by default where there are experts."""
+"""Linear layers without an adapter by default where there are experts."""
 QUANTIZED = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a parameter in 4 bits, with the scales of its blocks."""
+"""Bytes of a parameter in 4 bits, with its block's scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +31,13 @@ class Memory:
     optimizer: int = 0
     reference: int = 0
     activations: int = 0
-    """What forward keeps for backward, and what backward needs besides."""
+    """What the backward pass needs, from the forward pass and besides."""
     logits: int = 0
     """A chunk of them, with the arrays of softmax and gradient."""
     gathered: int = 0
     """Whole parameters and gradients of the layers being computed, or their casts."""
     generation: int = 0
-    """Weights and key-value cache of an engine on the same device."""
+    """An engine's weights and key-value cache."""
     cache: int = 0
     """What PyTorch's allocator still has of training's peak."""
 
@@ -49,33 +48,33 @@ class Memory:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """An optimizer step on each device."""
+    """An optimizer step on a device."""
 
     model: ModelShape
     plan: ParallelPlan
     work: PlanConfig
-    """Its section parallel does not count."""
+    """Its `parallel` is not read."""
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether dp_shard divides the optimizer's state alone, as megatron-core does."""
+        """Whether dp_shard divides the optimizer's state alone."""
         return limits_of(self.work.trainer.backend).traits.shards == "optimizer"
 
     @property
     def width(self) -> int:
-        """Tokens of a row, with the padding that the plan needs."""
+        """Tokens of a row, with padding."""
         return -(-self.work.row_tokens // self.plan.row_multiple) * self.plan.row_multiple
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on a device, with padding."""
+        """Tokens of a microbatch on a device."""
         return self.work.micro_batch_rows * self.width // self.plan.cp
 
     @property
     def micro_batches(self) -> int:
-        rows = self.work.batch_rows or 2 * self.work.gpus * self.work.micro_batch_rows
-        count = -(-rows // (self.plan.data_ranks * self.work.micro_batch_rows))
-        return max(count, self.plan.min_microbatches)
+        size = self.work.micro_batch_rows
+        rows = self.work.batch_rows or 2 * self.work.gpus * size
+        return max(-(-rows // (self.plan.data_ranks * size)), self.plan.min_microbatches)
 
     @property
     def dtype_size(self) -> int:
@@ -85,20 +84,17 @@ class PlannedStep:
     def heads_width(self) -> tuple[int, int, int]:
         """Widths on a device of queries, of keys, and of the feed-forward."""
         model, tp = self.model, self.plan.tp
-        return (
-            model.q_size // tp,
-            self.kv_heads * model.head_dim,
-            model.config.intermediate_size // tp,
-        )
+        keys = self.kv_heads * model.head_dim
+        return model.q_size // tp, keys, model.config.intermediate_size // tp
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads on a device: where tp exceeds them, several ranks have the same one."""
+        """Key-value heads on a device; where tp exceeds them, ranks have copies."""
         return max(1, self.model.num_key_value_heads // self.plan.tp)
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
-        """What megatron-core recomputes with activation_checkpointing selective."""
+        """What megatron-core's selective checkpointing recomputes."""
         return self.plan.recompute_modules or ("core_attn",)
 
     @property
@@ -108,12 +104,12 @@ class PlannedStep:
 
     def adapted(self, layer: Layer) -> tuple[Matrix, ...]:
         """Return the matrices that get an adapter."""
-        names, fused = self.work.lora.target_modules, FUSED if self.model.num_experts else ()
-        if not self.work.lora.rank:
+        lora, fused = self.work.lora, FUSED if self.model.num_experts else ()
+        if not lora.rank:
             return ()
-        if not names:
+        if not lora.target_modules:
             return tuple(m for m in layer.linear if not m.module.endswith(fused))
-        wanted = tuple(f".{name}" for name in names)
+        wanted = tuple(f".{name}" for name in lora.target_modules)
         return tuple(m for m in layer.linear if f".{m.module}".endswith(wanted))
 
     def adapters(self, layer: Layer) -> Iterator[Matrix]:
@@ -122,21 +118,23 @@ class PlannedStep:
             yield Matrix(f"{each.module}.lora_A.weight", (rank, columns), each.tp or None)
             yield Matrix(f"{each.module}.lora_B.weight", (rows, rank), None if each.tp else each.tp)
 
+    def _all_adapters(self) -> Iterator[tuple[int, Matrix]]:
+        return ((x.count, each) for x in self.model.layers for each in self.adapters(x))
+
     def adapter_parameters(self) -> int:
-        return sum(x.count * each.size for x in self.model.layers for each in self.adapters(x))
+        return sum(count * each.size for count, each in self._all_adapters())
 
     @cached_property
     def _adapter_shard(self) -> int:
-        layers = self.model.layers
-        return sum(x.count * each.shard(self.plan) for x in layers for each in self.adapters(x))
+        return sum(count * each.shard(self.plan) for count, each in self._all_adapters())
 
     @cached_property
     def whole_shard(self) -> int:
-        """Parameters that a device keeps, without adapters and with the padding of FSDP2."""
+        """Parameters that a device keeps, without adapters, padded as FSDP2 does."""
         return sum(count * each.shard(self.plan) for count, each in self.model.all())
 
     def kept(self) -> int:
-        """Return the parameters that a device keeps."""
+        """Return the parameters that a device keeps, with adapters."""
         return self.whole_shard + self._adapter_shard
 
     def trained(self) -> int:
@@ -159,17 +157,15 @@ class PlannedStep:
         )
 
     def generation_memory(self, states: Memory, *, generation: int = 0, cache: int = 0) -> Memory:
-        """Return the memory while an engine samples beside a trainer's states and cache."""
+        """Return the memory while an engine samples beside the trainer."""
         if not self.work.trainer.offload_during_generation:
             return replace(states, gradients=0, generation=generation, cache=cache)
-        # Weights are handed over one by one.
+        # Weights go to it one by one.
         largest = max(m.size // m.shape[0] ** m.of_experts for _, m in self.model.all())
         return Memory(gathered=STATE * largest, generation=generation)
 
     def training_memory(self) -> Memory:
-        """Return the fullest moment: the backward pass of the head, with all activations, or the
-        begin or end of a layer's.
-        """
+        """Return the fullest moment: the backward pass of the head, or an end of a layer's."""
         layers = self.model.layers
         kept = [kept_of(self, layer) for layer in layers]
         every = sum(layer.count * size for layer, size in zip(layers, kept, strict=True))
@@ -194,24 +190,23 @@ class PlannedStep:
         )
 
     def _gathered(self) -> tuple[int, int, int]:
-        """Return bytes of whole parameters and gradients, or of their casts, at each moment."""
+        """Return bytes of whole parameters and gradients, or casts, at each moment."""
         plan, model, size = self.plan, self.model, self.dtype_size
         reduced, adapted = BYTES[plan.reduce_dtype], self.work.lora.rank > 0
-        sizes = [(x.count, sum(matrix.on(plan) for matrix in x)) for x in model.layers]
+        sizes = [(x.count, sum(each.on(plan) for each in x)) for x in model.layers]
         layer, every = max(n for _, n in sizes), sum(count * n for count, n in sizes)
         head = model.vocab_size // plan.tp * model.hidden_size
         adapter = max(sum(matrix.size for matrix in self.adapters(x)) for x in model.layers)
         trained, cast = adapter if adapted else layer, size if size < STATE else 0
-        # The head's gradient is summed in float32; in bfloat16, and of a part of the vocabulary,
-        # each chunk's is an array of its own.
+        # The head's gradient is summed in float32; in bfloat16, or with tp, beside each chunk's.
         head_grad = head * (STATE + (size if cast or plan.tp > 1 else 0)) * (not adapted)
         if not plan.needs_ranks:
-            # Autocast keeps all casts, but a frozen matrix's only the product that reads it.
+            # Autocast keeps all casts; a frozen matrix's only the product that reads it does.
             again = adapted and plan.recomputes != "none"
             casts = cast * (layer if again else every)
             return head_grad + casts + cast * head, casts, casts + STATE * trained
-        # FSDP2 gathers the next layer while one computes: a buffer, and the parameters copied out
-        # of it. Reducing takes another buffer. The head's stays.
+        # While a layer computes, FSDP2 gathers the next into a buffer, which it copies. Reducing
+        # takes another buffer. The head's stays.
         layer += adapter
         stays = head * (size if adapted else reduced)
         begin = stays + 2 * layer * size
@@ -220,7 +215,7 @@ class PlannedStep:
         return (head + layer) * size + max(head_grad, last * size), begin, end
 
     def outer_activations(self) -> int:
-        """Return last norm and hidden states' gradient."""
+        """Return bytes of the last norm and of the hidden states' gradient."""
         size, hidden = self.dtype_size, self.model.hidden_size
         return self.tokens * (hidden * (STATE + size) // self.token_split() + 2 * hidden * size)
 
@@ -230,17 +225,17 @@ class PlannedStep:
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
 
     def token_split(self) -> int:
-        """Return the ranks over which sequence parallelism splits norms and residuals."""
+        """Return over how many ranks sequence parallelism splits norms and residuals."""
         return self.plan.tp if self.plan.sequence_parallel else 1
 
     def mask_memory(self) -> int:
-        """Return the mask of the device's tokens with all of their row."""
+        """Return bytes of the mask of gathered keys."""
         if self.plan.cp == 1 or self.plan.cp_method == "ulysses":
             return 0
         return self.tokens * self.width * self.dtype_size
 
     def kept_keys(self) -> int:
-        """Return the width of the keys that attention keeps of a token."""
+        """Return the width of the keys that attention keeps."""
         (q, kv, _), plan = self.heads_width, self.plan
         if plan.cp == 1:
             return kv
@@ -250,10 +245,10 @@ class PlannedStep:
 
 
 def saved_of(step: PlannedStep, layer: Layer) -> int:
-    """Return what a layer keeps for its backward pass without recomputation, op by op.
+    """Return the bytes that a layer keeps for its backward pass without recomputation.
 
     Norms: input in float32, normed input, output. Attention: queries, keys, values, output.
-    The feed-forward: four, without a gate two; experts: the same of each token that they get.
+    Feed-forward: four, without a gate two; experts: the same of each token that they get.
     Under autocast norms stay in float32, and each product casts their output.
     """
     model, plan, size = step.model, step.plan, step.dtype_size
@@ -276,18 +271,18 @@ def saved_of(step: PlannedStep, layer: Layer) -> int:
 
 
 def _kept_of_block(step: PlannedStep, block: Block, read: bool) -> int:
-    """Return the bytes of a token; read: whether the last product's input is kept."""
+    """Return bytes of a token. read: whether the last product's input is kept."""
     plan, (outs, taken) = step.plan, block.widths(step.plan)
     if not block.mixes:
         return (outs + block.gated * taken + read * taken) * step.dtype_size
-    # Attention's output in its own order and in the rows'.
+    # Attention's output is kept in its own order and in the rows'.
     reordered = plan.cp_method == "ulysses" if plan.cp > 1 else step.work.trainer.sequence_packing
     more = 2 * (step.kept_keys() - step.heads_width[1])
     return (outs + taken * (1 + (reordered and read)) + more) * step.dtype_size
 
 
 def _experts_width(step: PlannedStep, layer: Layer) -> int:
-    """Return the numbers that experts keep of a token; frozen ones no inputs of products."""
+    """Return the numbers that experts keep of a token."""
     model, trained = step.model, not step.work.lora.rank
     if not layer.experts:
         return 0
@@ -297,18 +292,19 @@ def _experts_width(step: PlannedStep, layer: Layer) -> int:
 
 
 def kept_of(step: PlannedStep, layer: Layer) -> int:
-    """Return `saved_of`, or with recomputation the input and maybe some products."""
+    """Return the bytes that a layer keeps: with recomputation its input, and maybe products."""
     how = step.plan.recomputes
     if how == "none":
         return saved_of(step, layer)
     size = step.dtype_size if step.plan.needs_ranks else STATE
     kept = step.model.hidden_size * size // step.token_split()
-    selective = size * _kept_products(step, layer) if how == "selective" else 0
-    return step.tokens * (kept + selective)
+    if how == "selective":
+        kept += size * _kept_products(step, layer)
+    return step.tokens * kept
 
 
 def layer_backward(step: PlannedStep, layer: Layer) -> int:
-    """Return the gradients held at a time."""
+    """Return the bytes of gradients held at a time."""
     widest = _experts_width(step, layer)
     for block in layer.blocks:
         outs, taken = block.widths(step.plan)
@@ -317,7 +313,7 @@ def layer_backward(step: PlannedStep, layer: Layer) -> int:
 
 
 def engine_memory(step: PlannedStep, sequences: int) -> int:
-    """Return the bytes that an engine takes of a device, with a cache for so many sequences."""
+    """Return the bytes of an engine on a device, with a cache for so many sequences."""
     model, generation = step.model, step.work.generation
     tp, pp = generation.tensor_parallel_size, generation.pipeline_parallel_size
     token = -(-model.cached_numbers(tp) // pp)
@@ -326,7 +322,7 @@ def engine_memory(step: PlannedStep, sequences: int) -> int:
 
 
 def _kept_products(step: PlannedStep, layer: Layer) -> int:
-    """Return the width kept of attention's output, and of half of the products."""
+    """Return the width of attention's output, and of half of the products."""
     adapted, products, attention = step.adapted(layer), [], 0
     for block in layer.blocks:
         attention += block.widths(step.plan)[1] * block.mixes

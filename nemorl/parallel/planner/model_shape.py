@@ -1,6 +1,4 @@
-"""The sizes of a decoder: its parameters, read off the model on the meta device, and how a plan
-cuts them.
-"""
+"""A decoder's parameters, read off the model on the meta device, and how a plan cuts them."""
 
 import json
 from collections import Counter
@@ -9,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
 from nemorl.parallel.plan import ParallelPlan, num_experts
 
 MIXERS, FEEDS = ("o_proj", "out_proj"), ("down_proj", "c_proj")
-"""Names of the last linear layer of attention, or its like, and of a feed-forward block."""
+"""Names of the last linear layers of attention, or its like, and of a feed-forward."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,8 @@ class Matrix:
 
     name: str
     shape: tuple[int, ...]
-    tp: Literal[0, 1] | None = None
+    tp: int | None = None
     of_experts: bool = False
-    """Whether each device has some of the experts."""
     linear: bool = False
     """Whether it may get an adapter."""
 
@@ -40,18 +37,18 @@ class Matrix:
         return self.name.removesuffix(".weight")
 
     def local(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Return the shape with which a device computes."""
+        """Return the shape of a device's part."""
         parts = plan.ep if self.of_experts and plan.ep > 1 else plan.tp
         divides = self.of_experts and self.shape[0] % parts == 0
         cut = 0 if divides else self.tp
         return tuple(n // parts if axis == cut else n for axis, n in enumerate(self.shape))
 
     def on(self, plan: ParallelPlan) -> int:
-        """Return the numbers with which a device computes."""
+        """Return the size of a device's part."""
         return prod(self.local(plan))
 
     def shard(self, plan: ParallelPlan) -> int:
-        """Return the numbers that a device keeps: FSDP2 cuts the first axis, rounding up."""
+        """Return the size that a device keeps: FSDP2 cuts the first axis, rounding up."""
         rows, *rest = self.local(plan)
         return -(-rows // shard_ranks(plan)) * prod(rest)
 
@@ -63,7 +60,7 @@ def shard_ranks(plan: ParallelPlan) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Linear layers of one module: those to its inner widths, and the one back."""
+    """A module's linear layers: to its inner widths, and back."""
 
     inner: tuple[Matrix, ...]
     output: Matrix | None
@@ -87,7 +84,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Layer:
-    """Layers that have the same parameters."""
+    """Layers with parameters of the same shapes."""
 
     count: int
     matrices: tuple[Matrix, ...]
@@ -109,11 +106,11 @@ class Layer:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        found: dict[str, list[Matrix]] = {}
+        modules: dict[str, list[Matrix]] = {}
         for each in self.linear:
-            found.setdefault(each.module.rpartition(".")[0], []).append(each)
+            modules.setdefault(each.module.rpartition(".")[0], []).append(each)
         blocks = []
-        for parts in found.values():
+        for parts in modules.values():
             last = [each for each in parts if each.module.endswith(MIXERS + FEEDS)]
             inner = tuple(each for each in parts if each not in last)
             blocks.append(Block(inner, last[0] if last else None))
@@ -125,7 +122,6 @@ class ModelShape:
     """A model's parameters, and sizes by their Hugging Face names."""
 
     config: Any = field(compare=False)
-    """The Hugging Face configuration."""
     layers: tuple[Layer, ...]
     ends: tuple[Matrix, ...]
     """The embedding, the last norm and the head; a tied head is the embedding."""
@@ -138,7 +134,7 @@ class ModelShape:
 
     @property
     def expert_rows(self) -> int:
-        """Rows that experts compute of each token; Llama 4's compute zeros for all others."""
+        """Rows of a token that experts compute; Llama 4's compute zeros for the others."""
         every = self.config.model_type == "llama4_text"
         return self.num_experts if every else self.num_experts_per_tok
 
@@ -156,9 +152,9 @@ class ModelShape:
 
     @cached_property
     def moe_intermediate_size(self) -> int:
-        experts = [each for layer in self.layers for each in layer.experts]
-        down = [each for each in experts if "down" in each.name]
-        return down[0].size // (self.num_experts * self.hidden_size) if down else 0
+        experts = (each for layer in self.layers for each in layer.experts)
+        down = next((each.size for each in experts if "down" in each.name), 0)
+        return down // max(self.num_experts * self.hidden_size, 1)
 
     @property
     def q_size(self) -> int:
@@ -166,7 +162,7 @@ class ModelShape:
         return self.num_attention_heads * (own or self.head_dim)
 
     def all(self) -> Iterator[tuple[int, Matrix]]:
-        """Yield how often there are such parameters, and they."""
+        """Yield parameters, each after the number of its like."""
         for layer in self.layers:
             yield from ((layer.count, each) for each in layer)
         yield from ((1, each) for each in self.ends)
@@ -177,13 +173,13 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Numbers with which a token is multiplied."""
+        """Parameters that compute a token."""
         idle = self.num_experts - self.num_experts_per_tok
         experts = sum(count * each.size for count, each in self.all() if each.of_experts)
         return self.num_parameters - (experts * idle // self.num_experts if experts else 0)
 
     def cached_numbers(self, tp: int) -> int:
-        """Return the numbers of a token in an engine's cache."""
+        """Return how many numbers an engine caches of a token."""
         latent = getattr(self.config, "kv_lora_rank", None)
         heads = 2 * max(1, self.num_key_value_heads // tp) * self.head_dim
         width = latent + self.config.qk_rope_head_dim if latent else heads
@@ -193,9 +189,9 @@ class ModelShape:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Read the parameters of a model by its Hugging Face configuration, on the meta device.
+    """Return the parameters of a model by its Hugging Face configuration.
 
-    Raises: ValueError where a size is missing, and for a model that is not supported.
+    Raises: ValueError where a size is missing, or the model is not supported.
     """
     from nemorl.models.causal_lm import decoder_of, layers_of, on_meta
 
@@ -204,13 +200,10 @@ def model_shape(config: Any) -> ModelShape:
         wanted, remedy = f"must say its {name}", "complete config.json, or take another model"
         require(isinstance(size, int) and size > 0, "the model", wanted, size, remedy)
     model = on_meta(config)
-    decoder = decoder_of(model)
-    layers = layers_of(decoder)
+    layers = layers_of(decoder_of(model))
     kinds = Counter(_matrices(layer, config) for layer in layers)
-    inside = {id(each) for each in layers.parameters()}
-    outer = {
-        name: tuple(each.shape) for name, each in model.named_parameters() if id(each) not in inside
-    }
+    inside = {*layers.parameters()}
+    outer = {n: tuple(each.shape) for n, each in model.named_parameters() if each not in inside}
     heads, experts = config.num_attention_heads, num_experts(config)
     return ModelShape(
         config=config,
@@ -226,7 +219,7 @@ def model_shape(config: Any) -> ModelShape:
 
 
 def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
-    """Return a layer's parameters, cut as trainer.backend dtensor does."""
+    """Return a layer's parameters, with their axes of tensor parallelism by backend dtensor."""
     from torch import nn
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -237,15 +230,14 @@ def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
     found = []
     for name, parameter in layer.named_parameters():
         module, _, leaf = name.rpartition(".")
-        style = plan.get(module)
-        axis: Literal[0, 1] | None = None
+        style, axis = plan.get(module), None
         if isinstance(style, ColwiseParallel):
             axis = 0
         elif isinstance(style, RowwiseParallel) and leaf == "weight":
             axis = 1
         experts = module.endswith("experts") and parameter.ndim > 1 and leaf != "weight"
         part = layer.get_submodule(module)
-        plain = not type(part).__module__.startswith("transformers")  # as routers are
+        plain = not type(part).__module__.startswith("transformers")  # not a router
         linear = isinstance(part, nn.Linear) and plain and leaf == "weight"
         shape: Any = tuple(parameter.shape)
         found.append(Matrix(name, shape, axis, of_experts=experts, linear=linear))
@@ -253,7 +245,7 @@ def _matrices(layer: Any, config: Any) -> tuple[Matrix, ...]:
 
 
 def read_shape(name: str) -> ModelShape:
-    """Read the sizes of a folder, a config.json or a model on the hub."""
+    """Return the parameters of a folder, a config.json or a model on the hub."""
     from transformers import CONFIG_MAPPING
 
     with loading(name):

@@ -12,8 +12,8 @@ GB = 1e9
 
 
 def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.1) -> float:
-    """Return the share of a GPU of `card` bytes that an engine may take beside `kept` bytes of a
-    trainer's, rounded down to thousandths: vLLM's gpu_memory_utilization.
+    """Return an engine's share of a GPU of `card` bytes, beside the `kept` bytes of a trainer:
+    vLLM's gpu_memory_utilization, in thousandths.
 
     Raises: ValueError where less is left than needed to start.
 
@@ -36,18 +36,17 @@ def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How a trainer and engines share a GPU."""
+    """How a trainer and engines share a GPU, in bytes."""
 
     card: float
-    """Bytes of the GPU."""
     resident: int
-    """Bytes that a trainer keeps that is not offloaded."""
+    """What the trainer would keep without offloading."""
     wanted: int
-    """Bytes of an engine with a cache for a batch, of 64 sequences at most."""
+    """What an engine takes with a cache for a batch, of 64 sequences at most."""
     training: int
-    """Bytes that training takes at its peak."""
+    """The peak of training."""
     kept: int
-    """Bytes that the trainer keeps while engines generate."""
+    """What the trainer keeps while engines generate."""
     offloads: bool
     chosen: bool
     """Whether nemorl chose so."""
@@ -64,13 +63,12 @@ class Sharing:
         if not self.chosen:
             return said
         both = f"trainer's {self.resident / GB:.1f} GB and an engine's {self.wanted / GB:.1f} GB"
-        on = "on" if self.offloads else "off"
-        why = "fit together" if self.fits else "don't fit together"
-        return f"{said}; trainer.offload_during_generation is {on}: the {both} {why}"
+        on, fit = "on" if self.offloads else "off", "fit" if self.fits else "don't fit"
+        return f"{said}; trainer.offload_during_generation is {on}: the {both} {fit} together"
 
 
 def stages_of(step: PlannedStep) -> Sequence[PlannedStep | PlannedStage]:
-    """Return the stages of a pipeline, or the step alone."""
+    """Return a pipeline's stages, or the step alone."""
     if not step.shards_optimizer:
         return [step]
     parts, pp = step.plan.stage_layers(step.model.num_hidden_layers), step.plan.pp
@@ -78,17 +76,17 @@ def stages_of(step: PlannedStep) -> Sequence[PlannedStep | PlannedStage]:
 
 
 def states_of(step: PlannedStep) -> Memory:
-    """Return the memory of weights and optimizer state, of the fullest stage."""
+    """Return what the fullest stage keeps from step to step."""
     return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
 
 
 def training_of(step: PlannedStep) -> int:
-    """Return the bytes of a training step, of the fullest stage."""
+    """Return the peak bytes of training, of the fullest stage."""
     return max(stage.training_memory().total for stage in stages_of(step))
 
 
 def cache_of(step: PlannedStep, *, can_empty: bool) -> int:
-    """Return the bytes that PyTorch's allocator keeps after a step."""
+    """Return what PyTorch's allocator keeps after a step, in bytes."""
     states = states_of(step)
     return 0 if can_empty else max(0, training_of(step) - states.total + states.gradients)
 
@@ -100,11 +98,11 @@ def host_of(step: PlannedStep) -> int:
         return resident.states().total + STATE * step.trained()
     if not step.work.trainer.offload_during_generation:
         return 0
-    return max(kept.total - kept.gradients for kept in (x.states() for x in stages_of(step)))
+    return max(each.total - each.gradients for each in (x.states() for x in stages_of(step)))
 
 
 def check_states(step: PlannedStep, card: float) -> None:
-    """Refuse a plan whose parameters, gradients and optimizer take more than a GPU's bytes."""
+    """Refuse a plan whose parameters, gradients and optimizer exceed a GPU's bytes."""
     states = states_of(step)
     gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
     least = states.total + gradients
@@ -119,12 +117,11 @@ def check_states(step: PlannedStep, card: float) -> None:
 
 
 def smaller(step: PlannedStep) -> str:
-    """Return in words what lets a step take less of each GPU."""
+    """Return the settings that let a step take less of each GPU."""
     if step.shards_optimizer:
         return "take more devices (--parallel.tp or --parallel.pp)"
-    adapters = "" if step.work.lora.rank else "--lora.rank 16, "
-    offloading = "" if step.plan.cpu_offload else "--parallel.cpu-offload, "
-    others = adapters + offloading
+    others = "--lora.rank 16, " * (not step.work.lora.rank)
+    others += "--parallel.cpu-offload, " * (not step.plan.cpu_offload)
     return f"add {others}{'or ' * bool(others)}more devices (--parallel.dp-shard)"
 
 
@@ -140,21 +137,18 @@ def sharing(
     """Return how engines share GPUs with a trainer.
 
     card: bytes of a GPU. given: the engine's share by the user.
-    can_offload: whether the training backend can move what it keeps to main memory.
-    can_empty: whether it can empty PyTorch's cache.
+    can_offload, can_empty: whether the training backend has `offload`, and `empty_cache`.
     sleeps: whether engines give their memory back while the model trains.
-    Raises: ValueError where an engine does not fit beside the trainer, or the trainer alone.
+    Raises: ValueError where both, or the trainer alone, do not fit.
     """
-    work, states = step.work, states_of(step)
-    training = training_of(step)
+    work, states, training = step.work, states_of(step), training_of(step)
     asked = work.trainer.offload_during_generation
 
     def kept(offloads: bool) -> int:
         if not sleeps:
             return training
         cache = cache_of(step, can_empty=can_empty)
-        memory = with_offloading(step, offloads).generation_memory(states, cache=cache)
-        return memory.total - memory.generation
+        return with_offloading(step, offloads).generation_memory(states, cache=cache).total
 
     check_states(step, card)
     resident, wanted = kept(False), engine_memory(step, min(work.generation.max_batch_size, 64))

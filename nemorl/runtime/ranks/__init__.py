@@ -1,8 +1,7 @@
 """One training backend on many ranks: Ray actors, or the processes of torchrun.
 
-Others use `trainer.make_trainer` (a `TrainingBackend` that stands for all ranks),
-`generator.RankedGenerator` (the same ranks as a `GenerationBackend`), `rank.follow`, and what says
-which of torchrun's processes this is, here.
+Others use `trainer.make_trainer` (a `TrainingBackend` for all ranks), `generator.RankedGenerator`
+(the same ranks as a `GenerationBackend`), `rank.follow`, and this file's tests for torchrun.
 """
 
 import os
@@ -10,9 +9,8 @@ from collections.abc import Mapping
 
 
 def torchrun_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many processes torchrun has started; None where this is not one of them.
-
-    Any other launcher counts that sets RANK and WORLD_SIZE.
+    """Return how many processes torchrun, or a launcher that sets RANK and WORLD_SIZE, has started;
+    None where this is not one of them.
 
     >>> torchrun_size({"RANK": "1", "WORLD_SIZE": "2"}), torchrun_size({})
     (2, None)

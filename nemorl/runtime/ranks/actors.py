@@ -34,7 +34,7 @@ from nemorl.runtime.workers.cluster import (
 from nemorl.runtime.workers.worker import RayWorkerGroup
 
 GRACE_S = 5.0
-"""A rank that takes too long writes its stack into its log first."""
+"""For a rank that takes too long to write its stack into its log."""
 
 
 class RankActor:
@@ -45,7 +45,7 @@ class RankActor:
     def perform(
         self, method: str, payload: list[Any], limit_s: float, parts: Mapping[Coordinates, Any] = {}
     ) -> list[Any]:
-        """The stack goes into the log after `limit_s`. parts: of the routes, in Ray's memory."""
+        """limit_s: until the stack goes into the log. parts: of the routes, in Ray's memory."""
         watched = method not in BACKGROUND
         if watched:
             faulthandler.dump_traceback_later(limit_s)
@@ -53,7 +53,7 @@ class RankActor:
             args, kwargs = loads(payload)
             fetch = (lambda where: loads(ray.get(parts[where]))) if parts else None
             return dumps(self._rank.perform(method, args, kwargs, fetch))
-        except Exception as error:  # something that cannot be sent
+        except Exception as error:  # something can't be sent
             return dumps(self._rank.refuse(error))
         finally:
             if watched:
@@ -61,9 +61,10 @@ class RankActor:
 
 
 class RayRanks:
-    """One worker per rank, with `runtime.cpus_per_rank` CPUs and, where there are any, a GPU.
+    """One worker per rank, with `runtime.cpus_per_rank` CPUs and a GPU if there are any.
 
-    Raises ResourcesError where the cluster has too little.
+    engines: those that may share the ranks' GPUs. Raises ResourcesError where the cluster has too
+    little.
     """
 
     def __init__(
@@ -74,18 +75,16 @@ class RayRanks:
         log_dir: Path,
         engines: GenerationConfig | None = None,
     ) -> None:
-        """engines: those that may share the ranks' GPUs."""
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
         cpus = config.runtime.cpus_per_rank
         connect(
-            num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, for engines as well
+            num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, with engines
             timeout_s=config.runtime.start_timeout_s,
         )
         try:
-            try:
-                self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
-            except ResourcesError as error:
-                raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
+            self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size, engines)})
+        except ResourcesError as error:
+            raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
         finally:
             release()
         try:
@@ -104,7 +103,7 @@ class RayRanks:
 
     @property
     def places(self) -> list[Place]:
-        """Where the ranks are, with the GPUs that they have."""
+        """Where the ranks are, with their GPUs."""
         found = map(self.workers.info, range(self.size))
         return [Place(one.node, one.host, one.pid, one.gpus) for one in found]
 
@@ -117,8 +116,8 @@ class RayRanks:
     ) -> RankAnswer:
         """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
 
-        parts: of the batch's routes, by rank. Raises WorkerDied, WorkerTimeout, and what a rank
-        raised while others hang: then no rank is of use any more.
+        parts: of the batch's routes. Raises WorkerDied, WorkerTimeout, and what a rank raised while
+        others hang: then no rank is usable.
         """
         limit = "start_timeout_s" if method == "setup" else "timeout_s"
         limit_s = getattr(self._runtime, limit)
@@ -146,11 +145,11 @@ class RayRanks:
     ) -> RankAnswer:
         errors = {rank: one.error for rank, one in sorted(answers.items()) if one.error}
         steps = {answer.step for answer in answers.values()}
-        # In the background of an optimizer step some ranks answer before it and others after.
+        # In the background some ranks answer before an optimizer step and others after it.
         alike = len(answers) == self.size and (background or len(steps) == 1)
-        if not errors and alike:
-            return answers[0]
         if not errors:
+            if alike:
+                return answers[0]
             raise RuntimeError(f"ranks disagree on the optimizer step after {phase}: {steps}")
         causes = [rank for rank, error in errors.items() if not is_consequence(error)]
         cause = [*causes, *errors][0]
@@ -170,15 +169,15 @@ class RayRanks:
 def rank_bundles(
     config: BaseConfig, size: int, engines: GenerationConfig | None = None
 ) -> list[Bundle]:
-    """Return what ranks take of the cluster that this process is connected to: a bundle, and so a
-    node, for each group of parallel.tp.
+    """Return what ranks take of the connected cluster: a bundle, and so a node, for each group of
+    parallel.tp.
 
     engines: those that may share the ranks' GPUs.
     """
     found, device = ray.cluster_resources().get("GPU"), config.trainer.device
     require(device != "cuda" or bool(found), "trainer.device",
             "must be cpu on a Ray cluster without GPUs", device,
-            "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
+            "remove it, or tell Ray of the GPUs (ray start --num-gpus)")  # fmt: skip
     gpus = 1 if found and device != "cpu" else 0
     rank = Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
     most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
@@ -186,9 +185,9 @@ def rank_bundles(
     for name, room in most.items():
         must = f"must be at most {int(room)}, the ranks for which the largest node has {name}s"
         remedy = "lower it, or allow more nodes (--runtime.tp-across-nodes)"
-        require(together <= room or together == 1, "parallel.tp", must, together, remedy)
+        require(together <= max(room, 1), "parallel.tp", must, together, remedy)
     if gpus and engines is not None and engines.traits.engines and engines.colocated:
-        # the GPUs of each on one node, too
+        # An engine's GPUs are on one node, too.
         both = math.lcm(together, engines.tensor_parallel_size)
         if size % both == 0 and both <= min(most.values()):
             together = both
@@ -196,7 +195,7 @@ def rank_bundles(
 
 
 def is_consequence(error: Mapping[str, str]) -> bool:
-    """Return whether an error is what a rank raises when another one left a collective.
+    """Return whether an error is of a rank whose peer left a collective.
 
     >>> is_consequence({"kind": "RuntimeError", "message": "[gloo/pair.cc:547] Connection closed"})
     True

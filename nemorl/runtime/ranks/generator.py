@@ -18,13 +18,13 @@ from nemorl.runtime.engines.weights import TrainerWeights, checked_weights
 from nemorl.runtime.ranks.trainer import RankedTrainer
 
 STEP_S = 0.05
-"""Seconds that a call of the ranks is to take: an event loop waits so long."""
+"""Seconds that a call of the ranks should take."""
 MOST_PASSES = 256
 
 
 class RankedGenerator(ScheduledBackend):
-    """`GenerationBackend` "megatron": the ranks of the trainer "megatron" generate, each replica of
-    the model a share of the requests. Sampling and seeds are those of "torch".
+    """`GenerationBackend` "megatron": the trainer's ranks generate, each replica of the model some
+    of the requests. Sampling and seeds are those of "torch".
     """
 
     traits = TRAITS["megatron"]
@@ -34,7 +34,7 @@ class RankedGenerator(ScheduledBackend):
         self.trainer = trainer
         self._numbers, self._open = count(), dict[Request, int]()
         self._order = Order()
-        """What the ranks must do before the next pass."""
+        """For the next call."""
         self._passes = 1
 
     def setup(self, config: GenerationConfig) -> None:
@@ -54,8 +54,7 @@ class RankedGenerator(ScheduledBackend):
         """Go on with the trainer's weights as they are now, which need no receipt, or with others,
         which become its.
 
-        Raises: RuntimeError for "wait" where requests are in flight and it is the trainer that has
-        changed them: the old weights are gone.
+        Raises: RuntimeError for "wait" where requests are in flight on the trainer's old weights.
         """
         check_in_flight(in_flight)
         same = isinstance(source, TrainerWeights) and source.trainer is self.trainer
@@ -72,7 +71,7 @@ class RankedGenerator(ScheduledBackend):
         return version
 
     def _take(self, weights: dict[str, Tensor], version: int) -> None:
-        """Raises WeightsDiffer where the ranks hold others then."""
+        """Raises WeightsDiffer where the ranks hold others."""
         found = self.trainer.take_weights(weights, version)
         sent = {name: sampled(weights[name], version).to(one.dtype) for name, one in found.items()}
         check_held("the ranks", sent, found)
@@ -83,7 +82,7 @@ class RankedGenerator(ScheduledBackend):
             self._scheduler.asleep = True
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
-        """Have the ranks decode for about STEP_S, or until nothing is left."""
+        """Have the ranks decode for about STEP_S."""
         numbered = dict(zip(new, self._numbers, strict=False))
         self._open |= numbered
         gone = [self._open.pop(request) for request in dropped if request in self._open]

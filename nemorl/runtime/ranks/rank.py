@@ -1,8 +1,7 @@
 """One rank: training backends, each on its part of a model, called by name; and torchrun's ranks.
 
-Rank 0 of torchrun runs the loop and computes, the others obey it. An error in any of them ends its
-process. torchrun then ends the others, says which one failed first, and starts all again if it may;
-the run resumes from its last checkpoint.
+Rank 0 of torchrun runs the loop, the others obey it. An error ends its process; torchrun then ends
+the others, and may start all again.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.store.files import FailedAlone, in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})
-"""Methods that run on a thread of their own, while other calls go on."""
+"""Methods that run on a thread, while other calls go on."""
 BUCKET_BYTES = 64 << 20
 Coordinates = tuple[int, int]
-"""A rank's number among those with other rows, and in the pipeline."""
+"""The number of a rank's rows, and its place in the pipeline."""
 Fetch = Callable[[Coordinates], Any]
 
 
@@ -46,22 +45,19 @@ class RankAnswer:
     value: Any
     """The result on rank 0; None on the others."""
     error: Mapping[str, str] | None
-    """Exception of the rank, as `in_words` returns it."""
+    """Of `in_words`."""
     step: int
-    """Optimizer steps begun, after the call."""
+    """Optimizer steps begun."""
 
 
 class Rank:
-    """Hosts backends that `make` makes, by name. All ranks get the same calls in order.
-
-    The keyword `backend` of a call says which one it is for.
-    """
+    """Hosts backends that `make` makes, by name: a call's keyword `backend`."""
 
     def __init__(self, make: Callable[[], Any], rank: int) -> None:
         self.rank, self._make = rank, make
         self._backends: dict[str, Any] = {}
         self._name = ""
-        """The backend of the last call that was not in the background."""
+        """Of the last call that was not in the background."""
         self._exports: dict[str, Iterator[tuple[str, Tensor]]] = {}
 
     @property
@@ -71,7 +67,7 @@ class Rank:
     def perform(
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> RankAnswer:
-        """Do one call; errors are part of the answer, with their traceback in the log."""
+        """Do one call; an error is part of the answer, with its traceback in the log."""
         try:
             return RankAnswer(self.do(method, args, kwargs, fetch), None, self.step)
         except BaseException as error:
@@ -85,10 +81,10 @@ class Rank:
     def do(
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> Any:
-        """fetch: returns the routes of a batch, the first argument, that are this rank's."""
+        """fetch: returns this rank's routes of a batch, the first argument."""
         name = kwargs.get("backend", "")
         if fetch is not None:
-            routes = fetch(self.coordinates(name))
+            routes = fetch(self._ready(name).place)
             args = (replace(args[0], routed_experts=routes), *args[1:])
         options = {key: value for key, value in kwargs.items() if key != "backend"}
         if method not in BACKGROUND:
@@ -96,9 +92,6 @@ class Rank:
         call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
         value = call(*args, **options)
         return value if self.rank == 0 else None
-
-    def coordinates(self, name: str = "") -> Coordinates:
-        return self._ready(name).place
 
     def _ready(self, name: str) -> Any:
         if name not in self._backends:
@@ -116,19 +109,18 @@ class Rank:
         backend.setup(config)
 
     def _cutting(self) -> Any:
-        """None for a backend that takes batches whole."""
+        """Return how batches are cut; None: they are not."""
         return getattr(self._ready(self._name), "cutting", None)
 
     def _export_open(self, **options: Any) -> None:
         self._exports[self._name] = self._ready(self._name).weights(**options)
 
     def _export_next(self) -> list[tuple[str, Tensor]]:
-        """Gather some 64 MB more; none at the end."""
+        """Gather some 64 MB more, or nothing at the end."""
         bucket, size = list[tuple[str, Tensor]](), 0
         for name, tensor in self._exports[self._name]:
             size += tensor.nbytes
-            if self.rank == 0:
-                bucket.append((name, tensor))
+            bucket += [(name, tensor)] * (self.rank == 0)
             if size >= BUCKET_BYTES:
                 break
         return bucket
@@ -136,7 +128,7 @@ class Rank:
     def _send_weights(
         self, send: Callable[[Any], Any], together: bool = False, **options: Any
     ) -> Any:
-        """Return `send`'s result and its error; all ranks go through all weights."""
+        """Return `send`'s result or error; all ranks go through all weights."""
         weights = self._ready(self._name).weights(**options)
         found: tuple[Any, Any] = (None, None)
         if self.rank == 0 or together:
@@ -162,7 +154,7 @@ class Rank:
 
 
 LARGE = 1 << 20
-"""From so many bytes on, a tensor travels beside the pickled object, without a copy."""
+"""Bytes from which on a tensor travels beside the pickled object, without a copy."""
 
 
 def dumps(value: Any) -> list[Any]:
@@ -184,12 +176,12 @@ def dumps(value: Any) -> list[Any]:
 
 
 def loads(data: Sequence[Any]) -> Any:
-    """Return what `dumps` was given. It can run any code: only for processes of the same run."""
+    """Return what `dumps` was given. May run any code: only for processes of the same run."""
     return pickle.loads(data[0], buffers=data[1:])
 
 
 class _Pickler(cloudpickle.Pickler):
-    """torch's own way is ten times slower for the many small tensors of a step's metrics."""
+    """Ten times faster than torch's own for the small tensors of metrics."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided:
@@ -208,8 +200,7 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 PATIENCE = timedelta(days=7)
-"""Followers wait for as long as rank 0 generates or loads data."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Followers wait while rank 0 generates or loads data."""
 
 
 class TorchrunRanks:
@@ -230,7 +221,7 @@ class TorchrunRanks:
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
     ) -> RankAnswer:
-        """As `RayRanks.call`. After an error the ranks are of no more use."""
+        """As `RayRanks.call`, but no error leaves the ranks usable."""
         args, kwargs = loads(payload)
         if method in BACKGROUND:
             with self._lock:
@@ -248,7 +239,7 @@ class TorchrunRanks:
         return RankAnswer(value, None, self._rank.step)
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:
-        """End the others in order, with the run's result, unless there was an error."""
+        """End the others in order, with the run's result; after an error torchrun does."""
         with self._lock:  # the call of another thread ends first
             if self._usable:
                 _broadcast(self._calls, ("shutdown", dumps(((), {"result": result})), False))
@@ -257,10 +248,10 @@ class TorchrunRanks:
 
 
 def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
-    """Do what rank 0's trainer does until it shuts down, and return the result of rank 0's run.
+    """Do what rank 0's trainer does until it shuts down, and return the result of its run.
 
-    Where that failed the process ends quietly: rank 0 says why. SIGINT and SIGTERM are left to rank
-    0, which finishes its step and saves.
+    After an error there the process ends quietly. SIGINT and SIGTERM are left to rank 0, which
+    finishes its step and saves.
     """
     calls, done, background = _groups(config)
     rank = Rank(make, dist.get_rank())
@@ -284,7 +275,7 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
 def _together(
     group: dist.ProcessGroup, rank: Rank, method: str, args: Any, kwargs: Any
 ) -> RankAnswer:
-    """Do a call in the background; the answer has an error if any rank has one."""
+    """Do a call in the background; the answer has the error of any rank."""
     own = rank.perform(method, args, kwargs)
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, own.error, group=group)
@@ -292,7 +283,7 @@ def _together(
 
 
 def _groups(config: BaseConfig) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of calls, of ranks that are done, and of what runs in the background."""
+    """Return the groups of calls, of ranks that are done, and of the background."""
     seconds = max(config.runtime.timeout_s, config.runtime.start_timeout_s)
     limit = timedelta(seconds=seconds)  # a rank that hangs ends the others' collectives
     start_process_group(config.trainer.device, timeout=limit)
@@ -309,7 +300,7 @@ def _broadcast(group: dist.ProcessGroup, message: Any = None) -> Any:
 def _own_part(
     group: dist.ProcessGroup, parts: Mapping[Coordinates, list[Any]] | None, where: Coordinates
 ) -> Any:
-    """Rank 0 has the parts, and sends them. A collective call."""
+    """Have rank 0, which alone has the parts, send them; a collective call."""
     ranks, found = list[Any]([None] * dist.get_world_size()), list[Any]([None])
     dist.gather_object(where, None if parts is None else ranks, dst=0, group=group)
     sent = None if parts is None else [parts[other] for other in ranks]
@@ -319,10 +310,7 @@ def _own_part(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Deliver SIGINT and SIGTERM after the block: the others are inside the same call."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Deliver SIGINT and SIGTERM after the block: the other ranks are in the same call."""
     held: dict[int, None] = {}
     try:
         with _signals(lambda number, frame: held.setdefault(number)):
@@ -334,7 +322,9 @@ def signals_held() -> Iterator[None]:
 
 @contextmanager
 def _signals(handler: Any) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

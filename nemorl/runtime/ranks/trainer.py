@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,29 +25,15 @@ from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.engines.weights import Place
 from nemorl.runtime.ranks import torchrun_size
-from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, RankAnswer, TorchrunRanks, dumps
+from nemorl.runtime.ranks.rank import BACKGROUND, Coordinates, TorchrunRanks, dumps
 from nemorl.runtime.store.files import raised
 
+if TYPE_CHECKING:
+    from nemorl.runtime.ranks.actors import RayRanks
+
 SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
-"""For ranks to end in order; the second where they may have a profile to write."""
-
-
-@runtime_checkable
-class Ranks(Protocol):
-    """`RayRanks` or `TorchrunRanks`."""
-
-    @property
-    def places(self) -> Sequence[Place]: ...
-
-    def call(
-        self,
-        method: str,
-        payload: list[Any],
-        phase: str,
-        parts: Mapping[Coordinates, list[Any]] = {},
-    ) -> RankAnswer: ...
-
-    def shutdown(self, timeout_s: float, result: Any = None) -> None: ...
+"""For ranks to end in order; the second where they may write a profile."""
+Ranks: TypeAlias = "RayRanks | TorchrunRanks"
 
 
 def make_trainer(
@@ -57,10 +43,10 @@ def make_trainer(
     log_dir: Path,
     engines: GenerationConfig | None = None,
 ) -> RankedTrainer:
-    """Return the backend that `make` makes on as many ranks as `plan` has, as one backend.
+    """Return the backend that `make` makes on the ranks of `plan`, as one.
 
-    Its `setup` starts Ray actors, which write to `log_dir`/rank-N.log, unless torchrun has started
-    processes, of which the others call `follow`. engines: those that may share the ranks' GPUs.
+    Its `setup` starts Ray actors, which write to `log_dir`/rank-N.log, or takes torchrun's
+    processes, which call `follow`. engines: those that may share the ranks' GPUs.
     """
 
     def start() -> Ranks:
@@ -79,7 +65,7 @@ def make_trainer(
 
 
 class SharedRanks:
-    """Ranks that `start` starts for the first of the backends on them."""
+    """Ranks that `start` starts for the first backend on them."""
 
     def __init__(self, start: Callable[[], Ranks]) -> None:
         self.start, self._losing = start, threading.Lock()
@@ -91,7 +77,7 @@ class SharedRanks:
             self.lost, self.group = None, self.start()
 
     def lose(self, error: BaseException) -> bool:
-        """End the ranks for good. Is this error why?"""
+        """End the ranks for good. Return whether this is the first error."""
         with self._losing:
             first = self.lost is None
             self.lost = self.lost or error
@@ -108,9 +94,9 @@ class SharedRanks:
 class RankedTrainer(InTurns):
     """A `TrainingBackend` whose calls go to all ranks that `start` starts; rank 0 answers.
 
-    What all ranks raise is raised here, and they stay usable. Where one dies (WorkerDied), does not
-    answer within runtime.timeout_s (WorkerTimeout; start_timeout_s for setup), fails alone or
-    raises RanksLost, all are ended. Methods may be called from several threads.
+    What all ranks raise is raised here, and they stay usable. All are ended where one dies
+    (WorkerDied), does not answer in time (WorkerTimeout), fails alone or raises RanksLost. Methods
+    may be called from several threads.
     """
 
     def __init__(
@@ -122,9 +108,9 @@ class RankedTrainer(InTurns):
         self._exports = 0
         self._cutting: tuple[Any, ...] = ()
         self.step = 0
-        """Optimizer steps begun, the one under way included."""
+        """Optimizer steps begun."""
         self.result: Any = None
-        """What `follow` returns in torchrun's other processes after the shutdown."""
+        """What `follow` returns in torchrun's other processes."""
 
     def setup(self, config: BackendConfig) -> None:
         config, self._cutting = _findable(config), ()
@@ -135,24 +121,24 @@ class RankedTrainer(InTurns):
             trust = config.model.trust_remote_code
             self._model = structure(config.model.path, trust_remote_code=trust, head=config.head)
         except BaseException:
-            if not self._name:  # another model's failure ends nothing but itself
+            if not self._name:  # models beside it end no ranks
                 self._ranks.end()
             raise
 
     def beside(self, name: str) -> RankedTrainer:
-        """Another model on the same ranks, which stay until this one's `shutdown`."""
+        """Return another model on these ranks, which stay until this one's `shutdown`."""
         return RankedTrainer(self._ranks.start, name=name, ranks=self._ranks)
 
     @property
     def model(self) -> nn.Module:
-        """The model on the meta device: configuration, names and shapes, but no weights."""
+        """The model on the meta device."""
         if self._model is None or self._ranks.group is None:
             raise self._gone()
         return self._model
 
     @property
     def places(self) -> Sequence[Place]:
-        """Where ranks are that Ray has placed; of torchrun's it is not known."""
+        """Where ranks are that Ray has placed; not known of torchrun's."""
         return () if self._ranks.group is None else self._ranks.group.places
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
@@ -176,15 +162,14 @@ class RankedTrainer(InTurns):
     def weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights as CPU tensors (under torchrun as rank 0 has them), cast to `dtype`.
 
-        The iterator may be left at any point. A step or another export before its end is a
-        RuntimeError.
+        The iterator may be left at any point. Raises RuntimeError after a step or another export.
         """
         self._call("export_open", **({} if dtype is None else {"dtype": dtype}))
         self._exports += 1
         begun = self.step, self._exports
         while bucket := self._call("export_next"):
-            for name, tensor in bucket:
-                yield name, tensor
+            for each in bucket:
+                yield each
                 if begun != (self.step, self._exports):
                     raise RuntimeError(
                         "weights must be read before the trainer's next step or export, but it"
@@ -201,8 +186,7 @@ class RankedTrainer(InTurns):
     ) -> Any:
         """Call `send`, which must be picklable, with the weights on rank 0, or on all (`together`).
 
-        options: of the backend's `weights`. What `send` raises is raised here; the ranks stay
-        usable.
+        options: of `weights`. After an error of `send` the ranks stay usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
         result, error = self._call("send_weights", send, together=together, **options)
@@ -210,7 +194,7 @@ class RankedTrainer(InTurns):
             raise raised(error, 0)
         return result
 
-    # What `RankedGenerator` asks of the ranks; of backends that generate.
+    # For `RankedGenerator`, of backends that generate.
 
     def open_engine(self, **options: Any) -> dict[str, tuple[int, ...]]:
         return self._call("open_engine", **options)
@@ -232,7 +216,6 @@ class RankedTrainer(InTurns):
         self._call("save_checkpoint", path.absolute(), **options)
 
     def wait_for_checkpoint(self) -> None:
-        """Other calls may go on meanwhile."""
         self._call("wait_for_checkpoint")
 
     def load_checkpoint(self, path: Path) -> None:
@@ -252,7 +235,7 @@ class RankedTrainer(InTurns):
         return RuntimeError(f"the training backend has no model: {reason}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return rank 0's result. Ranks that are of no further use are ended."""
+        """Return rank 0's result. Ranks of no further use are ended."""
         if (group := self._ranks.group) is None:
             raise self._gone() from self._ranks.lost
         args, parts = self._routes_apart(method, args)
@@ -264,7 +247,7 @@ class RankedTrainer(InTurns):
         try:
             answer = group.call(method, payload, f"{method} {at}", parts)
         except Exception as error:
-            if not self._ranks.lose(error):  # another thread has noticed first
+            if not self._ranks.lose(error):
                 raise self._gone() from self._ranks.lost
             raise
         if method not in BACKGROUND:
@@ -277,12 +260,12 @@ class RankedTrainer(InTurns):
         self, method: str, args: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], dict[Coordinates, list[Any]]]:
         """Return arguments without a batch's routes, and each rank's part of these."""
+        parts: dict[Coordinates, list[Any]] = {}
         if not args or getattr(args[0], "routed_experts", None) is None:
-            return args, {}
+            return args, parts
         if not self._cutting:
             self._cutting = (self._call("cutting"),)
-        cutting, parts = self._cutting[0], dict[Coordinates, list[Any]]()
-        if cutting is None:
+        if (cutting := self._cutting[0]) is None:
             return args, parts
         if cutting.trainer.router_replay and method != "get_reference_logprobs":
             parts = {place: dumps(part) for place, part in cutting.routes(args[0]).items()}
@@ -290,7 +273,7 @@ class RankedTrainer(InTurns):
 
 
 def structure(path: str, *, trust_remote_code: bool = False, head: Head = "lm") -> nn.Module:
-    """Return the model of a folder or hub name on the meta device."""
+    """Return the model of a folder or hub name, on the meta device."""
     from transformers import GenerationConfig
 
     path = base_of(Path(path)) or path if (Path(path) / CONFIG).is_file() else path

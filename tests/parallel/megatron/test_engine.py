@@ -44,7 +44,6 @@ PLANS = {
     "unequal stages": ParallelPlan(dp_shard=1, pp=2, num_layers_in_first_pipeline_stage=3),
     "all": ParallelPlan(dp_shard=1, tp=2, pp=2, cp=2, cp_method="allgather"),
 }
-QUICK = ("tp",)
 
 
 def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
@@ -66,7 +65,7 @@ def sampled(folder: Path, plan: ParallelPlan) -> list[Completion]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PLANS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tp")) for n in PLANS]
 )
 def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path: Path):
     model, plan = tiny_model(scale=2.0, vocab_size=44, num_hidden_layers=4), PLANS[name]
@@ -79,6 +78,9 @@ def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path:
         assert one.finish_reason == other.finish_reason
 
 
+OTHERS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}]
+
+
 def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:
     backend, params = started(folder, plan), [greedy(12, seed=0)] * len(PROMPTS)
     before = answers(backend, PROMPTS, params)
@@ -88,14 +90,7 @@ def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(ParallelPlan(dp_shard=2, ep=2), id="ep"),
-        pytest.param(ParallelPlan(dp_shard=2, tp=2, ep=2), id="ep, tp"),
-        pytest.param(ParallelPlan(dp_shard=2, pp=2, ep=2), id="ep, pp"),
-    ],
-)
+@pytest.mark.parametrize("plan", [ParallelPlan(dp_shard=2, ep=2, **each) for each in OTHERS])
 def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
     tiny_model("qwen3_moe", scale=3.0).save_pretrained(tmp_path)
     before, after = run_ranks(plan.num_ranks, trained, tmp_path, plan)[0]

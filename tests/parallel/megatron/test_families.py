@@ -11,7 +11,6 @@ from torch import Tensor
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.megatron.limits import check_model
 from nemorl.parallel.megatron.model import transformer_config
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World
@@ -61,19 +60,6 @@ def test_layers_that_do_not_rotate_have_no_factor_of_the_rotation(tmp_path: Path
     expected = alone.get_logprobs(random_batch(LENGTHS)).values
     for found in run_ranks(2, scored, tmp_path):
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("starcoder2", {"residual_dropout": 0.1}, "residual_dropout must be 0.0 .* it is 0.1"),
-        ("phi3", {"sliding_window": 8}, "sliding attention window must be off .* it is 8"),
-        ("smollm3", {"attention_bias": True}, "attention_bias must be False"),
-    ],
-)
-def test_what_a_family_may_have_and_megatron_core_has_not(kind, options, message):
-    with pytest.raises(ValueError, match=message):
-        check_model(tiny_model(kind, **options).config)
 
 
 def test_a_gpu_is_not_waited_for_after_each_hop_between_stages():

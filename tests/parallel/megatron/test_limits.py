@@ -13,6 +13,8 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.run.devices import Devices
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:parallel asks for")
+
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,32 +42,53 @@ def devices(plan: dict[str, Any], **options: Any) -> Devices:
         ({}, {"lora": nemorl.LoRAConfig(rank=4)}, "lora.rank must be 0 .* it is 4: .* dtensor"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:parallel asks for")
 def test_settings_that_would_do_nothing(plan, options, message):
     with pytest.raises(ValueError, match=message):
         devices(plan, **options)
 
 
-@pytest.mark.parametrize(
-    ("plan", "sizes", "message"),
-    [
-        ({"pp": 4}, {"num_hidden_layers": 3}, "pp 4 has more stages than .* 3: .* at most 3 here"),
-        ({"tp": 2}, {"vocab_size": 43}, "tp 2 does not divide the model's vocab_size 43"),
-        ({"cp": 3}, {}, "cp 3 · tp 1 does not divide .*num_attention_heads 4, .* take .*allgather"),
-        ({}, {"attention_bias": True}, "the model's attention_bias must be False"),
-        (
-            {"pp": 2, "num_layers_in_first_pipeline_stage": 4},
-            {"num_hidden_layers": 4},
-            "first_pipeline_stage 4 leave 0 of .* 4 for the other 1 stages: change these, or remov",
-        ),
-        ({"dp_shard": 2, "ep": 2}, {}, "parallel.ep 2 is for mixtures of experts: .* remove it"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:parallel asks for")
-def test_models_that_do_not_fit(plan, sizes, message):
-    model = tiny_model("llama", **sizes).config
+SELECTIVE = {"activation_checkpointing": "selective"}
+UNFIT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("llama", {"pp": 4}, {"num_hidden_layers": 3}, "pp 4 has more stages .* at most 3 here"),
+    ("llama", {"tp": 2}, {"vocab_size": 43}, "tp 2 does not divide the model's vocab_size 43"),
+    ("llama", {"cp": 3}, {}, "cp 3 · tp 1 does not divide .*heads 4, .* take .*allgather"),
+    ("llama", {}, {"attention_bias": True}, "the model's attention_bias must be False"),
+    (
+        "llama",
+        {"pp": 2, "num_layers_in_first_pipeline_stage": 4},
+        {"num_hidden_layers": 4},
+        "first_pipeline_stage 4 leave 0 of .* 4 for the other 1 stages: change these, or remov",
+    ),
+    ("llama", {"dp_shard": 2, "ep": 2}, {}, "parallel.ep 2 is for mixtures of experts: .* remove"),
+    ("qwen3_moe", {"dp_shard": 3, "ep": 3}, {}, "ep 3 does not divide .* num_local_experts 4"),
+    (
+        "qwen3_moe",
+        {"tp": 2, "sequence_parallel": False},
+        {},
+        "experts with parallel.tp 2 need .*sequence_parallel",
+    ),
+    ("qwen3_moe", {}, {"mlp_only_layers": [1]}, r"mlp_only_layers must be \[\]"),
+    (
+        "mixtral",
+        SELECTIVE | {"recompute_modules": ("mlp",)},
+        {},
+        "must not have mlp, which a mixture of experts lacks",
+    ),
+    ("mistral", {}, {"sliding_window": 4}, "sliding attention window must be off .* it is 4"),
+    ("starcoder2", {}, {"residual_dropout": 0.1}, "residual_dropout must be 0.0 .* it is 0.1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "plan", "sizes", "message"), UNFIT)
+def test_models_that_do_not_fit(kind, plan, sizes, message):
+    model = tiny_model(kind, **sizes).config
     with pytest.raises(ValueError, match=message):
         devices(plan).check_model(model)
+
+
+def test_a_family_that_is_unknown():
+    with pytest.raises(ValueError, match=r"the model's type must be llama, .* but it is 'gemma'"):
+        devices({}).check_model(GemmaConfig(num_hidden_layers=2))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +106,6 @@ def test_ends_that_no_model_has(plan, message):
             ParallelPlan(**{"pp": 2, **plan, name: count})
 
 
-def test_what_is_recomputed_is_there():
-    chosen: Any = {"activation_checkpointing": "selective", "recompute_modules": ("mlp",)}
-    devices(chosen).check_model(tiny_model().config)
-    with pytest.raises(ValueError, match="must not have mlp, which a mixture of experts lacks"):
-        devices(chosen).check_model(tiny_model("mixtral").config)
-
-
 def test_fsdp2_overlaps_by_itself():
     devices({"overlap_grad_reduce": True})
     with pytest.raises(ValueError, match=r"overlap_grad_reduce must be off .*: FSDP2 overlaps by"):
@@ -97,23 +113,6 @@ def test_fsdp2_overlaps_by_itself():
     devices({"overlap_grad_reduce": True, "overlap_param_gather": True})
     with pytest.raises(ValueError, match="gather needs parallel"):
         ParallelPlan(overlap_param_gather=True)
-
-
-@pytest.mark.filterwarnings("ignore:parallel asks for")
-def test_experts_that_do_not_fit():
-    model = tiny_model("qwen3_moe").config
-    with pytest.raises(ValueError, match=r"ep 3 does not divide the model's num_local_experts 4"):
-        devices({"dp_shard": 3, "ep": 3}).check_model(model)
-    with pytest.raises(ValueError, match=r"experts with parallel.tp 2 need .*sequence_parallel"):
-        devices({"tp": 2, "sequence_parallel": False}).check_model(model)
-    with pytest.raises(ValueError, match=r"mlp_only_layers must be \[\]"):
-        devices({}).check_model(tiny_model("qwen3_moe", mlp_only_layers=[1]).config)
-    other = GemmaConfig(num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"the model's type must be llama, .* but it is 'gemma'"):
-        devices({}).check_model(other)
-    window = tiny_model("mistral", sliding_window=4).config
-    with pytest.raises(ValueError, match=r"sliding attention window must be off .* it is 4"):
-        devices({}).check_model(window)
 
 
 def test_what_is_for_experts():

@@ -1,5 +1,5 @@
-"""What a rank of megatron-core keeps on its device, in main memory while engines generate: its
-buffers of parameters, AdamW's spans and moments, and the reference model.
+"""What a rank of megatron-core moves to main memory while engines generate: parameters, AdamW's
+spans and moments, and the reference model.
 """
 
 from pathlib import Path
@@ -85,11 +85,7 @@ def same_bits(folder: Path, path: Path, way: str, keep: bool) -> dict[str, Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "keep"),
-    [
-        *((way, False) for way in PLANS),
-        ("dp 2 in bfloat16", True),
-        ("pp 2", True),
-    ],
+    [*((way, False) for way in PLANS), ("dp 2 in bfloat16", True), ("pp 2", True)],
 )
 def test_ranks_have_the_same_bits(way: str, keep: bool, tmp_path: Path):
     kind = "qwen3_moe" if way == "ep 2" else "qwen3"

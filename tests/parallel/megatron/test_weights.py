@@ -55,34 +55,6 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     return dict(as_stored(odd_numbers(model).items(), stored_names(model)))
 
 
-def there_and_back(plan: ParallelPlan, kind: str, tied: bool) -> None:
-    from nemorl.parallel.megatron.core import join
-
-    model, world = make(kind, tied), join(plan, "cpu")
-    given = stored(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    conversion = Conversion(model.config, shapes, world)
-    own = {
-        name: conversion.own(entry, partial(_box, given)) for name, entry in conversion.here.items()
-    }
-    found = dict(conversion.whole(own.__getitem__))
-    assert found.keys() == given.keys()
-    for name, tensor in given.items():
-        assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
-
-
-def all_of(plan: ParallelPlan) -> None:
-    for kind in sorted(EXPERTS if plan.ep > 1 else {**KINDS, **EXPERTS, **OTHERS}):
-        for tied in (True, False):
-            there_and_back(plan, kind, tied)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_weights_go_there_and_back(plan: ParallelPlan):
-    run_ranks(4, all_of, plan)
-
-
 class Spans:
     """As an optimizer has them: each rank that shares a parameter a part of it, cut anywhere."""
 
@@ -109,7 +81,11 @@ class Spans:
         return self.values[id(parameter)]
 
 
-def into_pieces(plan: ParallelPlan, kind: str, tied: bool, seed: int) -> None:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.contiguous().view(torch.int32))
+
+
+def converted(plan: ParallelPlan, kind: str, tied: bool) -> None:
     from nemorl.parallel.megatron.core import join
     from nemorl.parallel.megatron.weights import own_boxes, own_weights
 
@@ -121,12 +97,15 @@ def into_pieces(plan: ParallelPlan, kind: str, tied: bool, seed: int) -> None:
         name: nn.Parameter(conversion.own(entry, partial(_box, given)))
         for name, entry in conversion.here.items()
     }
-    optimizer = Spans(own, conversion, seed)
+    found = dict(conversion.whole(own.__getitem__))
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert same_bits(found[name], tensor), name
+    optimizer = Spans(own, conversion, seed=len(kind))
     stages = SimpleNamespace(named_parameters=own.items)
     pieces, values = own_weights(own_boxes(stages, optimizer, conversion), optimizer)
     for piece, value in zip(pieces, values, strict=True):
-        expected = _box(given, piece.name, piece.offsets, piece.shape)
-        assert torch.equal(value.view(torch.int32), expected.contiguous().view(torch.int32)), piece
+        assert same_bits(value, _box(given, piece.name, piece.offsets, piece.shape)), piece
     counts = Counter(piece.name for piece in pieces)
     # Files of some models have all queries, keys and values in one tensor, in another order.
     assert all(count <= (5 if "qkv" in name else 3) for name, count in counts.items())
@@ -137,16 +116,16 @@ def into_pieces(plan: ParallelPlan, kind: str, tied: bool, seed: int) -> None:
         assert (count == 1).all(), name
 
 
-def all_into_pieces(plan: ParallelPlan) -> None:
+def all_of(plan: ParallelPlan) -> None:
     for kind in sorted(EXPERTS if plan.ep > 1 else {**KINDS, **EXPERTS, **OTHERS}):
         for tied in (True, False):
-            into_pieces(plan, kind, tied, seed=len(kind))
+            converted(plan, kind, tied)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-def test_each_number_is_in_one_piece_of_one_rank(plan: ParallelPlan):
-    run_ranks(4, all_into_pieces, plan)
+def test_weights_go_there_and_back_and_each_number_is_in_one_piece_of_one_rank(plan: ParallelPlan):
+    run_ranks(4, all_of, plan)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", *EXPERTS, *OTHERS])

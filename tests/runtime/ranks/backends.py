@@ -1,25 +1,24 @@
-"""Training backends and losses for ranks of the tests: what a rank does is what the loss tells it
-to.
-"""
+"""A training backend for ranks of the tests, and losses that say what a rank does."""
 
 import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from nemorl.losses.types import Sum
-from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
+
+PLAN, CPU = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
 
 
 class Summing:
@@ -46,9 +45,9 @@ class Summing:
 
     @property
     def cutting(self):
-        trainer, plan = TrainerConfig(router_replay=True), ParallelPlan(dp_shard=2)
+        trainer = TrainerConfig(router_replay=True)
         model = SimpleNamespace(num_experts_per_tok=2, num_local_experts=8)
-        return Cutting(trainer=trainer, plan=plan, model=model, layers=3)
+        return Cutting(trainer=trainer, plan=PLAN, model=model, layers=3)
 
     def train_step(self, batch, loss_fn):
         value = torch.tensor(float(loss_fn(self.rank, batch)))
@@ -68,22 +67,12 @@ class Summing:
             **os.environ,
             "pid": os.getpid(),
             "threads": torch.get_num_threads(),
-            "cwd": str(Path.cwd()),
             "group": os.getpgrp(),
         }
 
-    def lock(self):
-        return threading.Lock()
-
     def spawn(self):
         """A child of this process."""
-        command = [
-            sys.executable,
-            "-S",
-            "-c",
-            "import time; print('from a child'); time.sleep(600)",
-        ]
-        return subprocess.Popen(command).pid
+        return subprocess.Popen(["sleep", "600"]).pid
 
     def weights(self, dtype=None):
         for index in range(8):
@@ -114,6 +103,23 @@ class Summing:
         print("shut down in order", flush=True)
 
 
+def config(**runtime):
+    return BaseConfig(trainer=CPU, runtime=RuntimeConfig(**runtime))
+
+
+def trainer(config, logs):
+    """Two ranks with `Summing`, before `setup`."""
+    from nemorl.runtime.ranks.trainer import make_trainer
+
+    return make_trainer(config, Summing, PLAN, logs)
+
+
+def settings(folder, *, seed=0):
+    """What it is set up with."""
+    model = ModelConfig(path=str(folder))
+    return BackendConfig(model=model, trainer=CPU, parallel=PLAN, seed=seed)
+
+
 def rank_number(rank, batch):
     return rank + 1
 
@@ -135,12 +141,6 @@ def sum_of_experts(rank, batch):
 def killed(rank, batch):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-
-def stopped(rank, batch):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
     return 0
 
 

@@ -7,19 +7,13 @@ from pathlib import Path
 import psutil
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
-from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
-from nemorl.runtime.ranks.trainer import make_trainer
 from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends
 
 
 def main(folder: str, logs: str) -> None:
-    plan, device, batch = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu"), random_batch([3])
-    config = BaseConfig(trainer=device, runtime=RuntimeConfig(timeout_s=60))
-    trainer = make_trainer(config, backends.Summing, plan, Path(logs))
-    trainer.setup(BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan))
+    trainer, batch = backends.trainer(backends.config(timeout_s=60), Path(logs)), random_batch([3])
+    trainer.setup(backends.settings(folder))
     child = trainer._call("spawn")
     print(*[one.pid for one in psutil.Process().children(recursive=True)], child, flush=True)
     try:

@@ -9,12 +9,8 @@ from pathlib import Path
 import torch
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
-from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.base import BaseConfig, RuntimeConfig
 from nemorl.runtime.ranks import is_follower
 from nemorl.runtime.ranks.rank import follow
-from nemorl.runtime.ranks.trainer import make_trainer
 from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends
 
@@ -47,8 +43,8 @@ def everything(trainer, folder: str) -> None:
 
 
 def dying(number: int) -> Callable[[int, object], float]:
-    """A loss in which a rank is killed together with the process that torchrun started for it:
-    else the other rank's lost connection could be what torchrun sees first.
+    """A loss that kills a rank with the process that torchrun started for it: else torchrun could
+    see the other rank's lost connection first.
     """
 
     def loss(rank: int, batch: object) -> float:
@@ -65,18 +61,14 @@ LOSSES = {"killed": dying(1), "leader_killed": dying(0)}
 
 def main(what: str, folder: str) -> None:
     say(f"process {os.getpid()}")
-    plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
-    limits = RuntimeConfig(timeout_s=3, start_timeout_s=3 if what == "asleep" else 60)
-    config = BaseConfig(trainer=device, runtime=limits)
+    config = backends.config(timeout_s=3, start_timeout_s=3 if what == "asleep" else 60)
     for run in range(2):  # a script may have several runs
         if is_follower():
             say(f"result {follow(backends.Summing, config)}")
             continue
-        trainer = make_trainer(config, backends.Summing, plan, Path("unused"))
+        trainer = backends.trainer(config, Path("unused"))
         try:
-            trainer.setup(
-                BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan)
-            )
+            trainer.setup(backends.settings(folder))
             if what == "everything":
                 everything(trainer, folder)
             elif what == "between_calls":

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import nemorl
 from nemorl.runtime.cli import main as cli
+from nemorl.runtime.config.tree import dump_yaml
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas
 from tests.runtime.runs import (
@@ -111,7 +112,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_alike(line: dict[str, Any], other: dict[str, Any]) -> None:
-    """Lines of metrics.jsonl."""
     assert line.pop("phase") == other.pop("phase")
     assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
 
@@ -136,9 +136,8 @@ def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(run / "hf")(torch.arange(2, 40)[None]).logits
         for run in (folder, alone)
     )
-    torch.testing.assert_close(
-        trained, whole, rtol=1e-3, atol=1e-3
-    )  # Adam makes steps of a full size of gradients that are but rounding
+    # Adam makes full steps of gradients that are but rounding.
+    torch.testing.assert_close(trained, whole, rtol=1e-3, atol=1e-3)
 
 
 def in_a_process(*command: Path | str, **variables: str) -> subprocess.CompletedProcess:
@@ -152,9 +151,7 @@ def in_a_process(*command: Path | str, **variables: str) -> subprocess.Completed
 
 @pytest.mark.slow
 def test_one_command_on_four_devices(forked: Path, place: Path, tmp_path: Path):
-    """The processes are started by it, and are gone with it; the copy that answers has the weights
-    of each step.
-    """
+    """Its processes are gone with it; the copy that answers has the weights of each step."""
     done = in_a_process(
         forked / "nemorl",
         *arguments("grpo", place, tmp_path, "--parallel.tp", "2", "--parallel.dp-shard", "2"),
@@ -198,10 +195,7 @@ def script_config(place: Path, tmp_path: Path) -> str:
     (tmp_path / "script.py").write_text(SCRIPT)
     config = nemorl.load_config(nemorl.SFTConfig, in_one_process("sft", place) / "config.yaml")
     run = replace(config.run, dir=str(tmp_path / "run"), display="plain")
-    config = replace(config, run=run)
-    from nemorl.runtime.config.tree import dump_yaml
-
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    (tmp_path / "config.yaml").write_text(dump_yaml(replace(config, run=run)))
     return str(tmp_path / "script.py")
 
 
@@ -209,8 +203,8 @@ def script_config(place: Path, tmp_path: Path) -> str:
 def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothing(
     forked: Path, place: Path, tmp_path: Path
 ):
-    """torchrun starts all of them again, and the run continues from its last checkpoint. The first
-    process alone writes and speaks.
+    """torchrun starts all again, and the run continues from its last checkpoint. The first process
+    alone writes and speaks.
     """
     script = script_config(place, tmp_path)
     command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 {script}"
@@ -220,14 +214,12 @@ def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothin
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done in") == 1, done.stdout
     assert_as_in_one_process("sft", place, tmp_path / "run")
-    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 2, (
-        "the death came too late"
-    )
-    results = [
-        json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text()) for rank in range(2)
-    ]
+    folder = tmp_path / "run"
+    sessions = json.loads((folder / "run.json").read_text())["sessions"]
+    assert len(sessions) == 2, "the death came too late"
+    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert results[0] == results[1]
-    assert results[0][1:] == [STEPS + 1, str(tmp_path / "run"), True]
+    assert results[0][1:] == [STEPS + 1, str(folder), True]
 
 
 @pytest.fixture(autouse=True)
@@ -236,30 +228,21 @@ def session(request: pytest.FixtureRequest) -> None:
         ray_cpus()
 
 
-def ranked(
-    make: Any, place: Path, folder: Path, *, run: dict[str, Any] | None = None, **options: Any
-) -> Any:
-    config = make(folder, steps=STEPS, run={"save_period": 2, **(run or {})}, **options)
-    return replace(
-        config,
-        model=nemorl.ModelConfig(path=str(place / "model")),
-        trainer=nemorl.TrainerConfig(device="cpu"),
-    )
+VLLM: dict[str, Any] = {"backend": "vllm", "max_new_tokens": 4, "max_batch_size": 64}
+
+
+def ranked(make: Any, place: Path, folder: Path, **options: Any) -> Any:
+    """A configuration; trainer, parallel and generation are given as mappings."""
+    config = make(folder, steps=STEPS, run={"save_period": 2})
+    sections: dict[str, Any] = {"model": {"path": str(place / "model")}, "trainer": {}, **options}
+    sections["trainer"] = {"device": "cpu", **sections["trainer"]}
+    made = {name: type(getattr(config, name))(**given) for name, given in sections.items()}
+    return replace(config, **made)
 
 
 def in_tests(config: Any, **options: Any) -> nemorl.TrainResult:
     reward = {"reward": digits} if isinstance(config, nemorl.GRPOConfig) else {}
     return nemorl.run(config, train=addition_rows(), **reward, **options)
-
-
-def assert_close(ours: nemorl.TrainResult, other: nemorl.TrainResult) -> None:
-    for line, expected in zip(ours.history, other.history, strict=True):
-        assert_alike(
-            *(
-                {name: value for name, value in found.items() if name not in TIMES}
-                for found in (line, expected)
-            )
-        )
 
 
 PLANS = {
@@ -288,14 +271,11 @@ def test_megatron_gives_the_numbers_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [["--parallel.tp", "2"], ["--parallel.dp-shard", "2"]],
-)
-def test_the_ranks_that_train_generate(flags: list[str], place: Path, tmp_path: Path):
+@pytest.mark.parametrize("plan", ["--parallel.tp 2", "--parallel.dp-shard 2"])
+def test_the_ranks_that_train_generate(plan: str, place: Path, tmp_path: Path):
     """By another flag: the responses, and so the numbers, are those of one process."""
-    backends = ["--trainer.backend", "megatron", "--generation.backend", "megatron"]
-    assert cli.main(arguments("grpo", place, tmp_path, *backends, *flags)) == 0
+    flags = f"--trainer.backend megatron --generation.backend megatron {plan}".split()
+    assert cli.main(arguments("grpo", place, tmp_path, *flags)) == 0
     assert_as_in_one_process("grpo", place, tmp_path)
 
 
@@ -310,19 +290,15 @@ def test_the_ranks_that_train_generate(flags: list[str], place: Path, tmp_path: 
 )
 def test_a_run_goes_on_with_another_plan_or_backend(ways: Any, place: Path, tmp_path: Path):
     """Every row comes once, in its turn."""
-    lr = nemorl.OptimizerConfig(lr=1e-2)
+    lr = {"lr": 1e-2}
     straight = in_tests(ranked(sft_config, place, tmp_path / "straight", optimizer=lr))
-    config = ranked(sft_config, place, tmp_path / "run", optimizer=lr)
     for steps, backend, plan in ways:
-        resumed = replace(
-            config,
-            run=replace(config.run, resume=steps > 1),
-            max_num_steps=steps,
-            trainer=replace(config.trainer, backend=backend),
-            parallel=nemorl.ParallelPlan(**plan),
-        )
-        result = in_tests(resumed)
-    assert_close(result, straight)
+        trainer, folder = {"backend": backend}, tmp_path / "run"
+        config = ranked(sft_config, place, folder, optimizer=lr, trainer=trainer, parallel=plan)
+        run = replace(config.run, resume=steps > 1)
+        result = in_tests(replace(config, run=run, max_num_steps=steps))
+    for line, expected in zip(result.history, straight.history, strict=True):
+        assert_alike(*({n: x for n, x in of.items() if n not in TIMES} for of in (line, expected)))
 
 
 @pytest.fixture
@@ -357,12 +333,11 @@ def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path)
         grpo_config,
         experts,
         tmp_path / "run",
-        generation=nemorl.GenerationConfig(backend="megatron", max_new_tokens=4),
-        parallel=nemorl.ParallelPlan(dp_shard=2, ep=2),
+        generation={"backend": "megatron", "max_new_tokens": 4},
+        parallel={"dp_shard": 2, "ep": 2},
+        trainer={"backend": "megatron", "router_replay": replay},
     )
-    trainer = replace(config.trainer, backend="megatron", router_replay=replay)
-    result = in_tests(replace(config, trainer=trainer))
-    assert_agreed(result)
+    assert_agreed(in_tests(config))
 
 
 @pytest.mark.parametrize(
@@ -375,18 +350,15 @@ def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path)
 )
 def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_path: Path):
     """Its weights are the ranks', after every step: sampler and trainer agree on every token."""
-    generation = nemorl.GenerationConfig(
-        backend="vllm", max_new_tokens=4, max_batch_size=64, engine=CACHE
-    )
     config = ranked(
         grpo_config,
         place,
         tmp_path / "run",
-        generation=generation,
-        parallel=nemorl.ParallelPlan(**plan),
-        runtime=nemorl.RuntimeConfig(oversubscribe=True),
+        generation=VLLM | {"engine": CACHE},
+        parallel=plan,
+        runtime={"oversubscribe": True},
+        trainer={"backend": backend},
     )
-    config = replace(config, trainer=replace(config.trainer, backend=backend))
     with shared_replicas():
         result = in_tests(config)
     assert_agreed(result)
@@ -404,30 +376,29 @@ def test_ranks_send_weights_from_gpu_to_gpu(
 ):
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    generation = nemorl.GenerationConfig(
-        backend="vllm", max_new_tokens=4, max_batch_size=64, num_replicas=2, colocated=colocated
+    config = ranked(
+        grpo_config,
+        place,
+        tmp_path / "run",
+        generation=VLLM | {"num_replicas": 2, "colocated": colocated},
+        parallel={"dp_shard": 2},
+        trainer={"device": "cuda"},
     )
-    plan = nemorl.ParallelPlan(dp_shard=2)
-    config = ranked(grpo_config, place, tmp_path / "run", generation=generation, parallel=plan)
-    result = in_tests(replace(config, trainer=replace(config.trainer, device="cuda")))
-    assert_agreed(result, 1.05)
+    assert_agreed(in_tests(config), 1.05)
     assert f"({transport}" in transport_of(tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_vllm_applies_the_adapters_of_ranks(place: Path, tmp_path: Path):
     """Which are cut between them, and gathered for it alone after the first time."""
-    generation = nemorl.GenerationConfig(
-        backend="vllm", max_new_tokens=4, max_batch_size=64, engine=CACHE, adapter_rank=4
-    )
     config = ranked(
         grpo_config,
         place,
         tmp_path / "run",
-        generation=generation,
-        lora=nemorl.LoRAConfig(rank=4),
-        parallel=nemorl.ParallelPlan(tp=2),
-        runtime=nemorl.RuntimeConfig(oversubscribe=True),
+        generation=VLLM | {"engine": CACHE, "adapter_rank": 4},
+        lora={"rank": 4},
+        parallel={"tp": 2},
+        runtime={"oversubscribe": True},
     )
     with shared_replicas():
         last = assert_agreed(in_tests(config))[-1]

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from nemorl.checks import closest
+from nemorl.checks import closest, require
 from nemorl.models.adapters import write_adapters
 from nemorl.models.tensor_files import tensor_checksum
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.spec import VLLM_CPU_HEADS, Answer, EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, Place, unpacked
 from nemorl.runtime.store.files import temporary_folder
 from nemorl.runtime.workers.worker import begin_worker, free_port
@@ -105,13 +105,13 @@ class VLLMEngine:
         """The ones with experts, where vLLM records these itself."""
         self._adapters: Any = None
         self._requests: dict[int, list[_Tokens]] = {}
-        self._folder = ExitStack()
-        self._folder.enter_context(own_folder())
-        with start_errors(self._folder), model_folder(spec) as folder:
-            self._start(spec, folder)
+        with ExitStack() as self._folder:
+            self._folder.enter_context(own_folder())
+            with starting(spec) as (arguments, cpu):
+                self._start(spec, arguments, cpu=cpu)
+            self._folder = self._folder.pop_all()
 
-    def _start(self, spec: EngineSpec, folder: str) -> None:
-        arguments, cpu = engine_arguments(spec, folder)
+    def _start(self, spec: EngineSpec, arguments: Any, *, cpu: bool) -> None:
         from vllm import LLMEngine
 
         self._sleep_level = spec.sleep_level
@@ -130,21 +130,18 @@ class VLLMEngine:
             self.uuids = tuple(filter(None, self._llm.collective_rpc("nemorl_uuid")))
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
             if found != spec.vocabulary:
-                raise EngineStartError(
+                raise ValueError(
                     "the engine's tokenizer must have the trainer's tokens, but it numbers them"
                     " otherwise: give both the same one"
                 )
-            self._try()
+            self._llm.set_weight_version("0")
+            # Some models start that can't be computed.
+            self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
+            while self._requests:
+                self.step()
         except BaseException:
             self.shutdown()
             raise
-
-    def _try(self) -> None:
-        """Generate a token: some models start that can't be computed."""
-        self._llm.set_weight_version("0")
-        self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
-        while self._requests:
-            self.step()
 
     @property
     def busy(self) -> bool:
@@ -190,7 +187,6 @@ class VLLMEngine:
         ended = {sample.name: part for _, sample, part in outputs if part.finish_reason}
         experts = _experts(self._llm, ended, self._expert_layers) if self._records else {}
         for id, sample, part in outputs:
-            request = self._requests[id]
             sample.token_ids += part.token_ids
             sample.logprobs += part.logprobs.logprobs
             if not math.isfinite(part.cumulative_logprob):
@@ -208,9 +204,9 @@ class VLLMEngine:
                 for _ in range(span.start, span.end)
             )
             self.partial += part.finish_reason is not None
-            if all(one.finish_reason for one in request):
+            if all(one.finish_reason for one in self._requests[id]):
                 finished[id] = tuple(map(_sample, self._requests.pop(id)))
-                self.partial -= len(request)
+                self.partial -= len(finished[id])
         return finished
 
     def _sample_of(self, output: Any) -> tuple[int, _Tokens]:
@@ -256,11 +252,7 @@ class VLLMEngine:
         arrived = [each for i, each in enumerate(workers) if each not in workers[:i]] or [[]]
         self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError(
-                "the engine's cache must be empty before new weights are used, but vLLM keeps a"
-                " part of it: start it again"
-            )
+        self._llm.reset_prefix_cache(reset_running_requests=True)
         self.usable = True
         return [each + own for each in arrived]
 
@@ -299,51 +291,43 @@ class VLLMEngine:
 
 
 @contextmanager
-def start_errors(own: ExitStack) -> Iterator[None]:
-    """Raise EngineStartError for all that the block raises, and close `own` then."""
+def starting(spec: EngineSpec) -> Iterator[tuple[Any, bool]]:
+    """Yield vLLM's EngineArgs, and whether it computes on a CPU. Raises EngineStartError for all
+    that the block raises.
+    """
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
+            for name, content in spec.files.items():
+                (Path(folder) / name).write_bytes(content)
+            yield _engine_arguments(spec, folder)
     except Exception as error:
         _unlink_memory()
-        own.close()
-        if isinstance(error, EngineStartError):
-            raise
         raise EngineStartError(f"{_reason(error)} (so the vLLM engine could not start)") from error
 
 
-@contextmanager
-def model_folder(spec: EngineSpec) -> Iterator[str]:
-    """Yield a folder with the files of a model without weights."""
-    with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
-        for name, content in spec.files.items():
-            (Path(folder) / name).write_bytes(content)
-        yield folder
-
-
-def engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
-    """Return vLLM's EngineArgs, and whether it computes on a CPU."""
+def _engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
     for name, level in QUIET.items():
         logging.getLogger(name).setLevel(level)
     try:
         from vllm import EngineArgs
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise EngineStartError(
+        raise ImportError(
             f'vLLM can\'t be imported ({error}): pip install "nemorl[vllm]", or use'
             " generation.backend torch"
         ) from error
     known = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in spec.engine:
         if name not in known:
-            raise EngineStartError(
+            raise ValueError(
                 f"unknown argument {name!r} in generation.engine{closest(name, known)}: use"
                 " vLLM's own names, with _"
             )
     cpu = current_platform.is_cpu()
     _check(spec, cpu=cpu)
     own = {**(CPU_DEFAULTS if cpu else {}), **_arguments(spec, folder)}
-    if spec.records_experts and not cpu:  # it needs a GPU's model runner
-        own["enable_return_routed_experts"] = True
+    if spec.records_experts:
+        own |= {"enable_prefix_caching": False} if cpu else {"enable_return_routed_experts": True}
     return EngineArgs(**{**own, **spec.engine}), cpu
 
 
@@ -369,27 +353,20 @@ def own_folder() -> Iterator[None]:
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
-    given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
-    if cpu and given.get("enable_chunked_prefill"):
-        raise EngineStartError(
-            "generation.engine's enable_chunked_prefill must be off where there is no GPU:"
-            " remove it"
-        )
-    if cpu and spec.sleep_level:
-        raise EngineStartError(
-            "generation.sleep_level must be 0 where there is no GPU, but it is"
-            f" {spec.sleep_level}: remove it"
-        )
-    if cpu and replays and given.get("speculative_config"):
-        raise EngineStartError(
-            f"generation.engine's speculative_config must be off{replays} where there is no GPU,"
-            " because the experts of rejected tokens would be recorded: remove it"
-        )
-    if not cpu and replays and given.get("enable_prefix_caching") is False:
-        raise EngineStartError(
-            f"generation.engine's enable_prefix_caching must be on{replays}, because vLLM keeps the"
-            " experts beside the cache: remove it"
-        )
+    replay, no_gpu = "with trainer.router_replay", "where there is no GPU"
+    musts = dict[str, tuple[bool, str]]()
+    if cpu:
+        level = spec.sleep_level
+        require(level == 0, "generation.sleep_level", f"must be 0 {no_gpu}", level, "remove it")
+        musts["enable_chunked_prefill"] = False, no_gpu
+    if spec.records_experts and cpu:  # or rejected tokens would be recorded, and cached ones not
+        off = False, f"{replay} {no_gpu}"
+        musts |= {"enable_prefix_caching": off, "speculative_config": off}
+    elif spec.records_experts:  # vLLM keeps the experts beside the cache
+        musts["enable_prefix_caching"] = True, replay
+    for name, (on, where) in musts.items():
+        value, must = spec.engine.get(name, on), f"must be {'on' if on else 'off'} {where}"
+        require(bool(value) == on, f"generation.engine's {name}", must, value, "remove it")
 
 
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
@@ -497,11 +474,6 @@ def _reason(error: BaseException) -> str:
         )
     elif "root cause" in text and (cause := _last_error(Path("/proc/self/fd/1"))):
         text = cause
-    if "Unsupported CPU attention configuration" in text:
-        text += (
-            f": vLLM on CPUs needs heads of {', '.join(map(str, VLLM_CPU_HEADS))} entries; use"
-            " generation.backend torch"
-        )
     if "Chunked prefill is required for mamba" in text:
         text += " Set generation.engine's enable_prefix_caching to false, or use"
         text += " generation.backend torch"
@@ -534,6 +506,12 @@ class EngineActor:
     async def meet(self, spec: EngineSpec) -> EngineSpec:
         return replace(spec, meeting=(own_address(), free_port()))
 
+    async def run_stage(self, spec: EngineSpec) -> None:
+        """Run the workers of a later stage, in the place of an engine; return when one has ended,
+        and with it the others. Raises EngineStartError.
+        """
+        await asyncio.to_thread(_run_stage, spec)
+
     async def start(self, spec: EngineSpec) -> Place:
         """Raises EngineStartError."""
         self._loop = asyncio.get_running_loop()
@@ -552,7 +530,7 @@ class EngineActor:
         id = next(self._ids)
         self._waiting[id] = self._loop.create_future()
         try:
-            self._thread.submit(self._add, id, prompt, params)
+            await self.call("add", id, prompt, params)
             samples = await self._waiting[id]
         except BaseException:
             self._thread.submit(self._do, "abort", id)
@@ -568,12 +546,6 @@ class EngineActor:
     async def call(self, method: str, *args: Any) -> Any:
         """Before its next step."""
         return await self._loop.run_in_executor(self._thread, self._do, method, *args)
-
-    def _add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        try:
-            self._do("add", id, prompt, params)
-        except Exception as error:
-            self._loop.call_soon_threadsafe(self._answer, {id: error})
 
     def _do(self, method: str, *args: Any) -> Any:
         self._progress += 1
@@ -623,34 +595,12 @@ def own_address() -> str:
     return address
 
 
-class StageWorkers:
-    """The workers of one stage, by vLLM's executor for further nodes. Raises EngineStartError."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        own_address()
-        self._own = ExitStack()
-        self._own.enter_context(own_folder())
-        with start_errors(self._own), model_folder(spec) as folder:
-            arguments, _ = engine_arguments(spec, folder)
+def _run_stage(spec: EngineSpec) -> None:
+    own_address()
+    with own_folder():
+        with starting(spec) as (arguments, _):
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
             config = arguments.create_engine_config(headless=True)
-            self._executor = MultiprocExecutor(config, monitor_workers=False)
-
-    def wait(self) -> None:
-        """Return when a worker has ended; the others are ended then."""
-        self._executor.start_worker_monitor(inline=True)
-
-
-class StageActor:
-    make = StageWorkers
-
-    def __init__(self, name: str, log: str) -> None:
-        begin_worker(name, Path(log))
-        self._thread = ThreadPoolExecutor(1, "stage")
-
-    async def run(self, spec: EngineSpec) -> None:
-        """Return when a worker has ended. Raises EngineStartError."""
-        loop = asyncio.get_running_loop()
-        stage = await loop.run_in_executor(self._thread, self.make, spec)
-        await loop.run_in_executor(self._thread, stage.wait)
+            executor = MultiprocExecutor(config, monitor_workers=False)
+        executor.start_worker_monitor(inline=True)

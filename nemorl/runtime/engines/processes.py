@@ -16,24 +16,16 @@ import ray
 
 from nemorl.checks import require, warn
 from nemorl.rollout.config import GenerationConfig
-from nemorl.runtime.engines.engine import EngineActor, StageActor, environment
+from nemorl.runtime.engines.engine import EngineActor, environment
 from nemorl.runtime.engines.routing import Broke, ProcessId, RequestRouter, Started
 from nemorl.runtime.engines.spec import EngineSpec, check_shares
 from nemorl.runtime.engines.weights import Place, cards_of, own_place
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, temporary_folder, with_log
-from nemorl.runtime.workers.cluster import (
-    DRIVER,
-    Bundle,
-    RayVirtualCluster,
-    ResourcesError,
-    connect,
-    release,
-)
+from nemorl.runtime.workers.cluster import DRIVER, Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.workers.worker import Worker
 
 SHUTDOWN_S = 10.0
 START = "generation.start_timeout_s"
-WITHOUT_TRAINER = "add --generation.trainer-gpus 0: engines may then get any of its GPUs"
 
 
 @dataclass(eq=False)
@@ -61,7 +53,6 @@ class EngineProcesses:
     """Starts, watches and ends processes on the router's event loop, which hears what happens."""
 
     actor: type[EngineActor] = EngineActor
-    stage_actor: type[StageActor] = StageActor
 
     def __init__(
         self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
@@ -84,16 +75,16 @@ class EngineProcesses:
         """Return the cluster, and the bundles in it, one for each stage of each replica."""
         nodes = [place.node for place in self.beside]
         bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
-        connect(timeout_s=self.config.start_timeout_s, setting=START)
         try:
             cluster = RayVirtualCluster(bundles)
         except ResourcesError as error:
             text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
             if any(one.node == DRIVER for of_name in bundles.values() for one in of_name):
-                text += f"; if Ray has no GPU on this machine, {WITHOUT_TRAINER}"
+                text += (
+                    "; if Ray has no GPU on this machine, add --generation.trainer-gpus 0: engines"
+                    " may then get any of its GPUs"
+                )
             raise ResourcesError(text) from None
-        finally:
-            release()
         return cluster, cluster.placement("generation")
 
     async def start_all(self, router: RequestRouter) -> None:
@@ -129,7 +120,7 @@ class EngineProcesses:
             first = await up(worker.actor.meet.remote(first))
         for number in stages:
             stage = self.launched(id.rank, number)
-            run = stage.answer(stage.actor.run.remote(replace(first, stage=number)))
+            run = stage.answer(stage.actor.run_stage.remote(replace(first, stage=number)))
             process.stages.append(stage)
             process.runs.append(asyncio.ensure_future(run))
         start = up(worker.actor.start.remote(first))
@@ -163,8 +154,7 @@ class EngineProcesses:
         python = {} if config.python is None else {"py_executable": config.python}
         name = f"replica-{rank}" + (f"-stage-{stage}" if stage else "")
         log = self._log_dir / f"{name}.log"
-        actor: Any = ray.remote(self.stage_actor if stage else self.actor)
-        actor = actor.options(
+        actor = ray.remote(self.actor).options(
             **placement.options(number),
             max_concurrency=2 * config.max_batch_size + 100,
             runtime_env={"env_vars": variables, **python},

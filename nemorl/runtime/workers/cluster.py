@@ -49,7 +49,8 @@ ATTACHED = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # or Ray ends this process, unsaved
     "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error
 }
-PROBES, PROBE_S = 3, 2.0
+PROBE_S = 4.0
+"""Longest wait for the head of a cluster to take a connection."""
 LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """Longest path of Ray's folder, in bytes, as the path of a Unix socket has at most 107."""
 GUARD = """
@@ -167,19 +168,17 @@ def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
 
 
 def check() -> None:
-    """Raise ClusterLost if the cluster's head does not answer."""
+    """Raise ClusterLost if the cluster's head does not answer, or the connection has ended."""
+    if not ray.is_initialized():  # to ask for its address would start a cluster
+        raise ClusterLost("the Ray cluster is lost: the connection to it has ended")
     address = ray.get_runtime_context().gcs_address
-    for attempt in range(PROBES):
-        try:
-            socket.create_connection(_endpoint(address), timeout=PROBE_S).close()
-            return
-        except OSError as error:
-            reason = error.strerror or error
-            if attempt + 1 < PROBES:
-                time.sleep(PROBE_S / 2)
-    raise ClusterLost(
-        f"the Ray cluster is lost: the cluster's head ({address}) does not answer ({reason})"
-    )
+    try:
+        _probe(address)
+    except OSError as error:
+        raise ClusterLost(
+            f"the Ray cluster is lost: the cluster's head ({address}) does not answer"
+            f" ({error.strerror or error})"
+        ) from None
 
 
 def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int:
@@ -228,7 +227,7 @@ def _private_folder() -> Path:
 def _attach(address: str) -> None:
     try:
         if re.search(r"^[^/]+:\d+$", address):  # Ray itself would try for minutes
-            socket.create_connection(_endpoint(address), timeout=2 * PROBE_S).close()
+            _probe(address)
         _initialize(address, ATTACHED)
     except Exception as error:
         if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
@@ -303,9 +302,9 @@ def _quiet() -> Iterator[None]:
         module.listen_error_messages = before
 
 
-def _endpoint(address: str) -> tuple[str, int]:
+def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
 
 
 DRIVER = "driver"
@@ -447,9 +446,7 @@ class RayVirtualCluster:
             nodes=tuple(nodes[index] for index in indices),
         )
 
-    def check(self) -> None:
-        """Raise ClusterLost if the cluster's head is gone."""
-        check()
+    check = staticmethod(check)
 
     def shutdown(self) -> None:
         """Return the bundles, and end Ray if it was started here. May be called again."""
@@ -511,20 +508,12 @@ def most_on_a_node(resource: str) -> float:
 
 def could_fit(bundles: Sequence[Bundle]) -> bool:
     """Return whether each bundle fits on one of the present nodes, and all in their sum."""
-    nodes, asked = _nodes(), Counter[str]()
-
-    def fits(amounts: Mapping[str, float], resources: Mapping[str, float]) -> bool:
-        return all(resources.get(name, 0) >= amount for name, amount in amounts.items())
-
-    for bundle in bundles:
-        places = [one for one in nodes if bundle.node in (None, one["NodeID"])]
-        if not any(fits(bundle.amounts, one["Resources"]) for one in places):
-            return False
-        asked.update(bundle.amounts)
-    there = Counter[str]()
-    for node in nodes:
-        there.update(node["Resources"])
-    return fits(asked, there)
+    nodes = {node["NodeID"]: Counter[str](node["Resources"]) for node in _nodes()}
+    asked = [(bundle.node, Counter(bundle.amounts)) for bundle in bundles]
+    return all(
+        any(amounts <= has for id, has in nodes.items() if node in (None, id))
+        for node, amounts in asked
+    ) and sum((amounts for _, amounts in asked), Counter()) <= sum(nodes.values(), Counter())
 
 
 def _nodes() -> list[Any]:
@@ -551,8 +540,5 @@ def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int
 
 
 def _gpu_memory() -> int:
-    """In bytes; 0 where torch sees no GPU."""
-    import torch
-
-    available = torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if available else 0
+    cuda = torch.cuda
+    return cuda.get_device_properties(0).total_memory if cuda.is_available() else 0

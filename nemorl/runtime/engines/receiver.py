@@ -67,9 +67,9 @@ class ExpertRecorder:
             self._keep(scheduled)
         return found
 
-    def take(self, ids: Sequence[str]) -> list[np.ndarray]:
-        """Return and forget `[tokens, layers, topk]` of finished requests."""
-        return [np.stack(self._records.pop(id)) for id in ids]
+    def take(self, id: str) -> np.ndarray:
+        """Return and forget `[tokens, layers, topk]` of a finished request."""
+        return np.stack(self._records.pop(id))
 
     def _saw(self, layer: int, experts: Tensor) -> None:
         self._seen[layer] = experts.short()
@@ -86,6 +86,7 @@ class ExpertRecorder:
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
+    """Return a vLLM model's layers of experts, in order."""
     found = [part for part in model.modules() if isinstance(part, MoERunner)]
     return sorted(found, key=lambda part: part.layer_id)
 
@@ -245,9 +246,9 @@ class WorkerExtension:
     def nemorl_record_experts(self: Any) -> None:
         self.nemorl_recorder = ExpertRecorder(self.model_runner)
 
-    def nemorl_take_experts(self: Any, ids: Sequence[str]) -> list[np.ndarray]:
-        found = self.nemorl_recorder.take(ids)
-        return found if self.rank == 0 else []
+    def nemorl_take_experts(self: Any, id: str) -> np.ndarray | None:
+        found = self.nemorl_recorder.take(id)
+        return found if self.rank == 0 else None
 
     def nemorl_expert_layers(self: Any) -> list[int]:
         model = self.model_runner.get_model()

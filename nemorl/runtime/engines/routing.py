@@ -226,7 +226,7 @@ class Cancel:
 @dataclass(frozen=True)
 class Reply:
     number: int
-    result: object
+    result: Any
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import CONFIG_MAPPING
 
 from nemorl.models.adapters import merged_tensors
 from nemorl.models.causal_lm import blocks_of, recorded
-from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.backend import ENGINE_SIZES, VLLMGenerationBackend
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.engine import EngineStartError, VLLMEngine
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.families import folder_of, steps
+from tests.runtime.engines.families import folder_of, model_of, steps
 from tests.runtime.engines.shared import (
     CACHE,
+    LONG,
     SharedEngine,
     begin_all,
     count_preemptions,
@@ -38,16 +37,7 @@ from tests.runtime.engines.shared import (
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
-LONG = [2 + i % 39 for i in range(100)]
-"""A prompt of several blocks of the cache."""
-
-
-def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **settings: Any) -> Any:
-    """A mixture of experts that vLLM computes on CPUs."""
-    config = tiny_config(CONFIG_MAPPING[kind](**settings), ENGINE_SIZES)
-    config.update({"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 256})
-    config.update({"eos_token_id": 1, "pad_token_id": 0})
-    return tiny_model(config, seed=seed)
+mixture = partial(model_of, "qwen3_moe")
 
 
 def chosen(model: Any, prompt: Any, sample: Any) -> torch.Tensor:
@@ -70,12 +60,12 @@ def assert_chosen(sample: Any, expected: torch.Tensor) -> None:
     [
         ("mixtral", {}, 2),
         ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0, 2]}, 1),
-        pytest.param("gpt_oss", {}, 2, marks=pytest.mark.slow),
+        ("gpt_oss", {}, 2),
     ],
 )
 def test_the_experts_of_each_token_are_those_of_transformers(kind, settings, layers):
     """With prompts in common, dense layers among the others, and windows."""
-    model = mixture(kind, **settings)
+    model = model_of(kind, **settings)
     engine = SharedEngine(model, records_experts=True)
     assert len(blocks_of(model)) == layers
     prompts = [*random_prompts(4, longest=40), LONG, LONG, LONG[:70]]

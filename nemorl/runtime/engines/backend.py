@@ -35,8 +35,6 @@ from nemorl.runtime.engines.spec import check_arguments, check_machine, engine_s
 from nemorl.runtime.engines.weights import Place, current_device, started
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
     from transformers import PretrainedConfig
 
     from nemorl.runtime.engines.replicas import Replicas, Request
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class VLLMGenerationBackend:
-    """Engines with a copy of the weights: the ones of `model` until the first `update_weights`."""
+    """Engines with the weights of `model` until the first `update_weights`."""
 
     traits, check = TRAITS["vllm"], staticmethod(check_machine)
 
@@ -57,9 +55,8 @@ class VLLMGenerationBackend:
         records_experts: bool = False,
         beside: Sequence[Place] = (),
     ) -> None:
-        """records_experts: completions get the experts that computed each token (`routed_experts`),
-        of a model that has any.
-        beside: where ranks are whose GPUs the engines share, as Ray has given them to the ranks.
+        """records_experts: completions have the `routed_experts` of each token, if there are any.
+        beside: ranks whose GPUs the engines share, as Ray has given them to the ranks.
         """
         self.model: ModelSource | None = ModelSource.of(model)
         self.tokenizer, self.precision, self._records = tokenizer, precision, records_experts
@@ -97,16 +94,11 @@ class VLLMGenerationBackend:
                 records_experts=self._records,
             )
             self._positions = spec.max_model_len or sys.maxsize
-            self._awake = not config.colocated and not spec.sleep_level
-            """Always: its devices are its own."""
+            self.sleeps = config.colocated or spec.sleep_level > 0
+            """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
             self._engines = Replicas(config, spec, self._beside)
         finally:
             release()
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
-        return not self._awake
 
     @property
     def transport(self) -> Any:
@@ -144,14 +136,15 @@ class VLLMGenerationBackend:
                 finish_reason=sample.finish_reason,
                 text=text_before(params.stop_strings, text),
                 policy_versions=sample.policy_versions,
-                routed_experts=_tensor(sample.routed_experts),
+                # A copy: Ray's arrays are read-only, and keep all of their answer in memory.
+                routed_experts=None if (e := sample.routed_experts) is None else torch.tensor(e),
                 tokenizer=self.tokenizer,
             )
             for (params, sample), text in zip(made, texts, strict=True)
         ]
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """Send the newest weights on a thread of their own, and compare checksums of what arrives.
+        """Send the newest weights on a thread, and compare checksums of what arrives.
 
         Raises ValueError for weights that are not the model's, and WeightsDiffer where an engine
         got others than it was sent; then nothing is generated until an update succeeds.
@@ -175,11 +168,9 @@ class VLLMGenerationBackend:
             return self.policy_version
 
     def sleep(self) -> None:
-        if self._awake:
-            return
-        if not self.asleep:
+        if self.sleeps and not self.asleep:
             self._running.sleep()
-        self.asleep = True
+        self.asleep = self.sleeps
 
     def wake(self) -> None:
         if self.asleep:
@@ -246,11 +237,6 @@ class VLLMGenerationBackend:
             )
             requests.append((tuple(prompt), complete))
         return requests
-
-
-def _tensor(experts: np.ndarray | None) -> Tensor | None:
-    # A copy: Ray's arrays are read-only, and keep all of their answer in memory.
-    return None if experts is None else torch.tensor(experts)
 
 
 def check_sampling(params: SamplingParams) -> None:

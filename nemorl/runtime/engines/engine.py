@@ -1,4 +1,4 @@
-"""One vLLM engine: requests in, samples out, and the Ray actor around it, in whose thread it is."""
+"""One vLLM engine, requests in and samples out, and the Ray actor in whose thread it is."""
 
 from __future__ import annotations
 
@@ -20,37 +20,33 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
 
-from nemorl.checks import closest
+from nemorl.checks import closest, require
 from nemorl.models.adapters import write_adapters
 from nemorl.models.tensor_files import tensor_checksum
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.spec import VLLM_CPU_HEADS, Answer, EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample, vocabulary_hash
 from nemorl.runtime.engines.weights import Bucket, Place, unpacked
 from nemorl.runtime.store.files import temporary_folder
 from nemorl.runtime.workers.worker import begin_worker, free_port
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
 REPORT_TOKENS = 16
-"""A sample's tokens are looked at after the first one and every so many."""
+"""A sample's tokens are read after the first one and every so many."""
 CPU_DEFAULTS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
     "block_size": 32,
     "enable_chunked_prefill": False,
 }
-"""Without a GPU. Samples of short prompts share small blocks, too; a prompt is computed at once,
-because vLLM's seeded generator draws after every part.
+"""Without a GPU. Short prompts share small blocks, too; a prompt is computed at once, because
+vLLM's seeded generator draws after every part.
 """
 QUIET = {
     "vllm.triton_utils.importing": logging.ERROR,
@@ -62,7 +58,7 @@ TMPDIR = tempfile.gettempdir()
 
 
 def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
-    """Return the environment variables of an engine's process."""
+    """Return environment variables of an engine's process."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -72,9 +68,9 @@ def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
         **spinning_variables(),
     }
     if not cuda:
-        # An update frees memory layer by layer, which in pages of 4 KiB takes longer than the rest.
+        # An update frees memory layer by layer, which takes long in pages of 4 KiB.
         variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-        if eager:  # else a function is compiled in the first step
+        if eager:  # or a function is compiled in the first step
             variables["TORCH_COMPILE_DISABLE"] = "1"
     return variables
 
@@ -87,31 +83,27 @@ class EngineStartError(ValueError):
 class _Tokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: tuple[int, ...] = ()
-    finish_reason: str | None = None
     name: str = ""
-    experts: "np.ndarray | None" = None
+    sample: Sample | None = None
 
 
 class VLLMEngine:
-    """A vLLM engine for one thread, usable once it has weights, which knows nothing of Ray. Raises
-    EngineStartError.
-    """
+    """A vLLM engine for one thread, usable once it has weights. Raises EngineStartError."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.usable = self.asleep = self._updating = False
         self.partial = 0
         self._expert_layers: list[int] | None = None
-        """The ones with experts, where vLLM records these itself."""
+        """With experts, which vLLM records itself."""
         self._adapters: Any = None
         self._requests: dict[int, list[_Tokens]] = {}
-        self._folder = ExitStack()
-        self._folder.enter_context(own_folder())
-        with start_errors(self._folder), model_folder(spec) as folder:
-            self._start(spec, folder)
+        with ExitStack() as self._folder:
+            self._folder.enter_context(own_folder())
+            with starting(spec) as (arguments, cpu):
+                self._start(spec, arguments, cpu=cpu)
+            self._folder = self._folder.pop_all()
 
-    def _start(self, spec: EngineSpec, folder: str) -> None:
-        arguments, cpu = engine_arguments(spec, folder)
+    def _start(self, spec: EngineSpec, arguments: Any, *, cpu: bool) -> None:
         from vllm import LLMEngine
 
         self._sleep_level = spec.sleep_level
@@ -130,21 +122,18 @@ class VLLMEngine:
             self.uuids = tuple(filter(None, self._llm.collective_rpc("nemorl_uuid")))
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
             if found != spec.vocabulary:
-                raise EngineStartError(
+                raise ValueError(
                     "the engine's tokenizer must have the trainer's tokens, but it numbers them"
                     " otherwise: give both the same one"
                 )
-            self._try()
+            self._llm.set_weight_version("0")
+            # Some models start that can't be computed.
+            self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
+            while self._requests:
+                self.step()
         except BaseException:
             self.shutdown()
             raise
-
-    def _try(self) -> None:
-        """Generate a token: some models start that can't be computed."""
-        self._llm.set_weight_version("0")
-        self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
-        while self._requests:
-            self.step()
 
     @property
     def busy(self) -> bool:
@@ -183,47 +172,59 @@ class VLLMEngine:
     def step(self) -> dict[int, tuple[Sample, ...]]:
         """Compute the next tokens; return the samples of prompts that are finished now, by id.
 
-        Raises FloatingPointError where the logits are not finite; then all requests are dropped.
+        Raises FloatingPointError where logits are not finite, and drops all requests.
         """
         finished = {}
-        outputs = [(*self._sample_of(output), output.outputs[0]) for output in self._llm.step()]
-        ended = {sample.name: part for _, sample, part in outputs if part.finish_reason}
-        experts = _experts(self._llm, ended, self._expert_layers) if self._records else {}
-        for id, sample, part in outputs:
-            request = self._requests[id]
-            sample.token_ids += part.token_ids
-            sample.logprobs += part.logprobs.logprobs
+        for output in self._llm.step():
+            id, j = map(int, output.request_id.split("/"))
+            request, part = self._requests[id], output.outputs[0]
+            request[j].token_ids += part.token_ids
+            request[j].logprobs += part.logprobs.logprobs
             if not math.isfinite(part.cumulative_logprob):
                 self.abort_all()
                 self._llm.collective_rpc(_clear_cache)
                 raise FloatingPointError(
-                    "the model's logits are not finite, so that no token can be sampled: its"
-                    " weights hold NaN or infinity"
+                    "the model's logits are not finite: its weights hold NaN or infinity"
                 )
-            sample.finish_reason = part.finish_reason
-            sample.experts = experts.get(sample.name)
-            sample.versions = tuple(
-                int(span.version)
-                for span in part.weight_versions or ()
-                for _ in range(span.start, span.end)
-            )
-            self.partial += part.finish_reason is not None
-            if all(one.finish_reason for one in request):
-                finished[id] = tuple(map(_sample, self._requests.pop(id)))
-                self.partial -= len(request)
+            if part.finish_reason:
+                request[j].sample = self._sample(request[j], part)
+                self.partial += 1
+                samples = tuple(one.sample for one in request if one.sample)
+                if len(samples) == len(request):
+                    finished[id] = samples
+                    self.partial -= len(samples)
+                    del self._requests[id]
         return finished
 
-    def _sample_of(self, output: Any) -> tuple[int, _Tokens]:
-        id, _, j = output.request_id.partition("/")
-        return int(id), self._requests[int(id)][int(j)]
+    def _sample(self, tokens: _Tokens, part: Any) -> Sample:
+        if part.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                "a response must end with a stop or its length, but it ended with"
+                f" {part.finish_reason!r}: see the engine's log"
+            )
+        experts = None
+        if self._expert_layers is not None:
+            experts = part.routed_experts[:, self._expert_layers].astype("int16")
+        elif self._records:
+            experts = self._llm.collective_rpc("nemorl_take_experts", args=(tokens.name,))[0]
+        spans = part.weight_versions or ()
+        return Sample(
+            token_ids=tuple(tokens.token_ids),
+            logprobs=tuple(tokens.logprobs),
+            policy_versions=tuple(
+                int(span.version) for span in spans for _ in range(span.start, span.end)
+            ),
+            finish_reason=part.finish_reason,
+            routed_experts=experts,
+        )
 
     def abort(self, id: int) -> None:
         samples = self._requests.pop(id, [])
-        self.partial -= sum(sample.finish_reason is not None for sample in samples)
+        self.partial -= sum(one.sample is not None for one in samples)
         self._llm.abort_request([f"{id}/{j}" for j in range(len(samples))])
 
     def abort_all(self) -> None:
-        """Drop all requests, and the cache, which a broken step has not filled."""
+        """Drop all requests, and the cache."""
         for id in list(self._requests):
             self.abort(id)
         self._llm.reset_prefix_cache()
@@ -232,7 +233,7 @@ class VLLMEngine:
         self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
 
     def begin_weights(self) -> None:
-        """Expect new weights; until `finish_weights` nothing is computed."""
+        """Compute nothing until `finish_weights`."""
         self.usable, self._updating = False, True
         self._llm.collective_rpc("nemorl_start_weight_update")
 
@@ -242,10 +243,8 @@ class VLLMEngine:
     def finish_weights(
         self, version: int, adapters: Bucket | None = None
     ) -> list[list[tuple[str, int]]]:
-        """Use the new weights, also for unfinished samples, whose cache is computed again.
-
-        Returns names and checksums of what came, of each worker that got other ones than those
-        before it.
+        """Use the new weights, also for unfinished samples, whose cache is computed again. Return
+        the names and checksums that came, once for all workers that got the same.
         """
         self.usable, workers = False, list[list[tuple[str, int]]]()
         if self._updating:
@@ -256,19 +255,14 @@ class VLLMEngine:
         arrived = [each for i, each in enumerate(workers) if each not in workers[:i]] or [[]]
         self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))
-        if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError(
-                "the engine's cache must be empty before new weights are used, but vLLM keeps a"
-                " part of it: start it again"
-            )
+        self._llm.reset_prefix_cache(reset_running_requests=True)
         self.usable = True
         return [each + own for each in arrived]
 
     def _take_adapters(self, adapters: Bucket | None) -> None:
         if bool(adapters) != bool(self._adapters) and self._requests:
             raise RuntimeError(
-                "requests in flight can't begin or end to use adapters: update the weights before"
-                " the first request"
+                "requests in flight can't begin or end to use adapters: update the weights first"
             )
         if not adapters:
             self._adapters = None
@@ -282,7 +276,7 @@ class VLLMEngine:
             self._adapters = LoRARequest("policy", 1, folder)
 
     def sleep(self) -> None:
-        """Give memory back, at level 2 that of the weights, too; unfinished samples pause."""
+        """Give memory back, at level 2 the weights', too; unfinished samples pause."""
         if self._sleep_level:
             self._llm.sleep(self._sleep_level, mode="keep")
             self.asleep = True
@@ -299,51 +293,43 @@ class VLLMEngine:
 
 
 @contextmanager
-def start_errors(own: ExitStack) -> Iterator[None]:
-    """Raise EngineStartError for all that the block raises, and close `own` then."""
+def starting(spec: EngineSpec) -> Iterator[tuple[Any, bool]]:
+    """Yield vLLM's EngineArgs, and whether it computes on a CPU. Raises EngineStartError for all
+    that the block raises.
+    """
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
+            for name, content in spec.files.items():
+                (Path(folder) / name).write_bytes(content)
+            yield _engine_arguments(spec, folder)
     except Exception as error:
         _unlink_memory()
-        own.close()
-        if isinstance(error, EngineStartError):
-            raise
         raise EngineStartError(f"{_reason(error)} (so the vLLM engine could not start)") from error
 
 
-@contextmanager
-def model_folder(spec: EngineSpec) -> Iterator[str]:
-    """Yield a folder with the files of a model without weights."""
-    with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
-        for name, content in spec.files.items():
-            (Path(folder) / name).write_bytes(content)
-        yield folder
-
-
-def engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
-    """Return vLLM's EngineArgs, and whether it computes on a CPU."""
+def _engine_arguments(spec: EngineSpec, folder: str) -> tuple[Any, bool]:
     for name, level in QUIET.items():
         logging.getLogger(name).setLevel(level)
     try:
         from vllm import EngineArgs
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise EngineStartError(
+        raise ImportError(
             f'vLLM can\'t be imported ({error}): pip install "nemorl[vllm]", or use'
             " generation.backend torch"
         ) from error
     known = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in spec.engine:
         if name not in known:
-            raise EngineStartError(
+            raise ValueError(
                 f"unknown argument {name!r} in generation.engine{closest(name, known)}: use"
                 " vLLM's own names, with _"
             )
     cpu = current_platform.is_cpu()
     _check(spec, cpu=cpu)
     own = {**(CPU_DEFAULTS if cpu else {}), **_arguments(spec, folder)}
-    if spec.records_experts and not cpu:  # it needs a GPU's model runner
-        own["enable_return_routed_experts"] = True
+    if spec.records_experts:
+        own |= {"enable_prefix_caching": False} if cpu else {"enable_return_routed_experts": True}
     return EngineArgs(**{**own, **spec.engine}), cpu
 
 
@@ -353,7 +339,7 @@ def _is_split(spec: EngineSpec) -> bool:
 
 @contextmanager
 def own_folder() -> Iterator[None]:
-    """Have the temporary files of this process and its children in one folder that goes with it."""
+    """Keep temporary files of this process and its children in a folder, removed at the end."""
     with suppress(ImportError):
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -369,36 +355,38 @@ def own_folder() -> Iterator[None]:
 
 
 def _check(spec: EngineSpec, *, cpu: bool) -> None:
-    given, replays = spec.engine, " with trainer.router_replay" if spec.records_experts else ""
-    if cpu and given.get("enable_chunked_prefill"):
-        raise EngineStartError(
-            "generation.engine's enable_chunked_prefill must be off where there is no GPU:"
-            " remove it"
-        )
-    if cpu and spec.sleep_level:
-        raise EngineStartError(
-            "generation.sleep_level must be 0 where there is no GPU, but it is"
-            f" {spec.sleep_level}: remove it"
-        )
-    if cpu and replays and given.get("speculative_config"):
-        raise EngineStartError(
-            f"generation.engine's speculative_config must be off{replays} where there is no GPU,"
-            " because the experts of rejected tokens would be recorded: remove it"
-        )
-    if not cpu and replays and given.get("enable_prefix_caching") is False:
-        raise EngineStartError(
-            f"generation.engine's enable_prefix_caching must be on{replays}, because vLLM keeps the"
-            " experts beside the cache: remove it"
-        )
+    replay, no_gpu = "with trainer.router_replay", "where there is no GPU"
+    musts = dict[str, tuple[bool, str]]()
+    if cpu:
+        level = spec.sleep_level
+        require(level == 0, "generation.sleep_level", f"must be 0 {no_gpu}", level, "remove it")
+        musts["enable_chunked_prefill"] = False, no_gpu
+    if spec.records_experts and cpu:  # or rejected tokens would be recorded, and cached ones not
+        off = False, f"{replay} {no_gpu}"
+        musts |= {"enable_prefix_caching": off, "speculative_config": off}
+    elif spec.records_experts:  # vLLM keeps the experts beside the cache
+        musts["enable_prefix_caching"] = True, replay
+    for name, (on, where) in musts.items():
+        value, must = spec.engine.get(name, on), f"must be {'on' if on else 'off'} {where}"
+        require(bool(value) == on, f"generation.engine's {name}", must, value, "remove it")
 
 
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
-    # Inside an actor, vLLM would ask Ray for processes.
-    split = {"distributed_executor_backend": "mp"} if _is_split(spec) else {}
+    config, scaled = json.loads(spec.files["config.json"]), "attn_temperature_tuning"
+    own: dict[str, Any] = {}
+    if _is_split(spec):  # or it would ask Ray for processes
+        own["distributed_executor_backend"] = "mp"
+    if spec.meeting is not None:
+        stages = spec.pipeline_parallel_size
+        own |= {"pipeline_parallel_size": stages, "nnodes": stages, "node_rank": spec.stage}
+        own["master_addr"], own["master_port"] = spec.meeting
+    if scaled in config:  # Llama 4's queries, or vLLM scales them by max_model_len
+        own["override_generation_config"] = {scaled: config[scaled]}
+    if spec.adapter_rank:
+        rank = next(each for each in VLLM_RANKS if each >= spec.adapter_rank)
+        own |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     return {
-        **split,
-        **_stage_arguments(spec),
-        **_model_arguments(spec),
+        **own,
         "model": folder,
         "skip_tokenizer_init": spec.vocabulary is None,
         "dtype": spec.dtype,
@@ -413,62 +401,12 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        **_adapter_arguments(spec.adapter_rank),
         "seed": 0,
     }
 
 
-def _stage_arguments(spec: EngineSpec) -> dict[str, Any]:
-    if spec.meeting is None:
-        return {}
-    address, port = spec.meeting
-    stages = {"pipeline_parallel_size": spec.pipeline_parallel_size, "node_rank": spec.stage}
-    nodes = {"nnodes": spec.pipeline_parallel_size, "master_addr": address, "master_port": port}
-    return stages | nodes
-
-
-def _model_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Have Llama 4's queries scaled as its configuration says, not by max_model_len."""
-    settings, name = json.loads(spec.files["config.json"]), "attn_temperature_tuning"
-    return {"override_generation_config": {name: settings[name]}} if name in settings else {}
-
-
-def _adapter_arguments(rank: int) -> dict[str, Any]:
-    if not rank:
-        return {}
-    room = next(each for each in VLLM_RANKS if each >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
-
-
-def _experts(llm: Any, ended: dict[str, Any], layers: list[int] | None) -> dict[str, np.ndarray]:
-    """layers: of vLLM's record; None: of our own."""
-    if layers is not None:
-        found = {name: part.routed_experts[:, layers] for name, part in ended.items()}
-        return {name: experts.astype("int16") for name, experts in found.items()}
-    if not ended:
-        return {}
-    taken = llm.collective_rpc("nemorl_take_experts", args=(list(ended),))[0]
-    return dict(zip(ended, taken, strict=True))
-
-
-def _sample(tokens: _Tokens) -> Sample:
-    reason = tokens.finish_reason
-    if reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"the engine ended a response with {reason!r}, which is neither a stop nor its length:"
-            " see its log"
-        )
-    return Sample(
-        token_ids=tuple(tokens.token_ids),
-        logprobs=tuple(tokens.logprobs),
-        policy_versions=tokens.versions,
-        finish_reason=reason,  # type: ignore[arg-type]
-        routed_experts=tokens.experts,
-    )
-
-
 def _unlink_memory(worker: Any = None) -> None:
-    """Remove the names of memory that vLLM's processes share, so that none is left."""
+    """Remove the names of memory that vLLM's processes share."""
     maps = Path("/proc/self/maps")
     mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
     for name in re.findall(r"/dev/shm/(?:psm_|\S+-cpushm_)\S+", mapped):
@@ -482,7 +420,7 @@ def _unlink(memory: SharedMemory) -> None:
 
 
 def _clear_cache(worker: Any) -> None:
-    """Zero the cache: what is not finite spoils all others in its block."""
+    """Zero the cache: one number that is not finite spoils its block."""
     for cache in worker.model_runner.kv_caches:
         for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
             tensor.zero_()
@@ -497,11 +435,6 @@ def _reason(error: BaseException) -> str:
         )
     elif "root cause" in text and (cause := _last_error(Path("/proc/self/fd/1"))):
         text = cause
-    if "Unsupported CPU attention configuration" in text:
-        text += (
-            f": vLLM on CPUs needs heads of {', '.join(map(str, VLLM_CPU_HEADS))} entries; use"
-            " generation.backend torch"
-        )
     if "Chunked prefill is required for mamba" in text:
         text += " Set generation.engine's enable_prefix_caching to false, or use"
         text += " generation.backend torch"
@@ -520,7 +453,7 @@ def _last_error(output: Path) -> str:
 
 
 class EngineActor:
-    """One engine in an asynchronous actor. All that touches the engine runs on its thread."""
+    """One engine in an asynchronous actor, on a thread of its own."""
 
     make: Callable[[EngineSpec], Any] = VLLMEngine
 
@@ -533,6 +466,12 @@ class EngineActor:
 
     async def meet(self, spec: EngineSpec) -> EngineSpec:
         return replace(spec, meeting=(own_address(), free_port()))
+
+    async def run_stage(self, spec: EngineSpec) -> None:
+        """Run a later stage's workers instead of an engine, until one ends, and with it the others.
+        Raises EngineStartError.
+        """
+        await asyncio.to_thread(_run_stage, spec)
 
     async def start(self, spec: EngineSpec) -> Place:
         """Raises EngineStartError."""
@@ -548,11 +487,11 @@ class EngineActor:
         )
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-        """`params` have a seed, every token that ends a response, and a length that fits."""
+        """params: with a seed, every token that ends a response, and a length that fits."""
         id = next(self._ids)
         self._waiting[id] = self._loop.create_future()
         try:
-            self._thread.submit(self._add, id, prompt, params)
+            await self.call("add", id, prompt, params)
             samples = await self._waiting[id]
         except BaseException:
             self._thread.submit(self._do, "abort", id)
@@ -566,14 +505,8 @@ class EngineActor:
         return self._progress
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Before its next step."""
+        """Call a method of the engine, before its next step."""
         return await self._loop.run_in_executor(self._thread, self._do, method, *args)
-
-    def _add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        try:
-            self._do("add", id, prompt, params)
-        except Exception as error:
-            self._loop.call_soon_threadsafe(self._answer, {id: error})
 
     def _do(self, method: str, *args: Any) -> Any:
         self._progress += 1
@@ -583,7 +516,7 @@ class EngineActor:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Have the next step done after all calls that wait."""
+        """Step after all calls that wait."""
         if self._engine.busy and not self._stepping:
             self._stepping = True
             self._thread.submit(self._step)
@@ -618,39 +551,17 @@ class EngineActor:
 
 
 def own_address() -> str:
-    """Return this node's address in Ray, and have vLLM's processes here use it, too."""
+    """Return this node's address in Ray, which vLLM's processes here are to use, too."""
     address = os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
     return address
 
 
-class StageWorkers:
-    """The workers of one stage, by vLLM's executor for further nodes. Raises EngineStartError."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        own_address()
-        self._own = ExitStack()
-        self._own.enter_context(own_folder())
-        with start_errors(self._own), model_folder(spec) as folder:
-            arguments, _ = engine_arguments(spec, folder)
+def _run_stage(spec: EngineSpec) -> None:
+    own_address()
+    with own_folder():
+        with starting(spec) as (arguments, _):
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
             config = arguments.create_engine_config(headless=True)
-            self._executor = MultiprocExecutor(config, monitor_workers=False)
-
-    def wait(self) -> None:
-        """Return when a worker has ended; the others are ended then."""
-        self._executor.start_worker_monitor(inline=True)
-
-
-class StageActor:
-    make = StageWorkers
-
-    def __init__(self, name: str, log: str) -> None:
-        begin_worker(name, Path(log))
-        self._thread = ThreadPoolExecutor(1, "stage")
-
-    async def run(self, spec: EngineSpec) -> None:
-        """Return when a worker has ended. Raises EngineStartError."""
-        loop = asyncio.get_running_loop()
-        stage = await loop.run_in_executor(self._thread, self.make, spec)
-        await loop.run_in_executor(self._thread, stage.wait)
+            executor = MultiprocExecutor(config, monitor_workers=False)
+        executor.start_worker_monitor(inline=True)

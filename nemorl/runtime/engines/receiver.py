@@ -5,7 +5,7 @@ processes only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,44 +26,26 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nemorl.models.tensor_files import tensor_checksum
 from nemorl.runtime.engines.weights import Bucket, unpacked, uuid_of
-
-UNKNOWN = -1
-"""Expert of a token that an engine did not record."""
-
-
-@dataclass
-class _Record:
-    parts: list[np.ndarray] = field(default_factory=list)
-    """`[tokens, layers, topk]`, one behind the other."""
-    length: int = 0
 
 
 class ExpertRecorder:
     """Records the experts of each request's tokens on a CPU, where vLLM does not.
 
-    A token that another request has computed has the experts of that computation; one that is
-    computed again keeps its first experts: the response was drawn with them.
+    Without a cache of prefixes a request computes all its tokens. One that is computed again keeps
+    its first experts: the response was drawn with them.
     """
 
     def __init__(self, runner: Any) -> None:
-        """runner: vLLM's first model runner, `GPUModelRunner` or a subclass, with its cache.
+        """runner: vLLM's first model runner, `GPUModelRunner` or a subclass.
 
         Raises: ValueError for a layer of experts whose kernel routes by itself.
         """
         self._runner, self._execute = runner, runner.execute_model
-        groups = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-        # Others forget the blocks of tokens that left their window.
-        self._group = min(
-            range(len(groups)), key=lambda i: not isinstance(groups[i], FullAttentionSpec)
-        )
-        self._block_size = groups[self._group].block_size
-        self._records: dict[str, _Record] = {}
-        self._cache: np.ndarray | None = None
-        """`[blocks, tokens, layers, topk]`: experts of all tokens in vLLM's cache."""
+        self._records: dict[str, list[np.ndarray]] = {}
+        """`[layers, topk]` of each token."""
         self._seen: dict[int, Tensor] = {}
         """`[tokens, topk]` of the current pass by layer."""
         for layer in expert_layers(runner.get_model()):
@@ -85,42 +67,22 @@ class ExpertRecorder:
             self._keep(scheduled)
         return found
 
-    def take(self, ids: Sequence[str]) -> list[np.ndarray]:
-        """Return and forget `[tokens, layers, topk]` of finished requests."""
-        return [np.concatenate(self._records.pop(id).parts) for id in ids]
+    def take(self, id: str) -> np.ndarray:
+        """Return and forget `[tokens, layers, topk]` of a finished request."""
+        return np.stack(self._records.pop(id))
 
     def _saw(self, layer: int, experts: Tensor) -> None:
         self._seen[layer] = experts.short()
 
     def _keep(self, scheduled: Any) -> None:
-        """Add what the pass computed to the cache, and to the requests what they lack."""
         layers = [self._seen[layer] for layer in sorted(self._seen)]
         rows = torch.stack(layers, 1).cpu().numpy()
-        if self._cache is None:
-            shape = (self._runner.kv_cache_config.num_blocks, self._block_size, *rows.shape[1:])
-            self._cache = np.full(shape, UNKNOWN, np.int16)
-        for source, target in scheduled.kv_cache_block_copies or ():
-            self._cache[target] = self._cache[source]
-        batch, begin, ends = self._runner.input_batch, 0, list[int]()
-        for index, id in enumerate(batch.req_ids):
-            first, count = (
-                int(batch.num_computed_tokens_cpu[index]),
-                scheduled.num_scheduled_tokens[id],
-            )
-            self._cache[self._places(id, first, first + count)] = rows[begin : begin + count]
-            begin += count
-            ends.append(first + count)
-        # Requests read what all have written: they share blocks with others of the same pass, too.
-        for id, end in zip(batch.req_ids, ends, strict=True):
-            record = self._records.setdefault(id, _Record())
-            if record.length < end:
-                record.parts.append(self._cache[self._places(id, record.length, end)])
-                record.length = end
-
-    def _places(self, id: str, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        blocks = self._runner.requests[id].block_ids[self._group]
-        number, place = np.divmod(np.arange(first, end), self._block_size)
-        return np.asarray(blocks)[number], place
+        batch, begin = self._runner.input_batch, 0
+        for id, first in zip(batch.req_ids, batch.num_computed_tokens_cpu, strict=False):
+            record = self._records.setdefault(id, [])
+            end = begin + scheduled.num_scheduled_tokens[id]
+            record.extend(rows[begin + len(record) - first : end])
+            begin = end
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
@@ -137,8 +99,8 @@ class InitInfo(WeightTransferInitInfo):
 
 
 class Receiver(WeightTransferEngine[InitInfo, Any]):
-    """vLLM's layerwise reload, from buckets in Ray's object store or through one of vLLM's own
-    engines. An update may be given up at any point and begun again.
+    """vLLM's layerwise reload, from Ray's object store or through one of vLLM's own engines. An
+    update may be given up at any point.
     """
 
     init_info_cls = InitInfo
@@ -147,7 +109,7 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
     tied: list[Any] | None = None
     kernels: Sequence[tuple[Any, Any, Any]] = ()
     uncounted: frozenset[str] = frozenset()
-    """Names of parameters of layers whose numbers vLLM does not count as they come."""
+    """Parameters of layers whose numbers vLLM does not count as they come."""
     loaded: set[str] | None = None
     """Names that vLLM's model says it has loaded; None: it does not say."""
     arrived: list[tuple[str, Tensor]]
@@ -161,10 +123,10 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
         self.inner.init_transfer_engine(self.inner.parse_init_info(init_info.info))
 
     def start_weight_update(self) -> None:
-        """Make every layer wait for new weights, and forget those of an update that failed."""
-        if self.tied is None:  # can be seen only while no update is under way
+        """Make layers wait for new weights, and forget those of an update that failed."""
+        if self.tied is None:  # seen only while no update is under way
             self.tied = _tied_layers(self.model)
-            # Also vLLM's own engines load through it.
+            # vLLM's own engines load through it, too.
             self.model.__dict__["load_weights"] = partial(self.load, self.model.load_weights)
             if self.device.type == "cpu":
                 self.kernels = list(_packing_kernels(self.model))
@@ -258,22 +220,22 @@ class Receiver(WeightTransferEngine[InitInfo, Any]):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; with this module it brings `Receiver`."""
+    """Mixed into vLLM's worker class, which so gets `Receiver`, too."""
 
-    def nemorl_start_weight_update(self) -> None:
+    def nemorl_start_weight_update(self: Any) -> None:
         self._weight_update_active = False  # vLLM leaves it set when an update is given up
-        self.start_weight_update()  # type: ignore[attr-defined]
+        self.start_weight_update()
 
-    def nemorl_checksums(self) -> list[tuple[str, int]]:
-        return self.weight_transfer_engine.checksums()  # type: ignore[attr-defined]
+    def nemorl_checksums(self: Any) -> list[tuple[str, int]]:
+        return self.weight_transfer_engine.checksums()
 
-    def nemorl_uuid(self) -> str:
-        device = self.device  # type: ignore[attr-defined]
+    def nemorl_uuid(self: Any) -> str:
+        device = self.device
         return uuid_of(device) if device.type == "cuda" else ""
 
-    def nemorl_take_stage(self) -> None:
-        """Make room for what a stage gets, which workers on CPUs leave to a profiling run."""
-        runner = self.model_runner  # type: ignore[attr-defined]
+    def nemorl_take_stage(self: Any) -> None:
+        """Make room for a stage's input, as on GPUs a profiling run does."""
+        runner = self.model_runner
         if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens,
@@ -281,15 +243,15 @@ class WorkerExtension:
                 device=runner.device,
             )
 
-    def nemorl_record_experts(self) -> None:
-        self.nemorl_recorder = ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
+    def nemorl_record_experts(self: Any) -> None:
+        self.nemorl_recorder = ExpertRecorder(self.model_runner)
 
-    def nemorl_take_experts(self, ids: Sequence[str]) -> list[np.ndarray]:
-        found = self.nemorl_recorder.take(ids)
-        return found if self.rank == 0 else []  # type: ignore[attr-defined]
+    def nemorl_take_experts(self: Any, id: str) -> np.ndarray | None:
+        found = self.nemorl_recorder.take(id)
+        return found if self.rank == 0 else None
 
-    def nemorl_expert_layers(self) -> list[int]:
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+    def nemorl_expert_layers(self: Any) -> list[int]:
+        model = self.model_runner.get_model()
         return [layer.layer_id for layer in expert_layers(model)]
 
 

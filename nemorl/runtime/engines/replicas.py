@@ -1,31 +1,29 @@
-"""The driver's side of engines in Ray actors: requests go out, answers come back, and replicas
-without weights get them (`Supply`).
+"""The driver's side of engines in Ray actors: their processes, weights (`Supply`) and requests
+(`Replicas`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Awaitable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from nemorl.checks import require, warn
 from nemorl.models.tensor_files import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, SamplingParams, Weights, WeightSource
-from nemorl.runtime.engines.processes import (
-    EngineProcess,
-    EngineProcesses,
-    check_places,
-    warn_softly,
-)
+from nemorl.runtime.engines.engine import EngineActor, environment
 from nemorl.runtime.engines.routing import (
     TICK_S,
     Action,
@@ -39,29 +37,291 @@ from nemorl.runtime.engines.routing import (
     Event,
     Give,
     Held,
+    ProcessId,
     Published,
     Reply,
     RequestRouter,
     Start,
+    Started,
     Stopped,
     Supplied,
     Warn,
     routing,
 )
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
+from nemorl.runtime.engines.spec import EngineSpec, Sample, check_shares
 from nemorl.runtime.engines.weights import (
     Place,
     Transport,
     UpdateReceipt,
     WeightSender,
+    cards_of,
     current_device,
     expected_weights,
+    own_place,
     started,
 )
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, temporary_folder, with_log
+from nemorl.runtime.workers.cluster import DRIVER, Bundle, RayVirtualCluster, ResourcesError
+from nemorl.runtime.workers.worker import Worker
+
+SHUTDOWN_S = 10.0
+START = "generation.start_timeout_s"
+
+
+@dataclass(eq=False)
+class EngineProcess:
+    id: ProcessId
+    worker: Worker
+    place: Place | None = None
+    """None: it is not up."""
+    busy_s: float = 0.0
+    stages: list[Worker] = field(default_factory=list)
+    """The pipeline's later ones."""
+    runs: list[asyncio.Future[None]] = field(default_factory=list)
+    """Their calls, which end when a stage does."""
+
+    @property
+    def actor(self) -> Any:
+        return self.worker.actor
+
+
+class EngineProcesses:
+    """Starts, watches and ends processes on the router's event loop, and tells the router."""
+
+    actor: type[EngineActor] = EngineActor
+
+    def __init__(
+        self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
+    ) -> None:
+        """beside: ranks, whose GPUs engines share."""
+        self.config, self.spec, self.beside = config, spec, beside
+        self.running: dict[ProcessId, EngineProcess] = {}
+        self._keepers: dict[ProcessId, asyncio.Task[None]] = {}
+        python, transport = config.python, config.weight_transport
+        found = python is None or bool(shutil.which(python))
+        require(found, "generation.python", "must be an interpreter", python, "name one")
+        works = spec.on_gpus or transport not in ("cuda_ipc", "nccl")
+        require(works, "generation.weight_transport", "needs GPUs", transport, "remove it")
+        self.cluster, self._placement = self.reserved()
+        self._own_logs = ExitStack()
+        log_dir = config.log_dir or self._own_logs.enter_context(temporary_folder())
+        self._log_dir = Path(log_dir).absolute()
+
+    def reserved(self) -> tuple[Any, Any]:
+        """Return the cluster, and the bundles in it, one for each stage of each replica."""
+        nodes = [place.node for place in self.beside]
+        bundles = engine_bundles(self.config, cuda=self.spec.on_gpus, nodes=nodes)
+        try:
+            cluster = RayVirtualCluster(bundles)
+        except ResourcesError as error:
+            text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
+            if any(one.node == DRIVER for of_name in bundles.values() for one in of_name):
+                text += (
+                    "; if Ray has no GPU on this machine, add --generation.trainer-gpus 0: engines"
+                    " may then get any of its GPUs"
+                )
+            raise ResourcesError(text) from None
+        return cluster, cluster.placement("generation")
+
+    async def start_all(self, router: RequestRouter) -> None:
+        self._router = router
+        ids = [one.process for one in router.state.replicas]
+        await asyncio.gather(*map(self._start, ids))
+        for id in ids:
+            router.note(Started(id))
+            self.start(id)
+
+    def start(self, id: ProcessId) -> None:
+        """Start a process, unless it is there, and watch it."""
+        self._keepers[id] = asyncio.ensure_future(self._keep(id))
+
+    async def _keep(self, id: ProcessId) -> None:
+        try:
+            if id not in self.running:
+                begin = time.monotonic()
+                await self._start(id)
+                warn_softly(f"replica {id.rank} is back after {time.monotonic() - begin:.1f} s")
+                self._router.note(Started(id))
+            await self._watch(self.running[id])
+        except Exception as error:
+            self._router.note(Broke(id, error))
+
+    async def _start(self, id: ProcessId) -> None:
+        process = self.running[id] = EngineProcess(id, self.launched(id.rank))
+        worker, first, limit_s = process.worker, self.spec, self.config.start_timeout_s
+        up = partial(worker.answer, doing="its start", timeout_s=limit_s, setting=START)
+        stages = range(1, first.pipeline_parallel_size)
+        if stages:
+            first = await up(worker.actor.meet.remote(first))
+        for number in stages:
+            stage = self.launched(id.rank, number)
+            run = stage.answer(stage.actor.run_stage.remote(replace(first, stage=number)))
+            process.stages.append(stage)
+            process.runs.append(asyncio.ensure_future(run))
+        start = up(worker.actor.start.remote(first))
+        place = process.place = await self._unless_broken(process, start)
+        worker.host, worker.pid = place.host, place.pid
+
+    async def _unless_broken(self, process: EngineProcess, call: Awaitable[Any]) -> Any:
+        """Return a call's result, or raise what ended a stage."""
+        own = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([own, *process.runs], return_when=asyncio.FIRST_COMPLETED)
+            for stage, run in zip(process.stages, process.runs, strict=True):
+                if run.done():
+                    run.result()  # or its error
+                    raise stage.died("one of its workers ended")
+            return await own
+        finally:
+            with suppress(RuntimeError):  # the event loop is closed
+                own.cancel()
+
+    def launched(self, rank: int, stage: int = 0) -> Worker:
+        placement, config = self._placement, self.config
+        number = rank * config.pipeline_parallel_size + stage
+        eager = self.spec.engine.get("enforce_eager", True)
+        variables = environment(config.cpus_per_replica, eager=eager, cuda=self.spec.on_gpus)
+        if self.beside:  # GPUs that for Ray are the ranks', and that it must not hide
+            share = rank_shares([place.node for place in self.beside], config)[number]
+            shared = [gpu for rank in share for gpu in self.beside[rank].gpus]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
+            variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+        python = {} if config.python is None else {"py_executable": config.python}
+        name = f"replica-{rank}" + (f"-stage-{stage}" if stage else "")
+        log = self._log_dir / f"{name}.log"
+        actor = ray.remote(self.actor).options(
+            **placement.options(number),
+            max_concurrency=2 * config.max_batch_size + 100,
+            runtime_env={"env_vars": variables, **python},
+        )
+        return Worker(actor.remote(name, str(log)), name, log)
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """Raise where a process died, or has work and makes no progress for timeout_s."""
+        before, idle, worker = -1, 0, process.worker
+        period = self.config.timeout_s / 4  # counted: the driver itself may be stopped
+        while True:
+            await self._unless_broken(process, asyncio.sleep(period))
+            call = worker.answer(worker.actor.progress.remote(), timeout_s=period)
+            try:
+                now, late = await self._unless_broken(process, call), 0
+            except WorkerTimeout:
+                now, late = before, 1
+            works = self._router.state.works(process.id)
+            idle = idle + 1 + late if now == before and works else 0
+            before = now
+            if idle >= 4:
+                hangs = f"made no progress for {self.config.timeout_s:g} s (generation.timeout_s)"
+                raise WorkerTimeout(f"{worker} {hangs}")
+
+    async def everywhere(self, method: str) -> None:
+        """Call a method of all engines. One that fails or is late breaks its process."""
+        limit: Any = {"timeout_s": self.config.timeout_s, "setting": "generation.timeout_s"}
+
+        async def call(process: EngineProcess) -> None:
+            try:
+                await process.worker.answer(process.actor.call.remote(method), method, **limit)
+            except Exception as error:
+                self._router.note(Broke(process.id, error))
+
+        await asyncio.gather(*map(call, self._up()))
+
+    def end(self, id: ProcessId) -> None:
+        if keeper := self._keepers.pop(id, None):
+            keeper.cancel()
+        if process := self.running.pop(id, None):
+            for run in process.runs:
+                run.cancel()
+            for worker in (process.worker, *process.stages):
+                worker.kill()
+
+    async def end_all(self) -> None:
+        """In bounded time."""
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        ends = [process.actor.call.remote("shutdown") for process in self._up()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.gather(*ends, return_exceptions=True)
+        for id in list(self.running):
+            self.end(id)
+
+    def release(self) -> None:
+        self.cluster.shutdown()
+        self._own_logs.close()
+
+    def _up(self) -> list[EngineProcess]:
+        return [process for process in self.running.values() if process.place]
+
+
+def engine_bundles(
+    config: GenerationConfig, *, cuda: bool, nodes: Sequence[str] = ()
+) -> dict[str, list[Bundle]]:
+    """Return what engines, and the GPUs kept from them, take of a cluster.
+
+    nodes: of the ranks whose GPUs they share, which Ray counts as the ranks'.
+    """
+    if nodes:
+        shares = rank_shares(nodes, config)
+        cpus = config.cpus_per_replica
+        return {"generation": [Bundle(cpus=cpus, node=nodes[share[0]]) for share in shares]}
+    gpus = config.tensor_parallel_size if cuda else 0
+    cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
+    stages = config.num_replicas * config.pipeline_parallel_size
+    bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * stages}
+    if not cuda:
+        return bundles
+    if config.colocated:
+        if config.trainer_gpus:  # of this machine
+            bundles["generation"][0] = replace(bundles["generation"][0], node=DRIVER)
+        return bundles
+    # Ray hands GPUs out in order: the trainer computes on the first ones.
+    taken = 1 if config.trainer_gpus is None else config.trainer_gpus
+    return {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken, **bundles}
+
+
+def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int]]:
+    """Return, for each stage of each replica, consecutive ranks of a node whose GPUs it shares.
+
+    nodes: of the ranks, each node's together. Raises ValueError for too few ranks.
+
+    >>> two = GenerationConfig(backend="vllm", num_replicas=2, tensor_parallel_size=2)
+    >>> rank_shares("aaabb", two)
+    [[0, 1], [3, 4]]
+    """
+    size, shares = config.tensor_parallel_size, list[list[int]]()
+    for node in dict.fromkeys(nodes):
+        own = [rank for rank, each in enumerate(nodes) if each == node]
+        shares += [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
+    stages = config.pipeline_parallel_size
+    check_shares(config, len(shares) // stages, f"{len(nodes)} ranks on {len({*nodes})} nodes")
+    return shares[: config.num_replicas * stages]
+
+
+def check_places(config: GenerationConfig, engines: Sequence[Place]) -> None:
+    """Raise ValueError where an engine with GPUs of its own is on this process's GPU, or none of
+    those that share it, unless no GPU of this machine trains (`trainer_gpus` is 0).
+    """
+    if config.trainer_gpus == 0:
+        return
+    shared = bool(own_place().cards & cards_of(engines))
+    holds, remedy = not shared, "let trainer.device be the first GPU that Ray has here"
+    must = "must be true where a replica is on the trainer's GPU"
+    if config.colocated:  # under torchrun, beside any of its ranks
+        alone = config.trainer_gpus == 1 and any(one.gpus for one in engines)
+        holds, remedy = shared or not alone, f"add --generation.no-colocated, or {remedy}"
+        must = "must be false where no replica is on the trainer's GPU"
+    require(holds, "generation.colocated", must, config.colocated, remedy)
+
+
+def warn_softly(message: str) -> None:
+    """Warn, and raise nothing where warnings are errors: it would end the router's work."""
+    with suppress(Warning):
+        warn(message)
 
 
 class Supply:
-    """Sends the newest weights of a source to replicas without any, from any thread."""
+    """Sends a source's newest weights to replicas without any, from any thread."""
 
     def __init__(
         self,
@@ -89,7 +349,7 @@ class Supply:
         """Held while weights are sent."""
         self._told: set[str] = set()
         self._based = set[Any]()
-        """Ids of the processes that have the weights without adapters."""
+        """Processes that have the weights without adapters."""
         self.transport: Transport | None = None
         self._receipt: UpdateReceipt | None = None
 
@@ -97,8 +357,8 @@ class Supply:
         """Give all replicas that are up the newest weights, and return their version; the others
         get weights before they are used.
 
-        Raises what was wrong; then requests in flight fail, and nothing can be generated until an
-        update succeeds.
+        After an error requests in flight fail, and nothing can be generated until an update
+        succeeds.
         """
         router = self._router
         try:
@@ -124,7 +384,7 @@ class Supply:
                 router.send(Held(False))
 
     def now(self) -> None:
-        """Send weights to replicas without any, unless they sleep."""
+        """Send weights to replicas without any, unless engines sleep."""
         with self.sending:
             state = self._router.state
             lacking = () if state.asleep else state.lacking
@@ -133,8 +393,8 @@ class Supply:
                 self._send({one.id.rank: one for one in processes})
 
     def others(self) -> None:
-        """Send weights to replicas that came back. A failure, but for WeightsDiffer, is a warning
-        while another has weights.
+        """Send weights to replicas that came back. A failure but WeightsDiffer is a warning while
+        another has weights.
         """
         try:
             self.now()
@@ -144,8 +404,7 @@ class Supply:
             if str(error) not in self._told:
                 self._told.add(str(error))
                 warn_softly(
-                    "a replica that came back has no weights yet, and nemorl keeps trying:"
-                    f" sending failed: {error}"
+                    f"nemorl keeps trying to send weights to a replica that came back: {error}"
                 )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
@@ -164,7 +423,9 @@ class Supply:
         self._router.check()
         receipt.check()
         for rank, said in receipt.failed.items():
-            self._router.send(Broke(processes[rank].id, processes[rank].refused(said)))
+            worker = processes[rank].worker
+            error = WorkerDied(with_log(f"{worker} did not take the weights: {said}", worker.log))
+            self._router.send(Broke(processes[rank].id, error))
         if not receipt.failed:
             self._receipt, self._version = receipt, receipt.version
             if receipt.version < (self._router.state.version or 0):  # an old checkpoint was loaded
@@ -178,16 +439,14 @@ class Supply:
         return {} if last is None else {"weights/proved": float(last.num_weights)}
 
 
-SHUT_DOWN = "the generation backend was shut down before it answered"
-
 Request = tuple[tuple[int, ...], SamplingParams]
 
 
 class Replicas:
     """Engines that share the prompts, follow the trainer's weights and outlive their processes.
 
-    `routing.decide` says who answers what. What a replica had not answered when it died or hung is
-    done by the others, with the same results: seeds belong to requests.
+    `routing.decide` says who answers what. The others do what a replica had not answered when it
+    died or hung, with the same results: seeds belong to requests.
     """
 
     processes: type[EngineProcesses] = EngineProcesses
@@ -203,7 +462,7 @@ class Replicas:
         self._usage: defaultdict[int, defaultdict[str, float]]
         self._usage = defaultdict(lambda: defaultdict(float))
         self._seconds, self._since = 0.0, 0.0
-        """With requests in flight; the last time that there were none."""
+        """With requests in flight; when there were none."""
         self._processes = self.processes(config, spec, beside)
         state = routing(
             config.num_replicas, window=config.max_batch_size, max_restarts=config.max_restarts
@@ -212,7 +471,7 @@ class Replicas:
         self.supply = Supply(config, spec, self._processes, self._router)
         try:
             self._router.do(self._processes.start_all(self._router))
-            # On the trainer's thread: each thread has a current device of its own.
+            # Here, because each thread has a current device of its own.
             check_places(config, [one.place for one in self.running() if one.place])
             self._router.do(self._begin())
         except BaseException:
@@ -220,16 +479,15 @@ class Replicas:
             raise
 
     def running(self) -> list[EngineProcess]:
-        states = [one for one in self._router.state.replicas if one.status == "up"]
-        found = [self._processes.running.get(one.process) for one in states]
-        return [process for process in found if process]
+        up = [one.process for one in self._router.state.replicas if one.status == "up"]
+        return [found for id in up if (found := self._processes.running.get(id))]
 
     def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
         self.supply.now()
         return self._router.do(self._answers(requests))
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
-        """For a task of any event loop."""
+        """Called on any event loop."""
         answers = self._answers([(prompt, params)])
         future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
         return (await asyncio.wrap_future(future))[0]
@@ -244,7 +502,7 @@ class Replicas:
         await self._processes.end_all()
 
     async def _tend(self) -> None:
-        """Look after replicas that came back, and Ray, while requests are open."""
+        """Look after Ray, and replicas that came back, while requests are open."""
         router = self._router
         while True:
             await asyncio.sleep(TICK_S)
@@ -290,11 +548,16 @@ class Replicas:
             case Give(id, number):
                 call = self._call(self._processes.running[id], number, *self._open[number][0])
                 self._calls[number] = asyncio.ensure_future(call)
-            case Cancel(number):
-                if call_of := self._calls.pop(number, None):
-                    call_of.cancel()
-            case Reply(number, result):
-                self._reply(number, result)
+            case Cancel(number) if number in self._calls:
+                self._calls.pop(number).cancel()
+            case Reply(number, result) if number in self._open:
+                future = self._open[number][1]
+                if future.done():  # cancelled just now
+                    return
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
             case End(id):
                 self._usage[id.rank]["restarts"] += 1
                 self._processes.end(id)
@@ -302,15 +565,6 @@ class Replicas:
                 self._processes.start(id)
             case Warn(message):
                 warn_softly(message)
-
-    def _reply(self, number: int, result: Any) -> None:
-        future = self._open[number][1] if number in self._open else None
-        if future is None or future.done():  # cancelled just now
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
     async def _call(
         self, process: EngineProcess, number: int, prompt: tuple[int, ...], params: SamplingParams
@@ -328,19 +582,16 @@ class Replicas:
         except Exception as error:
             event = Broke(process.id, error)
         else:
-            self._use(process, answer)
+            usage = self._usage[process.id.rank]
+            usage["tokens"] += sum(len(one.token_ids) for one in answer.samples)
+            usage["busy_s"] += max(0.0, answer.busy_s - process.busy_s)
+            process.busy_s = max(process.busy_s, answer.busy_s)
             event = Answered(process.id, number, answer.samples, answer.partial)
         self._calls.pop(number, None)
         self._router.note(event)
 
-    def _use(self, process: EngineProcess, answer: Answer) -> None:
-        usage = self._usage[process.id.rank]
-        usage["tokens"] += sum(len(one.token_ids) for one in answer.samples)
-        usage["busy_s"] += max(0.0, answer.busy_s - process.busy_s)
-        process.busy_s = max(process.busy_s, answer.busy_s)
-
     def sleep(self) -> None:
-        """Give memory back; no replica may start and take memory meanwhile. Requests pause."""
+        """Give memory back, which no replica may take by a start. Requests pause."""
         if self.spec.sleep_level:
             with self.supply.sending:  # not between two calls of an update
                 self._router.do(self._sleep())
@@ -359,7 +610,7 @@ class Replicas:
         self._router.note(Asleep(False))
 
     def metrics(self) -> dict[str, float]:
-        """Return each replica's tokens, restarts and busy share of the time since the last call."""
+        """Return each replica's tokens, restarts and busy share since the last call."""
         measured: dict[str, float] = {}
         now = time.monotonic()
         seconds = self._seconds + (now - self._since if self._open else 0.0)
@@ -379,7 +630,8 @@ class Replicas:
             return
         try:
             with suppress(Exception):  # the cluster may be gone
-                self._router.send(Stopped(RuntimeError(SHUT_DOWN)))
+                error = "the generation backend was shut down before it answered"
+                self._router.send(Stopped(RuntimeError(error)))
                 self._router.do(self._end())
             self._router.close()
         finally:

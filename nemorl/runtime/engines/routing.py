@@ -8,41 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 TICK_S = 0.5
-"""How often a thread that waits looks whether Ray is there, and for replicas without weights."""
+"""Between two looks, while a thread waits, at Ray and for replicas without weights."""
 T = TypeVar("T")
 
 
 class ProcessId(NamedTuple):
-    """A process of a replica; a replica that is started again has a new one."""
+    """A process of the replica `rank`, of which `start` came before."""
 
     rank: int
     start: int
-    """How many starts came before."""
 
 
 class RoutedRequest(NamedTuple):
+    """The request for `n` samples that came after `number` others."""
+
     number: int
-    """Requests are numbered in order of arrival."""
     n: int
-    """Samples to make of it."""
-
-
-def _put(waiting: tuple[RoutedRequest, ...], request: RoutedRequest) -> tuple[RoutedRequest, ...]:
-    place = bisect_left(waiting, request)
-    return (*waiting[:place], request, *waiting[place:])
-
-
-def _without(waiting: tuple[RoutedRequest, ...], number: int) -> tuple[RoutedRequest, ...]:
-    place = bisect_left(waiting, (number,))
-    there = place < len(waiting) and waiting[place].number == number
-    return waiting[:place] + waiting[place + 1 :] if there else waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +38,15 @@ class Replica:
     status: Literal["starting", "up", "down", "given up"] = "starting"
     """down: it has ended, and starts again once engines are awake."""
     version: int | None = None
-    """Version of its weights. None: it has none, or not all."""
+    """Of its weights. None: it lacks some."""
     open: Mapping[int, RoutedRequest] = field(default_factory=dict)
     """Requests without an answer, by number."""
     samples: int = 0
+    """Of these requests."""
     partial: int = 0
     """How many of these samples are finished, as last reported."""
     deaths: int = 0
-    """Ends of its processes in a row, without an answer."""
+    """In a row, without an answer between them."""
 
     @property
     def ready(self) -> bool:
@@ -80,7 +68,7 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Requests without an answer, and the replicas that are to answer them."""
+    """Requests without an answer, and the replicas for them."""
 
     window: int
     """A replica with fewer unfinished samples is given the next request."""
@@ -90,11 +78,11 @@ class Routing:
     arrived: int = 0
     """Number of the next request."""
     held_from: int | None = None
-    """Requests from this number on wait for an update of the weights. None: all may begin."""
+    """Requests from this number on wait for an update. None: all may begin."""
     asleep: bool = False
     version: int | None = None
     over: ChildProcessError | None = None
-    """Error of all requests, once every replica has been given up."""
+    """The error of all requests, once every replica is given up."""
 
     @property
     def drained(self) -> bool:
@@ -152,12 +140,11 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Answered:
-    """A process answered a request, or found that no replica can."""
+    """A process answered a request, with an Exception if no replica can."""
 
     process: ProcessId
     number: int
     result: object
-    """Samples, or an Exception."""
     partial: int = 0
     """Finished samples of its other open requests."""
 
@@ -201,11 +188,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Asleep:
-    """Engines may take no memory and compute nothing, until this is False."""
+    """Engines may take no memory and compute nothing, until this is False.
+
+    emptied: they lose their weights.
+    """
 
     value: bool
     emptied: bool = False
-    """Without their weights."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +226,7 @@ class Cancel:
 @dataclass(frozen=True)
 class Reply:
     number: int
-    result: object
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -281,7 +270,7 @@ def decide(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
         if not able:
             break
         chosen = min(able, key=lambda one: one.unfinished)
-        state = _with(state, chosen.given(request), waiting=_without(state.waiting, request.number))
+        state = _with(state, chosen.given(request), waiting=state.waiting[1:])
         given.append(Give(chosen.process, request.number))
     return state, (*actions, *given)
 
@@ -294,10 +283,14 @@ def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
             return state, ()
     match event:
         case Arrived(n):
-            waiting = _put(state.waiting, RoutedRequest(state.arrived, n))
+            waiting = (*state.waiting, RoutedRequest(state.arrived, n))
             state = replace(state, waiting=waiting, arrived=state.arrived + 1)
         case Cancelled(number):
-            return _cancelled(state, number)
+            waiting = tuple(one for one in state.waiting if one.number != number)
+            state = replace(state, waiting=waiting)
+            for one in state.replicas:
+                if number in one.open:
+                    return _with(state, one.without(number)), (Cancel(number),)
         case Answered(_, number, result, partial) if number in found.open:
             deaths = found.deaths if isinstance(result, Exception) else 0
             found = replace(found.without(number, partial=partial), deaths=deaths)
@@ -322,16 +315,6 @@ def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
         case Stopped(error):
             return _stopped(state, error)
     return state, actions
-
-
-def _cancelled(state: Routing, number: int) -> tuple[Routing, tuple[Action, ...]]:
-    waiting = _without(state.waiting, number)
-    if waiting is not state.waiting:
-        return replace(state, waiting=waiting), ()
-    for one in state.replicas:
-        if number in one.open:
-            return _with(state, one.without(number)), (Cancel(number),)
-    return state, ()
 
 
 def _stopped(state: Routing, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
@@ -363,9 +346,7 @@ def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, 
         actions.append(Start(following))
     if over is None:
         actions.append(Warn(message))
-    waiting = state.waiting
-    for request in broken.open.values():
-        waiting = _put(waiting, request)
+    waiting = tuple(sorted((*state.waiting, *broken.open.values())))
     fresh = Replica(process=following, status=status, deaths=deaths)
     return _with(state, fresh, waiting=waiting, over=over), tuple(actions)
 
@@ -381,11 +362,9 @@ def _emptied(state: Routing) -> Routing:
 
 
 class RequestRouter:
-    """Notes events and has the actions executed, on its event loop.
+    """Notes events on its event loop, where `act` executes the actions, and raises nothing.
 
-    Args:
-        act: executes an action, on the event loop; it may raise nothing.
-        check: raises where Ray is gone, so that a thread would wait forever.
+    check: raises where Ray is gone, so that a thread would wait forever.
     """
 
     def __init__(
@@ -421,10 +400,7 @@ class RequestRouter:
         self.do(noted())
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine on the event loop, for another thread.
-
-        Raises: ClusterLost.
-        """
+        """Return a coroutine's result to another thread. Raises ClusterLost."""
         try:
             job = asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # the event loop is closed

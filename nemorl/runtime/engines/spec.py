@@ -1,7 +1,4 @@
-"""What an engine needs to start, what it answers, and what it can't do, as plain data.
-
-Free of torch, Ray and vLLM.
-"""
+"""What an engine needs to start, answers, and can't do, without torch, Ray and vLLM."""
 
 from __future__ import annotations
 
@@ -57,36 +54,36 @@ OURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine for one model, without its weights, which come later."""
+    """An engine for one model, without its weights."""
 
     files: Mapping[str, bytes]
-    """config.json and the tokenizer's files, by their names in a model folder."""
+    """config.json and the tokenizer's files, by name."""
     vocabulary: str | None
     """`vocabulary_hash` of the trainer's tokenizer; None: no tokenizer, and no stop strings."""
     dtype: str
     max_num_seqs: int
     max_model_len: int | None
-    """Of prompt and response together; None: as the engine finds."""
+    """Of prompt and response together; None: vLLM's."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     stage: int = 0
-    """The part of the layers that this process's workers have, of `pipeline_parallel_size`."""
+    """Which part of the layers this process's workers have."""
     meeting: tuple[str, int] | None = None
-    """Address and port of the first stage's process, at which the stages' workers meet."""
+    """Address and port at which the stages' workers meet, of the first one's process."""
     sleep_level: int = 0
     trust_remote_code: bool = False
-    """Whether `files` hold code of the model or tokenizer, which the run was allowed to run."""
+    """Whether `files` hold code that the run was allowed to run."""
     engine: Mapping[str, Any]
-    """Further engine arguments, as the user gave them."""
+    """The user's further arguments."""
     on_gpus: bool = False
     adapter_rank: int = 0
-    """Largest rank of adapters that it applies; 0: it gets merged weights."""
+    """Largest rank of its adapters; 0: it gets merged weights."""
     records_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One response as the engine made it."""
+    """An engine's response."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -94,19 +91,19 @@ class Sample:
     finish_reason: FinishReason
     routed_experts: "np.ndarray | None" = field(default=None, compare=False, repr=False)
     """`[positions, layers, topk]` in int16: the experts of each token of prompt and response but
-    the last, in the layers that have experts. None: they are not recorded.
+    the last, in the layers with experts. None: not recorded.
     """
 
 
 @dataclass(frozen=True)
 class Answer:
-    """All samples of a prompt, and how busy their engine is."""
+    """A prompt's samples, and how busy their engine is."""
 
     samples: tuple[Sample, ...]
     partial: int
-    """Finished samples of prompts that are still unanswered."""
+    """Finished samples of unanswered prompts."""
     busy_s: float
-    """Seconds of computing since the engine's start."""
+    """Seconds of computing since its start."""
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -116,7 +113,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 
 def check_arguments(engine: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of vLLM that nemorl sets itself."""
+    """Raise ValueError for arguments that nemorl sets itself."""
     for name, remedy in OURS.items():
         field, value = f"generation.engine's {name}", engine.get(name)
         require(name not in engine, field, "must be left to nemorl", value, remedy)
@@ -131,11 +128,11 @@ def engine_spec(
     on_gpus: bool = False,
     records_experts: bool = False,
 ) -> EngineSpec:
-    """Return the engine for a model, with or without adapters, whose weights are not read.
+    """Return the engine for a model, whose weights are not read.
 
-    records_experts: samples have the experts of each token, if the model has any.
+    records_experts: samples have the experts of each token, if there are any.
     """
-    # At level 2 the base would be lost, which is sent once.
+    # At level 2 the base, which is sent once, would be lost.
     level = 1 if config.adapter_rank else 2
     default_level = level if on_gpus and config.colocated else 0
     positions = max_positions(model.config)
@@ -164,7 +161,7 @@ def engine_spec(
 
 
 def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
-    # A sharded model is of a class made for it, whose name no engine knows.
+    # No engine knows the class of a sharded model.
     name = next(cls.__name__ for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
     settings = {
         **json.loads(model.config.to_json_string()),
@@ -183,14 +180,12 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
-seconds.
-"""
+"""What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32), without its import."""
 
 
 def check_machine(config: GenerationConfig, model: Any, machine: Machine) -> None:
-    """Raise ValueError for engines that need more GPUs or cores than this machine has for them, and
-    for a model whose attention vLLM can't compute on a CPU.
+    """Raise ValueError for engines that need more GPUs or cores than this machine has, and for a
+    model whose attention vLLM can't compute on a CPU.
     """
     if machine.cluster:
         return

@@ -1,5 +1,5 @@
-"""Weights from a trainer to engines: `TrainerWeights` hands out those of one step, `WeightSender`
-sends them from where they are, and `check_agreement` proves that they have arrived.
+"""Weights from a trainer to engines: `TrainerWeights` reads those of one step, `WeightSender`
+sends them, and `check_agreement` proves that they have arrived.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ NEEDS = {
     "cuda_ipc": "every GPU of an engine to be a rank's",
     "nccl": "engines on other GPUs than rank 0",
 }
-REQUIRED = "as set, or as adapter_rank or pipeline_parallel_size requires"
-"""Why a way is taken that `auto` did not choose."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,13 @@ class Place:
     host: str
     pid: int
     gpus: tuple[str, ...]
-    """By their names on the node, which a process may see other ones of than the next does."""
+    """As the process names them; others on its node may see other ones."""
     uuids: tuple[str, ...] = ()
-    """Of the GPUs, with those of an engine's other stages, where torch knows them."""
+    """Of these GPUs and those of an engine's other stages, where torch knows them."""
 
     @property
     def cards(self) -> frozenset[tuple[str, str]]:
-        """Return what tells each of the GPUs from the cluster's others.
+        """Return a key of each GPU, unique in the cluster.
 
         >>> Place("node", "host", 1, ("0",)).cards == Place("node", "host", 2, ("0",)).cards
         True
@@ -83,7 +81,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Transport:
-    """A value of generation.weight_transport, and why no faster one was taken."""
+    """A value of generation.weight_transport, and why it was taken."""
 
     name: str
     reason: str = ""
@@ -99,10 +97,9 @@ class Transport:
 
 
 def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Place]) -> Transport:
-    """Return how weights get from ranks to engines, by generation.weight_transport.
+    """Return how weights get from a trainer's ranks to engines, by generation.weight_transport.
 
-    ranks: all ranks of the trainer, in order, each with its GPU. Ranks that compute on a CPU of a
-    machine with GPUs all have the first one.
+    ranks: all, in order, each with its GPU; ranks on a CPU beside GPUs all have the first one.
 
     >>> here, beside = Place("node", "host", 1, ("0",)), Place("node", "host", 2, ("1",))
     >>> print(choose_transport("auto", [here, beside], [here, beside]))
@@ -118,17 +115,17 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
         "object_store": True,
     }
     if setting != "auto":
-        needs = NEEDS.get(setting, "")
-        require(works[setting], "generation.weight_transport", f"needs {needs}", setting,
-                "remove it")  # fmt: skip
-        return Transport(setting, "as set" if setting in NEEDS else REQUIRED)
+        needs = f"needs {NEEDS.get(setting)}"
+        require(works[setting], "generation.weight_transport", needs, setting, "remove it")
+        required = ", or as adapter_rank or pipeline_parallel_size requires"
+        return Transport(setting, "as set" + required * (setting == "object_store"))
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
 
 
 def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
-    """Return the GPUs of places."""
+    """Return the keys of places' GPUs."""
     return frozenset().union(*(place.cards for place in places))
 
 
@@ -146,7 +143,7 @@ def num_ranks() -> int:
 
 
 def own_place() -> Place:
-    """Return this process's place, with the one GPU that it computes on."""
+    """Return this process's place, with its current GPU."""
     import ray
 
     gpus = uuids = tuple[str, ...]()
@@ -166,33 +163,31 @@ def uuid_of(device: torch.device | int) -> str:
 
 DEVICE = "cuda"
 ROUND_BYTES = 2**28
-"""So many are sent at a time."""
+"""Sent at a time from GPU to GPU."""
 
 
 class EnginesFailed(Exception):
-    """Engines that died, hung or raised. Its argument says why, by their rank."""
+    """Engines died, hung or raised. Its argument says why, by rank."""
 
 
 def send_by_ipc(sender: Any, weights: Iterable[tuple[str, Tensor]], *, opened: bool = True) -> None:
-    """Hand out weights in this rank's GPU to engines on the same; a collective call of all ranks.
+    """Send weights on this rank's GPU to engines on the same; a collective call.
 
-    opened: whether an engine is on this GPU.
-
-    Raises: EnginesFailed, once all ranks are through; what the weights raise, on all ranks alike.
+    opened: whether an engine is on this GPU. Raises EnginesFailed, once all ranks are through, and
+    what the weights raise, on all ranks.
     """
     client = _Client(sender)
-    transfer, key = _connected("cuda_ipc", sender, client)
-    transfer.client, transfer.source = client, _Source(sender.dtype, weights)
-    with nullcontext() if opened else _given_back(transfer):
-        transfer.send_weights()
-    if client.error is not None:
-        raise client.error
-    _CONNECTED[key] = transfer
+    with _connected("cuda_ipc", sender, client) as transfer:
+        transfer.client, transfer.source = client, _Source(sender.dtype, weights)
+        with nullcontext() if opened else _given_back(transfer):
+            transfer.send_weights()
+        if client.error is not None:
+            raise client.error
 
 
 @contextmanager
 def _given_back(transfer: Any) -> Iterator[None]:
-    """Give the buffer of a transfer back, as an engine does that has opened it."""
+    """Release a transfer's buffer, as an engine does that has opened it."""
     gather, found = transfer._all_gather_and_merge_handles, list[Any]()
 
     def gathered(handles: list[dict[str, Any]]) -> Any:
@@ -210,42 +205,43 @@ def _given_back(transfer: Any) -> Iterator[None]:
 
 
 def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Broadcast weights from this GPU to engines on other ones.
-
-    Engines hear before each round which weights it has: backends yield them in orders of their own.
+    """Broadcast weights from this GPU to engines on others, which hear before each round which
+    weights it has: their order is the backend's.
     """
-    transfer, key = _connected("nccl", sender, sender)
-    # The update has begun, and goes on with the next round.
-    transfer.client = SimpleNamespace(
-        start_weight_update=lambda: None,
-        update_weights=sender.update_weights,
-        finish_weight_update=lambda weight_version=None: None,
-    )
-    sender.start_weight_update()
-    for part in _rounds(weights):
-        transfer.source = _Source(sender.dtype, part)
-        # vLLM packs on streams of its own, which do not wait for the one that gathers and casts.
-        torch.get_device_module(DEVICE).synchronize()
-        transfer.send_weights()
-        part.clear()  # or it would stay on the GPU until the next round, or the next update
-    sender.finish_weight_update()
-    _CONNECTED[key] = transfer
+    with _connected("nccl", sender, sender) as transfer:
+        # The update has begun, and goes on with the next round.
+        transfer.client = SimpleNamespace(
+            start_weight_update=lambda: None,
+            update_weights=sender.update_weights,
+            finish_weight_update=lambda weight_version=None: None,
+        )
+        sender.start_weight_update()
+        for part in _parts(weights, ROUND_BYTES):
+            transfer.source = _Source(sender.dtype, part)
+            # vLLM packs on streams of its own, which do not wait for the one that gathers.
+            torch.get_device_module(DEVICE).synchronize()
+            transfer.send_weights()
+            part.clear()  # or it would stay on the GPU until the next round or update
+        sender.finish_weight_update()
 
 
-def _rounds(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def _parts(
+    weights: Iterable[tuple[str, Tensor]], num_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
     part, size = list[tuple[str, Tensor]](), 0
     for name, tensor in weights:
         part.append((name, tensor))
         size += tensor.nbytes
-        if size >= ROUND_BYTES:
+        if size >= num_bytes:
             yield part
             part, size = [], 0
     if part:
         yield part
 
 
-def _connected(transport: str, sender: Any, client: Any) -> tuple[Any, Any]:
-    """Return vLLM's transfer engine, to be put back after a transfer, and its key."""
+@contextmanager
+def _connected(transport: str, sender: Any, client: Any) -> Iterator[Any]:
+    """Yield vLLM's transfer engine, which is kept unless a transfer fails."""
     key = (transport, *sender.places.values())
     transfer = _CONNECTED.pop(key, None)
     if transfer is None:
@@ -253,7 +249,8 @@ def _connected(transport: str, sender: Any, client: Any) -> tuple[Any, Any]:
             _, old = _CONNECTED.popitem()  # its end may wait for engines that are gone
             threading.Thread(target=old.shutdown, daemon=True).start()
         transfer = _connect(transport, sender, client)
-    return transfer, key
+    yield transfer
+    _CONNECTED[key] = transfer
 
 
 _CONNECTED: dict[Any, Any] = {}
@@ -269,19 +266,18 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
 
     info: Any
     if transport == "cuda_ipc":
-        rank = torch.distributed.get_rank() if num_ranks() > 1 else 0
+        rank = dist.get_rank() if num_ranks() > 1 else 0
         sizes = [math.prod(shape) * sender.dtype.itemsize for shape in sender.expected.values()]
         largest = max([ROUND_BYTES, *sizes])  # every tensor has to fit in the shared buffer
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=largest)
     else:
-        world = 1 + sender.processes * len(sender.actors)
-        size = {"packed": True, "packed_buffer_size_bytes": ROUND_BYTES // 4}
         info = NCCLTrainerInitInfo(
             rank=0,
-            world_size=world,
+            world_size=1 + sender.processes * len(sender.actors),
             master_address=ray.util.get_node_ip_address(),
             master_port=free_port(),
-            **size,
+            packed=True,
+            packed_buffer_size_bytes=ROUND_BYTES // 4,
         )
     source = _Source(sender.dtype, ())
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
@@ -289,7 +285,7 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
 
 @dataclass
 class _Client:
-    """Calls engines until one fails, after which the ranks' collectives go on without them."""
+    """Calls engines until one fails; the ranks' collectives go on."""
 
     sender: Any
     error: EnginesFailed | None = None
@@ -307,7 +303,7 @@ class _Client:
 
 @dataclass
 class _Source:
-    """A WeightSource of vLLM's."""
+    """A WeightSource for vLLM."""
 
     dtype: torch.dtype
     weights: Iterable[tuple[str, Tensor]]
@@ -323,7 +319,7 @@ class _Source:
 
 
 BUCKET_BYTES = 2**26
-"""While engines load a bucket of about so much, the next one is gathered."""
+"""Sent at a time through Ray: engines load a bucket while the next one is gathered."""
 WAYS_OF_GPUS = {"cuda_ipc": send_by_ipc, "nccl": send_by_nccl}
 T = TypeVar("T")
 
@@ -332,8 +328,8 @@ Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
 
 
 def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], Stored]:
-    """Return names and shapes of the weights in files of a model with this config.json, tied ones
-    once, and which live tensors files have otherwise.
+    """Return names and shapes of the weights in files of a model with this config.json, and which
+    live tensors files have otherwise.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -346,13 +342,12 @@ def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], S
     return shapes_of(dict(merged_tensors(model)), stored), stored
 
 
-def _with_floats(values: dict[str, Any]) -> Any:
-    # As transformers writes infinity.
+def _with_floats(values: dict[str, Any]) -> Any:  # as transformers writes infinity
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _one_by_one(model: Any) -> Stored:
-    """Return the names by which vLLM takes gpt-oss's experts one by one, through loaders."""
+    """Return the names by which vLLM's loaders take gpt-oss's experts one by one."""
     if model.config.model_type != "gpt_oss":
         return {}
     names = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -368,9 +363,8 @@ def _one_by_one(model: Any) -> Stored:
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights up to the first unexpected one.
-
-    Raises ValueError, after the last one, that lists all that do not fit.
+    """Yield the weights before the first unexpected one. Raises ValueError, after the last one,
+    that lists all that do not fit.
     """
     missing, wrong = dict(expected), []
     for name, tensor in weights:
@@ -393,14 +387,14 @@ class UpdateReceipt:
 
     version: int
     failed: Mapping[int, str]
-    """What went wrong. If anything did, all must be sent all weights again."""
+    """If any failed, all must be sent all weights again."""
     wrong: Mapping[int, str] = field(default_factory=dict)
-    """Weights that arrived otherwise than they were sent."""
+    """What arrived otherwise than it was sent."""
     num_weights: int = 0
     transport: Transport | None = None
 
     def check(self) -> None:
-        """Raise WeightsDiffer, which names the first engine and its weights, if any is wrong."""
+        """Raise WeightsDiffer, which names the first wrong engine and its weights."""
         for rank, said in self.wrong.items():
             raise WeightsDiffer(
                 f"replica {rank} must get the trainer's weights of version {self.version}, but it"
@@ -410,41 +404,38 @@ class UpdateReceipt:
 
 @dataclass(kw_only=True)
 class WeightSender:
-    """Gives engines the weights of an iterator; may be pickled and called in another process.
-
-    Where a trainer has several ranks, all call it. Rank 0's is the client of vLLM's own engines.
+    """Gives engines the weights of an iterator; may be pickled and called in another process, by
+    all ranks of a trainer.
     """
 
     actors: Mapping[int, Any]
     sealed: bytes = b""
-    """The actors, once it was pickled: rank 0 alone has a part in Ray, and can read them."""
+    """The pickled actors, which rank 0 alone can read, as it alone has a part in Ray."""
     places: Mapping[int, Place]
     expected: Mapping[str, tuple[int, ...]]
     stored: Stored = field(default_factory=dict)
-    """Live tensors that files have otherwise: of each expert its own."""
+    """Live tensors that files have otherwise."""
     dtype: torch.dtype
-    """The engines'. Floating point numbers are cast to it."""
+    """The engines'."""
     transport: str = "auto"
     processes: int = 1
     timeout_s: float = 300.0
     left_s: float = math.inf
     """Seconds that engines may still take for an update, while other ranks wait."""
     version: int = 0
-    """Version of the policy; the engines' tokens carry it."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Why engines failed, also where the trainer's own end of a transfer hangs."""
+    """Why engines failed, also where the trainer's end of a transfer hangs."""
     arrived: dict[int, list[list[tuple[str, int]]]] = field(default_factory=dict)
 
     def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> UpdateReceipt:
-        """Return how it went, by checksums of what was sent and of what engines got.
-
-        Raises ValueError for weights of another model.
+        """Return how it went, by checksums of what was sent and of what arrived. Raises ValueError
+        for weights of another model.
         """
         self = replace(self, version=version, arrived={})
         ranks, places = places_of_ranks(), list(self.places.values())
         several = len(ranks) > 1
         transport = choose_transport(self.transport, ranks, places)
-        sends = not several or torch.distributed.get_rank() == 0
+        sends = not several or dist.get_rank() == 0
         if sends and self.sealed:
             self = replace(self, actors=pickle.loads(self.sealed), sealed=b"")
         if not sends and transport.name != "cuda_ipc":
@@ -459,11 +450,10 @@ class WeightSender:
         try:
             if transport.name == "cuda_ipc" and several:
                 self = replace(self, left_s=self.timeout_s)
-                own = ranks[torch.distributed.get_rank()]
-                opened = bool(own.cards & cards_of(places))
-                self._send_together(checked, weights, transport, opened=opened)
+                opened = bool(ranks[dist.get_rank()].cards & cards_of(places))
+                self._send_on_gpus(checked, weights, transport, opened=opened)
             elif transport.name in WAYS_OF_GPUS:
-                self._send_in_time(checked, transport)
+                self._send_on_gpus(checked, weights, transport)
             else:
                 self._send_buckets(None if has_base else checked, adapters, sent)
         except EnginesFailed as error:
@@ -475,40 +465,41 @@ class WeightSender:
         sealed = self.sealed or cloudpickle.dumps(self.actors)
         return {**vars(self), "actors": {}, "sealed": sealed}
 
-    def _send_in_time(self, checked: Iterator[tuple[str, Tensor]], transport: Transport) -> None:
-        send = partial(WAYS_OF_GPUS[transport.name], self, checked)
-        try:
-            _in_time(send, self.timeout_s, self.failed)
-        except (EnginesFailed, ValueError, TimeoutError):
-            raise
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}{transport.remedy}"
-            raise RuntimeError(said) from error
-
-    def _send_together(
+    def _send_on_gpus(
         self,
         checked: Iterator[tuple[str, Tensor]],
         weights: Iterable[tuple[str, Tensor]],
         transport: Transport,
-        *,
-        opened: bool,
+        **together: bool,
     ) -> None:
-        """opened: an engine is on this rank's GPU. Raises FailedAlone."""
+        """together: options of `send_by_ipc`, if all ranks send, which raises FailedAlone."""
+        send: Callable[[], Any]
+        send = partial(WAYS_OF_GPUS[transport.name], self, checked, **together)
+        if not together:
+            done = started(send, current_device())
+            if not wait([done], self.timeout_s).done:
+                why = [f"; replica {rank} failed: {said}" for rank, said in self.failed.items()]
+                raise TimeoutError(
+                    f"the weights were not through within {self.timeout_s:g} s"
+                    " (generation.timeout_s): where a network hangs, set"
+                    f" generation.weight_transport object_store{''.join(why)}"
+                )
+            send = done.result
         try:
-            send_by_ipc(self, checked, opened=opened)
+            send()
         except (EnginesFailed, ValueError):
             raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}{transport.remedy}"
-            raise FailedAlone(said) from error
+            kind = FailedAlone if together else RuntimeError
+            raise kind(f"{type(error).__name__}: {error}{transport.remedy}") from error
         finally:
-            if isinstance(weights, Generator):
+            if together and isinstance(weights, Generator):
                 weights.close()
 
     def _noted(
         self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Cast weights as engines are to have them, and keep a tensor_checksum of each."""
+        """Cast weights to the engines' type, and keep a checksum of each."""
         for name, tensor in weights:
             cast = tensor.detach().to(self.dtype if tensor.is_floating_point() else tensor.dtype)
             sent[name] = tensor_checksum(cast)
@@ -525,7 +516,7 @@ class WeightSender:
         return UpdateReceipt(version=self.version, failed={}, wrong=wrong, num_weights=len(sent))
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
-        """Call a method of each engine; return the calls by rank."""
+        """Call a method of each engine, and return the calls by rank."""
         return {rank: one.call.remote(method, *args) for rank, one in self.actors.items()}
 
     def wait(self, calls: Mapping[int, Any]) -> dict[int, Any]:
@@ -541,10 +532,8 @@ class WeightSender:
                 if call in ready:
                     results[rank] = ray.get(call)
                     continue
-                late = f"{self.timeout_s:g} s (generation.timeout_s)"
-                reasons[rank] = f"it took no new weights for {late}"
-                if not math.isinf(self.left_s):
-                    reasons[rank] = f"it had not taken all new weights after {late}: raise it"
+                limit = f"{self.timeout_s:g} s (generation.timeout_s)"
+                reasons[rank] = f"it had not taken all new weights after {limit}: raise it"
             except ray.exceptions.RayTaskError as error:
                 reasons[rank] = f"{type(error.cause).__name__}: {error.cause}"
             except ray.exceptions.RayError as error:
@@ -579,35 +568,22 @@ class WeightSender:
         adapters: Mapping[str, Tensor],
         sent: dict[str, Tensor],
     ) -> None:
-        """Send through Ray's object store, which engines on this machine map."""
+        """Through Ray's object store, which engines on this machine map."""
         import ray
 
         calls: dict[int, Any] = {}
         try:
-            for bucket in self._buckets(weights) if weights is not None else ():
+            for part in _parts(weights or (), BUCKET_BYTES):
                 calls = calls or self.start("begin_weights")
-                stored = ray.put({"bucket": bucket})
+                stored = ray.put({"bucket": _packed(part)})
                 waiting, calls = calls, {}
                 self.wait(waiting)
                 calls = self.start("load_weights", stored)
         finally:  # none may come after the begin of another update
             self.wait(calls)
-        held = itertools.chain.from_iterable(self._buckets(self._noted(adapters.items(), sent)))
-        stored = (ray.put(list(held)),) if adapters else ()
-        calls = self.start("finish_weights", self.version, *stored)
+        held = _packed(self._noted(adapters.items(), sent))
+        calls = self.start("finish_weights", self.version, *([ray.put(held)] if held else ()))
         self.arrived.update(self.wait(calls))
-
-    def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        bucket: Bucket = []
-        size = 0
-        for name, tensor in weights:
-            flat = tensor.cpu().contiguous().view(-1)
-            bucket.append((name, flat.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()))
-            size += flat.nbytes
-            if size >= BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        yield bucket
 
 
 def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> str:
@@ -633,14 +609,22 @@ def _without_adapters(
             yield name, tensor
 
 
+def _packed(weights: Iterable[tuple[str, Tensor]]) -> Bucket:
+    flat = [(name, tensor.shape, tensor.cpu().contiguous().view(-1)) for name, tensor in weights]
+    return [
+        (name, each.dtype, tuple(shape), each.view(torch.uint8).numpy())
+        for name, shape, each in flat
+    ]
+
+
 def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a bucket, which must not be written to."""
+    """Yield a bucket's tensors, which must not be written to."""
     for name, dtype, shape, data in bucket:
         yield name, torch.from_numpy(data).view(dtype).view(shape)
 
 
 def current_device() -> int | str | None:
-    """Return the current GPU, if there is one."""
+    """Return the current GPU, if any."""
     module = torch.get_device_module(DEVICE)
     return module.current_device() if module.is_available() else None
 
@@ -662,27 +646,13 @@ def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
     return done
 
 
-def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int, str]) -> None:
-    """Call it in a daemon thread. Raises TimeoutError."""
-    done = started(function, current_device())
-    if not wait([done], timeout_s).done:
-        why = "".join(f"; replica {rank} failed: {reason}" for rank, reason in failed.items())
-        raise TimeoutError(
-            f"the weights were not through within {timeout_s:g} s (generation.timeout_s): where a"
-            f" network hangs, set generation.weight_transport object_store{why}"
-        )
-    done.result()
-
-
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.25}
-"""How far the log-probabilities of trainer and generator may be apart, by what the generator
-computes in.
-"""
+"""Largest difference of log-probabilities by rounding, by the generator's precision."""
 
 
 @runtime_checkable
 class HasWeights(Protocol):
-    """What is read of a trainer, whether or not it has the other methods."""
+    """What is read of any trainer."""
 
     @property
     def step(self) -> int: ...
@@ -702,19 +672,18 @@ class SendsWeights(Protocol):
         together: bool = False,
         **options: Any,
     ) -> Any:
-        """Return `send(weights)`, called where rank 0 has the weights, gathered in `dtype`.
+        """Return `send(weights)` of rank 0, with the weights gathered in `dtype`.
 
-        together: called by all ranks, of which rank 0 returns. options: of the backend's `weights`,
-        such as `adapters`.
+        together: all ranks call it. options: of the backend's `weights`, such as `adapters`.
         """
 
 
 class TrainerWeights(WeightSource):
     """The weights of a trainer after its last step; their version is its `step`.
 
-    `send` and the methods of a trainer that is `InTurns` wait for each other, so that no collective
-    of a reader meets one of a step; of another trainer, `send` must not meet a step. The iterator
-    of `newest` holds nothing up, and raises RuntimeError if a step comes between.
+    `send` and the methods of a trainer that is `InTurns` wait for each other, so that their
+    collectives don't meet; of another trainer, `send` must not meet a step. The iterator of
+    `newest` holds nothing up, and raises RuntimeError if a step comes between.
     """
 
     def __init__(self, trainer: HasWeights) -> None:
@@ -762,8 +731,8 @@ class TrainerWeights(WeightSource):
 def sync_weights(
     trainer: HasWeights, generator: GenerationBackend, *, in_flight: InFlight = "keep"
 ) -> None:
-    """Give the generator the trainer's newest weights, unless it has them already. Blocks, also
-    where an event loop runs. After an error nothing can be generated until an update succeeds.
+    """Give the generator the trainer's newest weights, unless it has them. Blocks, also where an
+    event loop runs. After an error nothing can be generated until an update succeeds.
     """
     if generator.policy_version != trainer.step:
         options: Any = {} if in_flight == "keep" else {"in_flight": in_flight}
@@ -778,11 +747,11 @@ def check_agreement(
     precision: str,
     num_tokens: int = 8,
 ) -> float:
-    """Return the largest difference between the log-probabilities that trainer and generator give
-    to the tokens of a greedy answer. The generator sleeps from then on.
+    """Return the largest difference between the trainer's and the generator's log-probabilities of
+    a greedy answer's tokens. The generator sleeps from then on.
 
-    Raises RuntimeError where it is more than rounding can explain: the generator then has other
-    weights, or computes another model.
+    Raises RuntimeError where it is more than rounding: the generator then has other weights, or
+    computes another model.
     """
     greedy = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
     answer = generator.generate([prompt], greedy)[0]

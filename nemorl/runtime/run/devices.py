@@ -155,7 +155,7 @@ class Devices:
         """Refuse a Ray cluster without room for ranks and engines together."""
         if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
             return
-        from nemorl.runtime.engines.processes import engine_bundles
+        from nemorl.runtime.engines.replicas import engine_bundles
         from nemorl.runtime.ranks.actors import rank_bundles
         from nemorl.runtime.workers.cluster import (
             RayVirtualCluster,

@@ -1,6 +1,4 @@
-"""The one connection to Ray that a process has: begun with its first user, ended with its last;
-and bundles of CPUs and GPUs.
-"""
+"""The one connection to Ray that a process has, and bundles of CPUs and GPUs."""
 
 import logging
 import os
@@ -44,14 +42,15 @@ STARTED = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Ray's own would be in a file, for all clusters
     ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",  # listen on 127.0.0.1, as on macOS
 }
-"""For a cluster that is started here. One token per process, because Ray caches it."""
+"""For a cluster that is started here. Ray caches the token in a process."""
 ATTACHED = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # or Ray ends this process, unsaved
     "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error
 }
-PROBES, PROBE_S = 3, 2.0
+PROBE_S = 4.0
+"""Longest wait for the head of a cluster to take a connection."""
 LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Longest path of Ray's folder, in bytes, as the path of a Unix socket has at most 107."""
+"""Of Ray's folder, in bytes: the path of a Unix socket has at most 107."""
 GUARD = """
 import contextlib, os, select, signal, sys
 group, watched, *others = map(int, sys.argv[1:])
@@ -87,8 +86,8 @@ class ClusterLost(RayClusterError):
 _LOCK = threading.RLock()
 _STATE = {"users": 0, "ours": False, "local": False}
 _SESSION = ExitStack()
-"""Removes Ray's folder, where the cluster was started here, at a later start: until then Ray's
-processes may write to it.
+"""Gives up the folder of a cluster that was started here: a later start removes it, as Ray's
+processes may still write to it.
 """
 _GUARDS: list[subprocess.Popen] = []
 
@@ -101,11 +100,11 @@ def connect(
     timeout_s: float = 600,
     setting: str = "runtime.start_timeout_s",
 ) -> None:
-    """Be connected to Ray until `release` is called.
+    """Be connected to Ray until `release` is called, by the last that has connected.
 
     To this process's cluster, the one at `address` or RAY_ADDRESS, or a local one with so many CPUs
-    and GPUs (None: the machine's). timeout_s: longest start of a local one, which is the user's
-    `setting`. Raises RayClusterError.
+    and GPUs (None: the machine's). timeout_s: longest start of a local one, the user's `setting`.
+    Raises RayClusterError.
     """
     with _LOCK:
         if not ray.is_initialized():
@@ -125,7 +124,7 @@ def connect(
 
 
 def release() -> None:
-    """End a connection that `connect` began, with its last user."""
+    """End a connection of `connect`, with its last user."""
     with _LOCK:
         _STATE["users"] -= 1
         if not _STATE["users"] and _STATE["ours"]:
@@ -135,20 +134,20 @@ def release() -> None:
 
 
 def is_local() -> bool:
-    """Return whether the cluster was started here: it gets no more nodes."""
+    """Return whether the cluster was started here, and gets no more nodes."""
     return bool(_STATE["local"])
 
 
 def has_gpus() -> bool:
-    """Of a cluster that was not started here Ray says it: this machine may be one without GPUs."""
+    """Return whether this machine has GPUs, or the cluster, if it was not started here."""
     if torch.cuda.is_available():
         return True
     return not _STATE["local"] and ray.cluster_resources().get("GPU", 0) > 0
 
 
 def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
-    """Start a process that waits for the end of this one, however it comes, and then ends the
-    others and a group. It is an `owner`, too: see `claim`.
+    """Start a process that ends the others and a process group when this one ends, however that
+    comes. It is an `owner`, too: see `claim`.
     """
     _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
@@ -167,23 +166,21 @@ def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
 
 
 def check() -> None:
-    """Raise ClusterLost if the cluster's head does not answer."""
+    """Raise ClusterLost if the cluster's head does not answer, or the connection has ended."""
+    if not ray.is_initialized():  # to ask for its address would start a cluster
+        raise ClusterLost("the Ray cluster is lost: the connection to it has ended")
     address = ray.get_runtime_context().gcs_address
-    for attempt in range(PROBES):
-        try:
-            socket.create_connection(_endpoint(address), timeout=PROBE_S).close()
-            return
-        except OSError as error:
-            reason = error.strerror or error
-            if attempt + 1 < PROBES:
-                time.sleep(PROBE_S / 2)
-    raise ClusterLost(
-        f"the Ray cluster is lost: the cluster's head ({address}) does not answer ({reason})"
-    )
+    try:
+        _probe(address)
+    except OSError as error:
+        raise ClusterLost(
+            f"the Ray cluster is lost: the cluster's head ({address}) does not answer"
+            f" ({error.strerror or error})"
+        ) from None
 
 
 def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int:
-    """In a folder of this user alone; return what claims the folder."""
+    """Start Ray in a folder of this user; return what claims the folder."""
     folder = _private_folder()
     owner = claim(folder)
     begin = time.monotonic()
@@ -210,7 +207,7 @@ def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int
 
 
 def _private_folder() -> Path:
-    """Make a folder of this user alone: Ray opens its own to everybody."""
+    """Make a folder that others can't enter, as they can Ray's own."""
     chosen = os.environ.get("RAY_TMPDIR")
     places = [chosen] if chosen else [tempfile.gettempdir(), "/tmp"]
     longest = LONGEST_PATH - len(f"/{OURS.replace('*', '12345678')}/r")
@@ -219,22 +216,21 @@ def _private_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix=OURS.rstrip("*"), dir=fitting[0]))
     except (IndexError, OSError) as error:
         raise RayClusterError(
-            "RAY_TMPDIR must be a folder that can be written to, with a path of at most"
-            f" {longest} bytes, as Ray's sockets are below it, but it is {places[0]!r} ({error}):"
-            " name another one"
+            f"RAY_TMPDIR must be a writable folder with a path of at most {longest} bytes, for the"
+            f" sockets below it, but it is {places[0]!r} ({error}): name another one"
         ) from error
 
 
 def _attach(address: str) -> None:
     try:
         if re.search(r"^[^/]+:\d+$", address):  # Ray itself would try for minutes
-            socket.create_connection(_endpoint(address), timeout=2 * PROBE_S).close()
+            _probe(address)
         _initialize(address, ATTACHED)
     except Exception as error:
         if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
             remedy = (
-                "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head"
-                " in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+                "it asks for a token: set RAY_AUTH_MODE=token, and give the head's token in"
+                " RAY_AUTH_TOKEN or ~/.ray/auth_token"
             )
         else:
             remedy = (
@@ -247,7 +243,7 @@ def _attach(address: str) -> None:
 
 
 def _initialize(address: str, variables: Mapping[str, str], **options: Any) -> None:
-    ray_constants.ENABLE_RAY_CLUSTER = address != "local"  # which it has read from the environment
+    ray_constants.ENABLE_RAY_CLUSTER = address != "local"  # as read from the environment before
     try:
         with _environment(variables), _handlers(), _quiet():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -274,7 +270,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _handlers() -> Iterator[None]:
-    """Keep the handlers of signals that Ray replaces; they get a SIGTERM that came then."""
+    """Keep the signal handlers that Ray replaces; they get a SIGTERM that came then."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
     before = {number: signal.getsignal(number) for number in numbers}
@@ -293,7 +289,7 @@ def _handlers() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Ray from printing what its daemons say of dead workers: no setting does."""
+    """Keep Ray from printing its daemons' messages on dead workers, which no setting does."""
     module = ray._private.worker
     before = module.listen_error_messages
     module.listen_error_messages = lambda worker, threads_stopped: None
@@ -303,23 +299,23 @@ def _quiet() -> Iterator[None]:
         module.listen_error_messages = before
 
 
-def _endpoint(address: str) -> tuple[str, int]:
+def _probe(address: str) -> None:
     host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
 
 
 DRIVER = "driver"
-"""Stands for the node of this process as the node of a bundle."""
+"""A bundle's node: this process's."""
 TOO_LITTLE = "the cluster has too little"
 
 
 class ResourcesError(ValueError):
-    """The cluster has too little for what was asked for."""
+    """The cluster has too little."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What one worker needs, on any node or on `node`, the id of a Ray node or DRIVER.
+    """What a worker needs, on any node or on `node`, a Ray node's id or DRIVER.
 
     >>> Bundle(cpus=2, gpus=1, workers=4).amounts
     {'CPU': 8, 'GPU': 4}
@@ -330,7 +326,7 @@ class Bundle:
     resources: Mapping[str, float] = field(default_factory=dict)
     node: str | None = None
     workers: int = 1
-    """Workers that each need this, together on one node."""
+    """So many need this, on one node together."""
 
     def __post_init__(self) -> None:
         named = {f"resources__{name}": amount for name, amount in self.resources.items()}
@@ -341,14 +337,14 @@ class Bundle:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """Return the amounts of all workers together by Ray's names, without zeros."""
+        """Return all workers' amounts together by Ray's names, without zeros."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {name: self.workers * amount for name, amount in amounts.items() if amount}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the bundles of one name are, sorted by node: this process's first, then by address."""
+    """Where bundles of a name are, by node: this process's first, then by address."""
 
     bundles: tuple[Bundle, ...]
     group: PlacementGroup
@@ -357,13 +353,13 @@ class Placement:
 
     def options(self, number: int) -> dict[str, Any]:
         """Return Ray's options of a worker in a bundle."""
-        bundle, where = self.bundles[number], self.indices[number]
+        bundle = self.bundles[number]
         return {
             "num_cpus": bundle.cpus,
             "num_gpus": bundle.gpus,
             "resources": dict(bundle.resources),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=where
+                self.group, placement_group_bundle_index=self.indices[number]
             ),
         }
 
@@ -372,11 +368,11 @@ class RayVirtualCluster:
     """Named groups of bundles, reserved together or not at all.
 
     On the cluster that this process is connected to, the one at `address` (or RAY_ADDRESS; "auto":
-    the one that runs on this machine), or else a local one of `num_cpus` and `num_gpus` (None: the
-    machine's), which ends with its last user.
+    the one on this machine), or a local one of `num_cpus` and `num_gpus` (None: the machine's),
+    which ends with its last user.
 
-    Raises ResourcesError where the bundles do not fit within `timeout_s`, and RayClusterError where
-    Ray cannot be reached or started.
+    Raises ResourcesError where the bundles find no room within `timeout_s`, and RayClusterError
+    where Ray cannot be reached or started.
     """
 
     def __init__(
@@ -447,12 +443,10 @@ class RayVirtualCluster:
             nodes=tuple(nodes[index] for index in indices),
         )
 
-    def check(self) -> None:
-        """Raise ClusterLost if the cluster's head is gone."""
-        check()
+    check = staticmethod(check)
 
     def shutdown(self) -> None:
-        """Return the bundles, and end Ray if it was started here. May be called again."""
+        """Give the bundles back, and end Ray if it was started here. May be called again."""
         self._release.close()
 
     def __enter__(self) -> "RayVirtualCluster":
@@ -463,7 +457,7 @@ class RayVirtualCluster:
 
 
 def natural(text: str) -> list[str | int]:
-    """Return a key that sorts the numbers in a text, such as an address, as numbers.
+    """Return a key that sorts numbers in a text as numbers.
 
     >>> sorted(["10.0.0.10", "10.0.0.9"], key=natural)
     ['10.0.0.9', '10.0.0.10']
@@ -472,7 +466,7 @@ def natural(text: str) -> list[str | int]:
 
 
 def table(bundles: Mapping[str, Sequence[Bundle]], reason: str) -> str:
-    """Return why bundles do not fit, what was asked, by name, and what there is."""
+    """Return why bundles do not fit, what was asked for, and what there is."""
     rows = [("asked", name, _in_words(of_name)) for name, of_name in bundles.items()]
     for node in _nodes():
         name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
@@ -505,26 +499,18 @@ def _has(resources: Mapping[str, float]) -> str:
 
 
 def most_on_a_node(resource: str) -> float:
-    """Return how much of a resource the node with the most has."""
+    """Return the most that a node has of a resource."""
     return max((node["Resources"].get(resource, 0) for node in _nodes()), default=0)
 
 
 def could_fit(bundles: Sequence[Bundle]) -> bool:
-    """Return whether each bundle fits on one of the present nodes, and all in their sum."""
-    nodes, asked = _nodes(), Counter[str]()
-
-    def fits(amounts: Mapping[str, float], resources: Mapping[str, float]) -> bool:
-        return all(resources.get(name, 0) >= amount for name, amount in amounts.items())
-
-    for bundle in bundles:
-        places = [one for one in nodes if bundle.node in (None, one["NodeID"])]
-        if not any(fits(bundle.amounts, one["Resources"]) for one in places):
-            return False
-        asked.update(bundle.amounts)
-    there = Counter[str]()
-    for node in nodes:
-        there.update(node["Resources"])
-    return fits(asked, there)
+    """Return whether each bundle fits on a node, and all in the nodes' sum."""
+    nodes = {node["NodeID"]: Counter[str](node["Resources"]) for node in _nodes()}
+    asked = [(bundle.node, Counter(bundle.amounts)) for bundle in bundles]
+    return all(
+        any(amounts <= has for id, has in nodes.items() if node in (None, id))
+        for node, amounts in asked
+    ) and sum((amounts for _, amounts in asked), Counter()) <= sum(nodes.values(), Counter())
 
 
 def _nodes() -> list[Any]:
@@ -532,8 +518,8 @@ def _nodes() -> list[Any]:
 
 
 def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int | None:
-    """Return the memory in bytes of the smallest GPU, of one on each node that bundles with GPUs
-    take; None where it is not known.
+    """Return the memory in bytes of the smallest GPU, of one on each node that bundles take; None
+    where it is not known.
     """
     with (
         suppress(ResourcesError, RayError),  # such as a node without nemorl
@@ -551,8 +537,5 @@ def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int
 
 
 def _gpu_memory() -> int:
-    """In bytes; 0 where torch sees no GPU."""
-    import torch
-
-    available = torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if available else 0
+    cuda = torch.cuda
+    return cuda.get_device_properties(0).total_memory if cuda.is_available() else 0

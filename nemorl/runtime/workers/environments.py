@@ -1,4 +1,4 @@
-"""Objects of environments in processes of a Ray cluster, for code that blocks, hangs or crashes."""
+"""Environments' objects in processes of Ray, for code that blocks, hangs or crashes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ from nemorl.runtime.workers.worker import Worker, host
 
 PACKAGE = Path(__file__).parents[2]
 DEFAULTS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
-"""Ray's options of a worker; rollout.worker adds to them."""
+"""Ray's options of a worker, before those of rollout.worker."""
 START_S = 600.0
-"""Longest start of a worker."""
 
 
 class Turns:
@@ -65,7 +64,7 @@ class Turns:
         self._serve(1)
 
     def _serve(self, more: int) -> None:
-        """Give the free places, and `more`, to those that wait."""
+        """Give free places, and `more`, to those that wait."""
         with self._lock:
             self._free += more
             while self._free and self._waiting:
@@ -78,9 +77,9 @@ class Turns:
 class RayWorkers:
     """At most `count` processes, each of which holds the object of one conversation at a time.
 
-    They are used again, by event loops of any thread. One whose call was given up, at its time
-    limit or by cancellation, is killed, and only its own conversation fails.
-    options: of the actors, by Ray's names. Raises ValueError for others.
+    They are used again, by any thread's event loops. One whose call was given up is killed, and
+    only its own conversation fails.
+    options: of Ray's actors. Raises ValueError for others.
     """
 
     def __init__(self, count: int, options: Mapping[str, Any]) -> None:
@@ -97,8 +96,7 @@ class RayWorkers:
     @asynccontextmanager
     async def room(self, make: Callable[..., Any], kind: type) -> AsyncIterator[Callable[..., Any]]:
         """Wait for a process; yield `async def made(*args, **named)`, which makes a `kind` there.
-
-        Raises RayClusterError, and ResourcesError where the processes don't fit.
+        Raises RayClusterError, and ResourcesError where processes don't fit.
         """
         self._connect()
         async with self._turns:
@@ -155,7 +153,7 @@ class RayWorkers:
 class _Process:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.busy = worker, False
-        """busy: whether a call has not returned; it can't be used then, or after its death."""
+        """busy: a call has not returned, or it died."""
         self.environment: Any = None
         self._end = f"{worker} is lost"
 
@@ -198,7 +196,7 @@ async def _made(process: _Process, make: bytes, kind: type, *args: Any, **named:
 
 
 def _class_of(kind: type) -> type:
-    """Return a class with the methods of `kind`, which are called in a process."""
+    """Return a class that calls the methods of `kind` in a process."""
 
     def remote(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         plain = inspect.signature(method)
@@ -231,7 +229,7 @@ def _class_of(kind: type) -> type:
 
 
 def _sent(make: Callable[..., Any], kind: type) -> bytes:
-    """Pickle a class or factory, by value where it is the user's own file."""
+    """Pickle a class or factory, by value if it is the user's."""
     own = {sys.modules.get(getattr(each, "__module__", "")) for each in (make, kind)}
     mine = [each for each in own if each is not None and _is_own(each)]
     for module in mine:

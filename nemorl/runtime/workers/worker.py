@@ -1,4 +1,4 @@
-"""The one worker: a process that Ray places, with an object whose methods are called by name."""
+"""The one worker: a process that Ray places, with an object whose methods are called."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from nemorl.runtime.workers.cluster import Placement, check, natural, start_guar
 
 TICK_S = 0.5
 ALONE_S = 10.0
-"""Seconds to wait for the other workers once one has failed: they stay usable where all fail."""
+"""Seconds to wait for the others once a worker has failed: where all fail, all stay usable."""
 
 
 def host() -> type:
-    """Return the class of actors that host an object. It needs nothing of ours in their process."""
+    """Return the class of actors that host an object, in processes without nemorl, too."""
 
     class Host:
         def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -65,7 +65,7 @@ def host() -> type:
 
 @dataclass
 class Worker:
-    """An actor, and what errors say of its process."""
+    """An actor, and its process."""
 
     actor: Any
     name: str = "worker"
@@ -73,7 +73,7 @@ class Worker:
     """A file on its node."""
     host: str = ""
     pid: int = 0
-    """0: it is not up yet."""
+    """0: it is not up."""
 
     def __str__(self) -> str:
         known = [f"process {self.pid} on {self.host}"] * (self.pid > 0)
@@ -85,7 +85,7 @@ class Worker:
 
     @contextmanager
     def failures(self, doing: str = "") -> Iterator[None]:
-        """Raise what a method has raised, or WorkerDied, for Ray's errors."""
+        """Raise a method's own error, or WorkerDied, for Ray's errors."""
         try:
             yield
         except RayError as error:
@@ -101,9 +101,8 @@ class Worker:
         timeout_s: float | None = None,
         setting: str = "",
     ) -> Any:
-        """Return the result of a call of the actor, or raise what it raised.
-
-        Raises WorkerDied, and WorkerTimeout after `timeout_s`, which is the user's `setting`.
+        """Return the result of a call, or raise what it raised, WorkerDied, or WorkerTimeout after
+        `timeout_s`, the user's `setting`.
         """
         limit = asyncio.timeout(timeout_s)
         try:
@@ -121,7 +120,7 @@ class Worker:
 
 
 def late(doing: str, timeout_s: float, setting: str, who: str) -> WorkerTimeout:
-    """Return the error for workers that have not answered in time."""
+    """Return the error for workers that do not answer."""
     limit = f" ({setting})" if setting else ""
     return WorkerTimeout(f"no answer to {doing} within {timeout_s:g} s{limit} from {who}")
 
@@ -135,9 +134,9 @@ class WorkerInfo:
     host: str
     pid: int
     port: int
-    """One that was free when the worker started."""
+    """Free when the worker started."""
     gpus: tuple[str, ...]
-    """The GPUs of its node that it has, as CUDA_VISIBLE_DEVICES names them."""
+    """As CUDA_VISIBLE_DEVICES names them."""
 
 
 def _place() -> WorkerInfo:
@@ -153,11 +152,11 @@ def _place() -> WorkerInfo:
 
 
 class RayWorkerGroup:
-    """Workers in bundles: each is a process with an object of the class `target` ("module:Class").
+    """Workers in bundles, each a process with an object of the class `target` ("module:Class").
 
     They are ranked by node, in the placement's order, and on a node by GPU. A worker has RANK,
     WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and `env` in its environment,
-    and writes to `log_dir`/`name`-`rank`.log (None: among Ray's logs).
+    and writes to `log_dir`/`name`-`rank`.log (None: Ray's logs).
     """
 
     def __init__(
@@ -207,15 +206,13 @@ class RayWorkerGroup:
         return self._infos[rank]
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Return what errors say of these workers: rank, process, host and log."""
+        """Return ranks, processes, hosts and logs, for errors."""
         return " and ".join(str(self._workers[rank]) for rank in ranks)
 
     def call(
         self, rank: int, method: str, /, *args: Any, background: bool = False, **kwargs: Any
     ) -> ray.ObjectRef:
-        """Start a method of one worker; its calls are done in order, those in the background beside
-        the others.
-        """
+        """Start a method of a worker, after its calls before, or beside them in the background."""
         start = self._workers[rank].actor.call
         if background:
             start = start.options(concurrency_group="background")
@@ -224,9 +221,8 @@ class RayWorkerGroup:
     def run_all(
         self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of every worker, and return the results in the order of ranks.
-
-        Raises what the first one raises, WorkerDied, and WorkerTimeout.
+        """Call a method of every worker, and return the results by rank. Raises what the first one
+        raises, WorkerDied, and WorkerTimeout.
         """
         calls = [self.call(rank, method, *args, **kwargs) for rank in range(len(self))]
         return self._all(calls, timeout_s, method)
@@ -242,11 +238,11 @@ class RayWorkerGroup:
         read: Callable[[Any], Any] = lambda result: result,
         failed: Callable[[Any], object] = lambda result: False,
     ) -> dict[int, Any]:
-        """Return what `read` makes of the results of calls, by rank. Where one has `failed`, the
-        others have ALONE_S.
+        """Return what `read` makes of calls' results, by rank. Once one has `failed`, the others
+        have ALONE_S.
 
-        Raises what a call raised, WorkerDied, and WorkerTimeout after `timeout_s`, which is the
-        user's `setting`, and `grace_s`.
+        Raises what a call raised, WorkerDied, and WorkerTimeout after `timeout_s`, the user's
+        `setting`, and `grace_s`.
         """
         left, found = dict(calls), dict[int, Any]()
         left_s, alone_s = timeout_s + grace_s, ALONE_S
@@ -254,7 +250,7 @@ class RayWorkerGroup:
             if left_s <= 0:
                 raise late(doing, timeout_s, setting, self.named(left))
             before = time.monotonic()
-            pending = [*left.values()]  # looked at once a tick, not once for each rank that ends
+            pending = [*left.values()]  # once a tick, not once for each rank that ends
             done = {*ray.wait(pending, num_returns=len(left), timeout=min(TICK_S, left_s))[0]}
             if not done:
                 check()
@@ -267,7 +263,7 @@ class RayWorkerGroup:
         return found
 
     def shutdown(self, timeout_s: float = 0, method: str = "", /, *args: Any) -> None:
-        """End the processes; before, call `method`, if one is named, and wait so long for it."""
+        """Call `method`, if one is named, for so long, and end the processes."""
         with suppress(Exception):  # a worker that fails or is gone
             if timeout_s > 0 and method:
                 self.run_all(method, *args, timeout_s=timeout_s)
@@ -317,14 +313,14 @@ def _make(
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at now."""
+    """Return a port at which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def by_node_and_gpu(places: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
-    """Return the order of workers in which each node's are together, in the order of their GPUs.
+    """Return the order of workers by node, in the order of appearance, and by GPU.
 
     >>> by_node_and_gpu([("b", ["1"]), ("a", ["10"]), ("b", ["0"]), ("a", ["9"])])
     [2, 0, 3, 1]
@@ -335,7 +331,7 @@ def by_node_and_gpu(places: Sequence[tuple[str, Sequence[str]]]) -> list[int]:
 
 
 def begin_worker(title: str, log: Path | None) -> None:
-    """Have children of this process end with it, and write all output into the log, C++'s too."""
+    """End this process's children with it, and write all output into the log, C++'s too."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -14,13 +14,17 @@ from tests.runtime.engines.shared import CACHE
 from tests.tiny_models import tiny_tokenizer
 
 
-def folder_of(kind: str, path: Path) -> str:
-    """Write a tiny model that vLLM's kernels for CPUs take."""
-    tokenizer, config = tiny_tokenizer(), tiny_config(CONFIG_MAPPING[kind](), ENGINE_SIZES)
-    config.update({"vocab_size": len(tokenizer), "max_position_embeddings": 256})
+def model_of(kind: str, *, seed: int = 0, **settings: Any) -> Any:
+    """A tiny model that vLLM's kernels for CPUs take."""
+    config = tiny_config(CONFIG_MAPPING[kind](**settings), ENGINE_SIZES)
+    config.update({"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 256})
     config.update({"eos_token_id": 1, "pad_token_id": 0})
-    tiny_model(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    return tiny_model(config, seed=seed)
+
+
+def folder_of(kind: str, path: Path) -> str:
+    model_of(kind).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
     return str(path)
 
 

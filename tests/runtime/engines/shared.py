@@ -1,5 +1,5 @@
-"""Real engines that all tests of a session share, because they take seconds to start: an actor for
-each replica, in which an engine of each kind is started once.
+"""Real engines that all tests of a session share: an actor for each replica, in which an engine
+of each kind is started once.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.engine import EngineActor, VLLMEngine, environment
-from nemorl.runtime.engines.processes import EngineProcesses
-from nemorl.runtime.engines.replicas import Replicas
+from nemorl.runtime.engines.replicas import EngineProcesses, Replicas
 from nemorl.runtime.engines.routing import ProcessId
 from nemorl.runtime.engines.spec import EngineSpec, Sample, engine_spec
 from nemorl.runtime.engines.weights import Place, WeightSender, expected_weights
@@ -31,10 +30,12 @@ from tests import tiny_models as models
 from tests.ray_session import ENDS, ray_cpus
 
 CACHE = {"kv_cache_memory_bytes": 2**25}
+LONG = [2 + i % 39 for i in range(100)]
+"""A prompt of several blocks of the cache."""
 
 
 class Engines:
-    """One engine for each spec that was asked for; calls go to the last one."""
+    """An engine for each spec; calls go to the last one."""
 
     dropped = 0
 
@@ -183,9 +184,7 @@ class SharedReplicas(Replicas):
 
 
 class MixtureProcesses(SharedProcesses):
-    """Of mixtures of experts, which need processes of their own: vLLM makes the group of those that
-    share experts only as the first model of a process is loaded.
-    """
+    """Of mixtures of experts: vLLM makes their group only with a process's first model."""
 
     first = 100
 
@@ -246,17 +245,14 @@ class SharedEngine:
         if weights:
             self.give(model)
 
-    def sender(self, **options: Any) -> WeightSender:
+    def sender(self) -> WeightSender:
         expected, stored = expected_weights(self.spec.files["config.json"])
         return WeightSender(
-            **{
-                "actors": {0: self.actor},
-                "places": {0: self.place},
-                "expected": expected,
-                "stored": stored,
-                "dtype": getattr(torch, self.spec.dtype),
-                **options,
-            }
+            actors={0: self.actor},
+            places={0: self.place},
+            expected=expected,
+            stored=stored,
+            dtype=getattr(torch, self.spec.dtype),
         )
 
     def give(self, model: nn.Module, value: float | None = None) -> None:

@@ -38,6 +38,17 @@ def embedded(model, tokenizer=None):
     return backend
 
 
+def completions_like_embedded(model, prompts, params, tokenizer=None):
+    """The completions of an engine, which are those of the embedded one."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    ours = vllm_backend(model, tokenizer=tokenizer).generate(prompts, params)
+    theirs = embedded(model, tokenizer).generate(prompts, params)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert replace(mine, logprobs=()) == replace(other, logprobs=())
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    return ours
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "filters",
@@ -74,14 +85,8 @@ def test_stops_end_and_cut_a_response_as_with_the_embedded_engine():
     variants = [{"stop_strings": (free[i].text[9:11], free[i].text[7:9])} for i in range(6)]
     variants += [{"stop_token_ids": (free[i].token_ids[5],)} for i in range(6, 12)]
     mixed = [replace(params, **variant) for variant in variants]
-    ours, theirs = (
-        vllm_backend(model).generate(prompts, mixed),
-        embedded(model).generate(prompts, mixed),
-    )
-    for mine, other in zip(ours, theirs, strict=True):
-        assert replace(mine, logprobs=()) == replace(other, logprobs=())
-        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert {c.finish_reason for c in ours} == {"stop"}
+    found = completions_like_embedded(model, prompts, mixed)
+    assert {each.finish_reason for each in found} == {"stop"}
 
 
 @pytest.mark.slow
@@ -103,27 +108,17 @@ def test_stops_with_many_special_tokens_inside_as_with_the_embedded_engine():
             longest = max(longest, *silences)
     assert longest > 10
     mixed = [replace(params, stop_strings=(stop,)) for stop in stops]
-    ours = vllm_backend(model, tokenizer=tokenizer).generate(prompts, mixed)
-    theirs = embedded(model, tokenizer).generate(prompts, mixed)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert replace(mine, logprobs=()) == replace(other, logprobs=())
-        assert (mine.finish_reason, mine.text) == ("stop", "")
+    found = completions_like_embedded(model, prompts, mixed, tokenizer)
+    assert {(each.finish_reason, each.text) for each in found} == {("stop", "")}
 
 
 def test_replicas_need_ray(monkeypatch):
     for name in ("nemorl.runtime.engines.replicas", "nemorl.runtime.workers.cluster"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"generation.backend vllm needs Ray, which can't be imported .* pip install"
-            r" 'nemorl\[ray\]'"
-        ),
-    ):
-        VLLMGenerationBackend(model=small_model()).setup(
-            GenerationConfig(backend="vllm", num_replicas=1)
-        )
+    message = r"backend vllm needs Ray, which can't be imported .* pip install 'nemorl\[ray\]'"
+    with pytest.raises(ValueError, match=message):
+        VLLMGenerationBackend(model=small_model()).setup(GenerationConfig(backend="vllm"))
 
 
 def test_replicas_have_their_logs_in_the_runs_folder(tmp_path):

@@ -13,6 +13,7 @@ from nemorl.runtime.engines.engine import EngineStartError, VLLMEngine
 from nemorl.runtime.engines.spec import check_arguments
 from tests.runtime.engines.shared import (
     CACHE,
+    LONG,
     SharedEngine,
     count_preemptions,
     raised,
@@ -23,8 +24,6 @@ from tests.runtime.engines.shared import (
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
-LONG = [2 + i % 39 for i in range(100)]
-"""A prompt of several blocks of the cache."""
 
 
 def refusal(spec: Any) -> str:
@@ -38,14 +37,8 @@ def refusal(spec: Any) -> str:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (
-            {"block_sise": 32},
-            "unknown argument 'block_sise' in generation.engine; did you mean block_size",
-        ),
-        (
-            {"gpu_memory_utilization": 7},
-            "gpu_memory_utilization: Input should be less than or equal to 1",
-        ),
+        ({"block_sise": 32}, "unknown argument 'block_sise' in generation.engine; did you mean"),
+        ({"gpu_memory_utilization": 7}, "gpu_memory_utilization: Input should be less than or"),
         ({"kv_cache_memory_bytes": 2**50}, "Available memory on node 0"),
         (
             {"enable_chunked_prefill": True},
@@ -59,9 +52,8 @@ def test_arguments_that_cannot_work_are_refused_with_the_engines_own_reason_firs
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "load_format"])
 def test_arguments_that_are_not_the_users_name_the_setting(name):
-    with pytest.raises(
-        ValueError, match=f"generation.engine's {name} must be left to nemorl, but it is 3: "
-    ):
+    message = f"generation.engine's {name} must be left to nemorl, but it is 3: "
+    with pytest.raises(ValueError, match=message):
         check_arguments({name: 3})
 
 
@@ -86,9 +78,8 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 def test_without_vllm_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(
-        EngineStartError, match=r"vLLM can't be imported .* pip install \"nemorl\[vllm\]\""
-    ):
+    message = r"vLLM can't be imported .* pip install \"nemorl\[vllm\]\""
+    with pytest.raises(EngineStartError, match=message):
         VLLMEngine(spec_of(small_model()))
 
 
@@ -145,9 +136,7 @@ def test_a_cache_too_small_for_all_changes_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_token_outside_the_vocabulary_is_sampled(tied):
-    """Inside, 42 tokens are 64: the rest of the output layer is 0, which is likely where logits are
-    small.
-    """
+    """Inside, 42 tokens are 64, and the rest of the output layer is 0."""
     engine = SharedEngine(small_model(tied=tied))
     samples = engine.sample(n=50, max_new_tokens=40, temperature=2.0)
     drawn = {token for sample in samples for token in sample.token_ids}
@@ -198,20 +187,3 @@ def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     assert isinstance(raised(engine.begin([2, 41])), FloatingPointError)
     assert engine.do(lambda engines: engines.engine.partial) == 0
     assert engine.sample(LONG) == expected
-
-
-@pytest.mark.slow
-def test_a_cache_that_cannot_be_emptied_ends_an_update():
-    engine = SharedEngine(small_model(scale=3.0))
-
-    def break_cache(engines):
-        llm = engines.engine._llm
-        llm.reset_prefix_cache, llm.collective_rpc = lambda **_: False, lambda *args: []
-        try:
-            engines.begin_weights()
-            engines.finish_weights(0)
-        finally:
-            del llm.reset_prefix_cache, llm.collective_rpc
-
-    error = raised(engine.actor.call.remote("apply", break_cache))
-    assert "the engine's cache must be empty" in str(error)

@@ -1,34 +1,25 @@
-"""Replicas that die, hang, do not start or are interrupted, at every point: what is generated is
-what it would have been, or an error says why.
-"""
+"""Replicas that die, hang or are interrupted: what is generated is what it would have been."""
 
 import asyncio
 import os
 import signal
 import threading
 
-import psutil
 import pytest
 import ray
 import torch
 
 from nemorl.rollout.generation import WeightSource
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.toys import (
-    MODEL,
-    Toys,
-    eventually,
-    process,
-    requests,
-    toys,
-)
+from tests.runtime.engines.toys import MODEL, Toys, process, requests, toys
+from tests.runtime.workers.processes import eventually, soon_gone
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two replicas that the tests here use one after the other."""
+    """Two replicas for all tests here."""
     ray_cpus()
     with toys(tmp_path_factory.mktemp("pair"), timeout_s=10.0) as made:
         yield made
@@ -36,20 +27,12 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def whole(pair) -> Toys:
-    """Both up, and nothing to go wrong."""
+    """Both up, without faults."""
     pair.repair()
     pair.wait_until_all_are_up()
     pair.update(1.0, version=1)
     pair.replicas.metrics()
     return pair
-
-
-def restarts(made: Toys) -> list[int]:
-    measured = made.replicas.metrics()
-    return [
-        int(measured[f"replica_{rank}/restarts"])
-        for rank in range(made.replicas.config.num_replicas)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -66,11 +49,12 @@ def restarts(made: Toys) -> list[int]:
 def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message):
     expected = whole.replicas.generate(requests(40))
     lost = process(whole.replicas, 0)
-    whole.fault_at_work(0, harm)
+    whole.fault("step", 0, harm)  # in its next step
     with pytest.warns(UserWarning, match=f"replica 0 is started again: .*{message}"):
         assert whole.replicas.generate(requests(40)) == expected
-    assert restarts(whole) == [1, 0]
-    assert eventually(lambda: not psutil.pid_exists(lost))
+    measured = whole.replicas.metrics()
+    assert [measured[f"replica_{rank}/restarts"] for rank in (0, 1)] == [1, 0]
+    assert soon_gone(lost)
 
 
 @pytest.mark.slow
@@ -99,7 +83,7 @@ def sampled(made: Toys, asked, begin=lambda: None):
 
 
 class Stepping(WeightSource):
-    """A trainer that may have gone on since the last update; all of its weights are its version."""
+    """A trainer that goes on; all of its weights are its version."""
 
     version = 1
 
@@ -110,7 +94,7 @@ class Stepping(WeightSource):
 
 @pytest.mark.slow
 def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
-    """Those of the trainer's next step, which the other may not have; each answer says which."""
+    """Those of the trainer's next step, which the other lacks; each answer says which."""
     source, asked = Stepping(), requests(40)
     answers = {}
     for version in (1, 2):
@@ -129,12 +113,8 @@ def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
             assert one == either[version - 1]
     assert {replica.version for replica in whole.replicas._router.state.replicas} == {1, 2}
 
-    def kill_both():
-        whole.kill(0)
-        whole.kill(1)
-
     source.version = 3
     with pytest.warns(UserWarning, match="is started again"):
-        found = sampled(whole, asked, kill_both)
+        found = sampled(whole, asked, lambda: [whole.kill(rank) for rank in (0, 1)])
     assert 3 in {one[0].policy_versions[0] for one in found}
     assert whole.replicas.supply.update(source) == 3

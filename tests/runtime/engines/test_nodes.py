@@ -12,21 +12,17 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
-from tests.runtime.engines.shared import vllm_backend
-from tests.runtime.engines.toys import eventually
+from tests.runtime.engines.shared import small_model, vllm_backend
 from tests.runtime.workers.nodes import printed
-from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.runtime.workers.processes import eventually
+from tests.tiny_models import random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
-
-SIZES = {"hidden_size": 128, "head_dim": 32, "scale": 3.0}
 
 
 @pytest.mark.slow
 def test_an_engine_whose_stages_are_on_different_nodes(tmp_path: Path):
-    """It samples what one process does, and tokens are of the weights that they name where these
-    change while requests are in flight: vLLM drops what stages have under way then.
-    """
+    """It samples what one process does, also where weights change while requests are in flight."""
     seen = printed("tests.runtime.engines.far", tmp_path, timeout=400)
     assert seen["stages"] == seen["nodes"]
     assert seen["tokens"][0] == seen["tokens"][1]
@@ -36,7 +32,7 @@ def test_an_engine_whose_stages_are_on_different_nodes(tmp_path: Path):
 
 def backend_of(**options: Any) -> VLLMGenerationBackend:
     ray_cpus()
-    backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())
+    backend = VLLMGenerationBackend(model=small_model(scale=3.0), tokenizer=tiny_tokenizer())
     engine = {"kv_cache_memory_bytes": 2**25, **options.pop("engine", {})}
     try:
         backend.setup(GenerationConfig(backend="vllm", num_replicas=1, engine=engine, **options))
@@ -56,7 +52,7 @@ def test_an_engine_in_another_environment(tmp_path: Path):
         f"import os\nprint(os.getpid(), file=open({str(started)!r}, 'a'))\n"
     )
     params = SamplingParams(max_new_tokens=12, n=2, seed=3)
-    expected = vllm_backend(tiny_model(**SIZES)).generate(random_prompts(4), params)
+    expected = vllm_backend(small_model(scale=3.0)).generate(random_prompts(4), params)
     backend = backend_of(python=str(tmp_path / "env" / "bin" / "python"))
     try:
         assert backend.generate(random_prompts(4), params) == expected
@@ -68,17 +64,14 @@ def test_an_engine_in_another_environment(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_replica_that_splits_the_model(tmp_path: Path):
-    """Over two processes of its own, which take new weights together and write to its log.
-
-    The memory that they share has no name, so that none is left however they end.
-    """
+    """Over two processes, which write to its log and share memory without a name."""
     before = set(Path("/dev/shm").iterdir())
     prompts, params = random_prompts(4), SamplingParams(max_new_tokens=8, temperature=0.0)
     backend = backend_of(tensor_parallel_size=2, log_dir=str(tmp_path))
     try:
         assert set(Path("/dev/shm").iterdir()) <= before
         for version in (0, 1):
-            model = tiny_model(seed=version, **SIZES)
+            model = small_model(seed=version, scale=3.0)
             update(backend, list(model.named_parameters()), version)
             embedded = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
             embedded.setup(GenerationConfig())

@@ -1,6 +1,4 @@
-"""The receipt of weights: an engine that got others than it was sent is found out, by name; one
-that computes with others, by its logprobs.
-"""
+"""The receipt of weights: others than were sent are found by name, or by the logprobs."""
 
 import pytest
 import torch
@@ -51,12 +49,8 @@ def test_a_checksum_is_of_every_bit_and_its_row(shape, dtype):
     found = int(tensor_checksum(tensor))
     assert found == int(tensor_checksum(tensor.clone()))
     if shape:
-        apart = torch.stack([tensor, tensor], -1)
-        assert (
-            found
-            == int(tensor_checksum(apart[..., 1]))
-            == int(tensor_checksum(torch.cat([tensor[:1], tensor])[1:]))
-        )
+        apart, behind = torch.stack([tensor, tensor], -1), torch.cat([tensor[:1], tensor])
+        assert found == int(tensor_checksum(apart[..., 1])) == int(tensor_checksum(behind[1:]))
         assert found != int(tensor_checksum(tensor.flip(0)))
     for i in range(tensor.numel()):
         other = tensor.clone()
@@ -133,7 +127,7 @@ def swapped(tensors):
 
 
 def doubled(tensors):
-    """One is lost; another of its shape comes twice, so that the count is right."""
+    """One is lost, and another of its shape comes twice."""
     twice = VALUE, dict(tensors)[VALUE]
     return [twice if name == KEY else (name, tensor) for name, tensor in tensors]
 
@@ -161,8 +155,8 @@ OTHER = "{!r} arrived with other numbers".format
     ],
 )
 def test_weights_that_do_not_get_where_they_belong_are_found(kind, fault, said):
-    """On their way by the receipt, vLLM's own loss by its count, and what it puts elsewhere by the
-    logprobs, as `check_agreement` compares them when a run begins, and its gap in every step.
+    """On their way by the receipt, what vLLM loses by its count, and what it puts elsewhere by the
+    logprobs.
     """
     old, new = model_of(kind), model_of(kind, seed=17)
     engine = SharedEngine(old)
@@ -201,7 +195,7 @@ def test_a_replica_that_is_left_behind_ends_the_run(tmp_path):
 
 
 def test_a_copy_in_this_process_is_compared_as_well():
-    """As where two parameters are the same memory that should not be."""
+    """As where two parameters share memory."""
     model = tiny_model(tied=False)
     other = tiny_model(tied=False, seed=1)
     layers = model.model.layers

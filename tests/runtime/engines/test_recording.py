@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 import ray
 import torch
-from transformers import CONFIG_MAPPING
 
 from nemorl.models.adapters import merged_tensors
 from nemorl.models.causal_lm import blocks_of, recorded
-from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.engines.backend import ENGINE_SIZES, VLLMGenerationBackend
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.engine import EngineStartError, VLLMEngine
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.families import folder_of, steps
+from tests.runtime.engines.families import folder_of, model_of, steps
 from tests.runtime.engines.shared import (
     CACHE,
+    LONG,
     SharedEngine,
     begin_all,
     count_preemptions,
@@ -38,16 +37,7 @@ from tests.runtime.engines.shared import (
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
-LONG = [2 + i % 39 for i in range(100)]
-"""A prompt of several blocks of the cache."""
-
-
-def mixture(kind: str = "qwen3_moe", *, seed: int = 0, **settings: Any) -> Any:
-    """A mixture of experts that vLLM computes on CPUs."""
-    config = tiny_config(CONFIG_MAPPING[kind](**settings), ENGINE_SIZES)
-    config.update({"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 256})
-    config.update({"eos_token_id": 1, "pad_token_id": 0})
-    return tiny_model(config, seed=seed)
+mixture = partial(model_of, "qwen3_moe")
 
 
 def chosen(model: Any, prompt: Any, sample: Any) -> torch.Tensor:
@@ -70,14 +60,12 @@ def assert_chosen(sample: Any, expected: torch.Tensor) -> None:
     [
         ("mixtral", {}, 2),
         ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [0, 2]}, 1),
-        pytest.param("gpt_oss", {}, 2, marks=pytest.mark.slow),
+        ("gpt_oss", {}, 2),
     ],
 )
 def test_the_experts_of_each_token_are_those_of_transformers(kind, settings, layers):
-    """With samples that share the blocks of their prompt, dense layers among the others, and
-    windows.
-    """
-    model = mixture(kind, **settings)
+    """With prompts in common, dense layers among the others, and windows."""
+    model = model_of(kind, **settings)
     engine = SharedEngine(model, records_experts=True)
     assert len(blocks_of(model)) == layers
     prompts = [*random_prompts(4, longest=40), LONG, LONG, LONG[:70]]
@@ -125,13 +113,19 @@ def test_tokens_that_new_weights_compute_again_keep_their_experts():
 
 
 @pytest.mark.slow
-def test_what_an_engine_can_t_record_is_refused():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("enable_prefix_caching", True),
+    ],
+)
+def test_what_an_engine_can_t_record_is_refused(name, value):
     spec = spec_of(mixture(), records_experts=True)
-    drafts: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2}
-    engine = {**CACHE, "speculative_config": drafts}
-    error = raised(shared_actor(100).start.remote(replace(spec, engine=engine)))
+    spec = replace(spec, engine={**CACHE, name: value})
+    error = raised(shared_actor(100).start.remote(spec))
     assert isinstance(error, EngineStartError)
-    assert "speculative_config must be off with trainer.router_replay" in str(error)
+    assert f"{name} must be off with trainer.router_replay" in str(error)
 
 
 @pytest.mark.slow
@@ -163,56 +157,6 @@ def test_of_several_ranks_one_tells_the_experts():
     for completion in found:
         assert_chosen(completion, chosen(model, LONG, completion))
     backend.shutdown()
-
-
-@pytest.mark.slow
-def test_a_prefix_whose_blocks_are_gone_is_unknown():
-    """Of layers that see a window alone; others come first, and parts of blocks are copied."""
-    windows, whole, copied = SharedEngine(mixture()).do(with_a_runner)
-    assert windows == [-1] * 4 + [7]
-    assert whole == [7, 8, 9]
-    assert copied == [7, 8, 10]
-
-
-def with_a_runner(engines: Any) -> list[list[int]]:
-    """What a recorder keeps of passes of a runner that is not there."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-
-    from nemorl.runtime.engines.receiver import ExpertRecorder
-
-    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    window = KVCacheGroupSpec([], SlidingWindowSpec(**shape, sliding_window=4))
-    full = KVCacheGroupSpec([], FullAttentionSpec(**shape))
-
-    def taken(groups: list[Any], passes: list[Any]) -> list[int]:
-        seen: list[int] = []
-        runner = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(kv_cache_groups=groups, num_blocks=9),
-            get_model=torch.nn.Module,
-            execute_model=lambda scheduled: recorder._saw(0, torch.tensor(seen)[:, None]),
-        )
-        recorder = ExpertRecorder(runner)
-        for blocks, first, found, copies in passes:
-            seen[:] = found
-            runner.requests = {"a": SimpleNamespace(block_ids=blocks)}
-            runner.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=[first])
-            scheduled = SimpleNamespace(
-                finished_req_ids=() if copies is None else {"a"},
-                total_num_scheduled_tokens=len(found),
-                num_scheduled_tokens={"a": len(found)},
-                kv_cache_block_copies=copies,
-            )
-            runner.execute_model(scheduled)
-        return recorder.take(["a"])[0].flatten().tolist()
-
-    return [
-        taken([window], [(([0, 5],), 4, [7], None)]),
-        taken(
-            [window, full],
-            [(([2], [3]), 0, [7], None), (([2], [3]), 1, [8], None), (([0], [3]), 2, [9], ())],
-        ),
-        taken([full], [(([3],), 0, [7, 8, 9], None), (([6],), 2, [10], [(3, 6)])]),
-    ]
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""Laws of the routing, whatever comes in whatever order: no request is lost, none is answered
-twice, they begin in order of arrival, and only where there is room and the newest weights.
+"""Laws of the routing, whatever comes: no request is lost or answered twice; they begin in order
+of arrival, where there is room, with the newest weights.
 """
 
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemorl.runtime.engines.routing import (
     Answered,
@@ -45,17 +39,17 @@ SIZES = st.lists(st.integers(1, 2 * WINDOW), min_size=1, max_size=6)
 
 @dataclass
 class Engine:
-    """A process as it is, which the routing knows by events alone."""
+    """A process, which the routing knows by events alone."""
 
     up: bool = False
     version: int | None = None
     finished: dict[int, int] = field(default_factory=dict)
-    """How many samples of each of its unfinished requests are finished."""
+    """Finished samples of each unfinished request."""
     answers: dict[int, int] = field(default_factory=dict)
-    """What it says of its other requests' finished samples with each answer that is on its way."""
+    """Of each answer on its way, what it says of other requests' finished samples."""
     overstated: bool = False
-    """The answer that came last said more than is true by now: another one has overtaken it, or a
-    request was cancelled."""
+    """The last answer said more than is true by now: another one has overtaken it, or a request
+    was cancelled."""
 
     @property
     def open(self):
@@ -70,7 +64,7 @@ class RoutingLaws(RuleBasedStateMachine):
         self.engines = {one.process: Engine() for one in self.state.replicas}
         self.gone: list[ProcessId] = []
         self.open: dict[int, int] = {}
-        """Samples of each request that has neither a reply nor was cancelled, by number."""
+        """Samples of each request without a reply, by number."""
         self.given: dict[int, ProcessId] = {}
         self.replies: dict[int, object] = {}
         self.deaths = dict.fromkeys(range(REPLICAS), 0)
@@ -80,7 +74,7 @@ class RoutingLaws(RuleBasedStateMachine):
 
     @initialize(up=st.integers(0, REPLICAS), sizes=SIZES)
     def begin(self, up, sizes):
-        """Most laws are about replicas that have weights, and requests."""
+        """Most laws are about requests, and replicas with weights."""
         if up:
             self.publish(0, 0)
         for process in list(self.engines)[:up]:
@@ -161,7 +155,6 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def cancel(self, data):
-        """Also a request that has had its reply."""
         number = data.draw(st.integers(0, self.count - 1))
         self.open.pop(number, None)
         self.happened(Cancelled(number))
@@ -169,7 +162,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.at_work)
     @rule(data=st.data(), whole=st.booleans())
     def compute(self, data, whole):
-        """Of any request, all samples but one may be finished without a word."""
+        """All samples of a request but one may be finished without a word."""
         engine = self.engines[self.some(data, self.at_work)]
         number = self.some(data, engine.finished)
         if whole:
@@ -182,7 +175,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.answers for engine in self.engines.values()))
     @rule(data=st.data())
     def answer(self, data):
-        """Answers may come in another order than they were given in."""
+        """In any order."""
         process = self.some(data, [id for id, one in self.engines.items() if one.answers])
         engine = self.engines[process]
         number = self.some(data, engine.answers)
@@ -208,7 +201,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.gone and self.count)
     @rule(data=st.data(), which=st.sampled_from(["answered", "broke", "started", "supplied"]))
     def late(self, data, which):
-        """What a process says that has been ended changes nothing."""
+        """What an ended process says changes nothing."""
         process, number = self.some(data, self.gone), data.draw(st.integers(0, self.count - 1))
         before = self.state
         self.happened(
@@ -224,7 +217,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.engines and self.count)
     @rule(data=st.data())
     def answer_unasked(self, data):
-        """What a process answers that it was not asked changes nothing."""
+        """An answer to another's request changes nothing."""
         process = self.some(data, self.engines)
         number = data.draw(st.integers(0, self.count - 1))
         if number not in self.engines[process].open:
@@ -249,7 +242,7 @@ class RoutingLaws(RuleBasedStateMachine):
 
     @rule(version=st.integers(0, 3), lacking=st.integers(0, REPLICAS))
     def publish(self, version, lacking):
-        """So many replicas get these weights later, or never."""
+        """`lacking` replicas get these weights later, or never."""
         self.version = version
         for engine in self.engines.values():
             engine.version = None
@@ -261,7 +254,7 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: any(engine.up for engine in self.engines.values()))
     @rule(data=st.data(), old=st.booleans())
     def supply(self, data, old):
-        """With `old`, these weights came after newer ones had been published."""
+        """With `old`, newer weights have been published."""
         process = self.some(data, [id for id, engine in self.engines.items() if engine.up])
         if old or self.version is None:
             self.happened(Supplied(process, -1))
@@ -272,12 +265,12 @@ class RoutingLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.engines and self.version is not None)
     @rule(data=st.data())
     def come_back(self, data):
-        """It starts, if it has not, and gets the newest weights."""
+        """With the newest weights."""
         self.be_ready(self.some(data, self.engines))
 
     @rule(to=st.sampled_from(["wake", "sleep", "forget"]))
     def rest(self, to):
-        """Engines sleep once all have started; to forget is to give up the weights, too."""
+        """Engines sleep once all have started; to forget is to lose the weights, too."""
         if to == "wake" or self.state.settled:
             self.asleep = to != "wake"
             for engine in self.engines.values():
@@ -355,11 +348,9 @@ TestRoutingLaws = RoutingLaws.TestCase
 def ready(num_replicas=2, window=8):
     """The state in which all replicas have weights."""
     state = routing(num_replicas, window=window, max_restarts=1)
-    for event in (
-        Published(0),
-        *(Started(one.process) for one in state.replicas),
-        *(Supplied(one.process, 0) for one in state.replicas),
-    ):
+    processes = [one.process for one in state.replicas]
+    supplied = [Supplied(process, 0) for process in processes]
+    for event in (Published(0), *map(Started, processes), *supplied):
         state, _ = decide(state, event)
     return state
 
@@ -385,7 +376,7 @@ def test_a_request_begins_where_there_is_room_for_one_of_its_samples():
 def test_nobody_waits_for_a_router_that_is_closed():
     router = RequestRouter(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
     router.loop.call_soon_threadsafe(router.loop.stop)
-    router._thread.join()  # what is asked for now is never done
+    router._thread.join()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(router.send, Arrived())
         assert not wait([waiting], timeout=0.1).done

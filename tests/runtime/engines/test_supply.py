@@ -6,8 +6,7 @@ import pytest
 
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import WeightSource
-from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
-from nemorl.runtime.engines.replicas import Supply
+from nemorl.runtime.engines.replicas import EngineProcess, EngineProcesses, Supply
 from nemorl.runtime.engines.routing import ProcessId, RequestRouter, Started, routing
 from nemorl.runtime.engines.spec import EngineSpec
 from nemorl.runtime.engines.weights import UpdateReceipt
@@ -68,5 +67,5 @@ def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_t
     supply.others()
     supply.others()
     (message,) = told
-    assert message.endswith("yet, and nemorl keeps trying: sending failed: the line is cut")
+    assert message.endswith("weights to a replica that came back: the line is cut")
     assert router.state.lacking == (SECOND,)

@@ -1,5 +1,5 @@
-"""Several ranks send weights to engines on their GPUs: vLLM's own IPC engines at both ends, with
-gloo and files in shared memory in the place of CUDA.
+"""Several ranks send weights to engines on their GPUs by vLLM's own IPC engines, with gloo and
+shared files in the place of CUDA.
 """
 
 import math
@@ -26,28 +26,26 @@ SHAPES = {f"layers.{i}.{name}": (4 + i, 40) for i in range(6) for name in "ab"}
 
 
 class Backend:
-    """Its weights are gathered by all ranks, and have the rank's number added."""
+    """All ranks gather its weights, and add their numbers."""
 
     def __init__(self) -> None:
         self.step, self.version, self.yielded = 0, 0, 0
 
-    def setup(self, config: Any) -> None:
-        pass
+    def setup(self, config: Any) -> None: ...
 
     def weights(self, dtype: torch.dtype = torch.float32) -> Any:
         self.yielded = 0
         for index, (name, shape) in enumerate(reversed(SHAPES.items())):
             tensor = torch.full(shape, 100.0 * self.version + index)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)  # whoever stays away stops all others
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)  # whoever stays away stops all
             self.yielded += 1
             yield name, (tensor + 1000 * dist.get_rank()).to(dtype)
 
-    def shutdown(self) -> None:
-        pass
+    def shutdown(self) -> None: ...
 
 
 class Engine:
-    """vLLM's worker end, which computes on a GPU."""
+    """vLLM's worker end, on a GPU."""
 
     def __init__(self, gpu: int, device: str = "cpu") -> None:
         self.place, self.calls, self.fails = torch.device(device, gpu), list[str](), ""
@@ -101,7 +99,7 @@ class Shared:
         return torch.from_file(self.file, shared=True, size=size, dtype=torch.uint8)
 
     def handle(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
-        """Share it, with one user more; torch keeps it until there is none."""
+        """Share it, with one user more."""
         count(self.file, 1)
         return None, (self.file, len(tensor), *[0] * 9, self.file.encode(), -1, None, None)
 
@@ -119,7 +117,7 @@ def count(file: str | bytes, number: int, **_: Any) -> None:
 
 
 def without_gpus(folder: Path) -> Any:
-    """Return patches of this process's CUDA, in which a rank's GPU has its number."""
+    """Patches of this process's CUDA, in which a rank's GPU has its number."""
     from contextlib import ExitStack
 
     from torch.multiprocessing import reductions
@@ -148,7 +146,7 @@ def without_gpus(folder: Path) -> Any:
 
 
 def updates(folder: Path) -> list[Any]:
-    """What two ranks and two engines do in a good update, in ones that fail, and in a good one."""
+    """What two ranks and engines do in updates, of which the first and last are good."""
     rank = dist.get_rank()
     host = Rank(Backend, rank)
     host.do("setup", (BackendConfig(),), {})
@@ -179,8 +177,8 @@ def updates(folder: Path) -> list[Any]:
 
 
 def lonely(folder: Path) -> list[list[list[int]]]:
-    """Return who had used each rank's memory after each of three updates, of two ranks and an
-    engine on the GPU of one.
+    """Who has used each rank's memory after three updates of two ranks, and an engine on the GPU
+    of one.
     """
     found = []
     for rank in range(2):

@@ -1,12 +1,11 @@
-"""Weights on their way: names and shapes, transports and their memory, and engines that must be the
-trainer's model afterwards.
-"""
+"""Weights on their way: names and shapes, transports, and engines that are the trainer's model."""
 
 import json
 import re
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -83,17 +82,10 @@ def test_all_that_does_not_fit_is_listed_and_nothing_comes_after_it():
 
 
 HERE, BESIDE, BOTH, FAR, CPU = (
-    Place(node, "host", 1, gpus)
-    for node, gpus in [
-        ("a", ("0",)),
-        ("a", ("1",)),
-        ("a", ("0", "1")),
-        ("b", ("0",)),
-        ("a", ()),
-    ]
+    Place(node, "host", 1, tuple(gpus)) for node, *gpus in ("a0", "a1", "a01", "b0", "a")
 )
 SRUN = [replace(HERE, uuids=(uuid,)) for uuid in ("one", "two")]
-"""Each sees its own GPU as the first, as srun --gpus-per-task=1 shows them."""
+"""Each sees its GPU as the first, as with srun --gpus-per-task=1."""
 
 
 @pytest.mark.parametrize(
@@ -130,20 +122,13 @@ def test_the_transport_follows_from_the_places(setting, ranks, engines, chosen):
     ("kind", "tied", "precision"),
     [
         ("qwen2", True, "float32"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("mistral", True, "bfloat16"),
-                ("mixtral", False, "float32"),
-            ]
-        ),
+        pytest.param("mistral", True, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("mixtral", False, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_after_each_update_the_engine_is_the_new_model(kind, tied, precision, monkeypatch):
-    """Vocabularies of 42 are padded to 64.
-
-    Tied models: the output layer's repacked copy has to follow, which vLLM's own reload forgets on
-    CPUs.
+    """Vocabularies of 42 are padded to 64. On CPUs vLLM's own reload forgets a tied output layer's
+    repacked copy.
     """
     monkeypatch.setattr(module, "BUCKET_BYTES", 100_000)
     models = [model_of(kind, seed=seed, tied=tied) for seed in range(3)]
@@ -151,15 +136,12 @@ def test_after_each_update_the_engine_is_the_new_model(kind, tied, precision, mo
     for model in models:
         engine.give(model)
         assert gap(engine, model, precision) < CLOSE[precision]
-    # So that the test can tell models apart:
-    assert gap(engine, models[0], precision) > 10 * CLOSE[precision]
+    assert gap(engine, models[0], precision) > 10 * CLOSE[precision]  # which tells models apart
 
 
 @pytest.mark.slow
 def test_an_update_that_was_given_up_leaves_nothing_to_the_next(monkeypatch):
-    """Half of the layers have come, and half of one: its second half must not be completed by the
-    first half of old.
-    """
+    """Half of a layer, too, which the other half of the next must not complete."""
     monkeypatch.setattr(module, "BUCKET_BYTES", 1)
     engine, wrong, right = SharedEngine(model_of()), weights_of(model_of(seed=1)), model_of(seed=2)
 
@@ -184,16 +166,9 @@ def random_weights():
 
 
 def store_sender(*stores, **options):
-    place = own_place()
-    return WeightSender(
-        **{
-            "actors": dict(enumerate(stores)),
-            "places": dict.fromkeys(range(len(stores)), place),
-            "expected": SHAPES,
-            "dtype": torch.float32,
-            **options,
-        }
-    )
+    places, actors = dict.fromkeys(range(len(stores)), own_place()), dict(enumerate(stores))
+    options = {"dtype": torch.float32, **options}
+    return WeightSender(actors=actors, places=places, expected=SHAPES, **options)
 
 
 @ray.remote
@@ -227,7 +202,7 @@ def test_engines_that_die_or_hang_are_named():
     failed = store_sender(fast, dead, hanging)(0, random_weights()).failed
     assert list(failed) == [1]  # none was sent a weight
     failed = store_sender(fast, hanging, timeout_s=2.0)(0, random_weights()).failed
-    assert "it took no new weights for 2 s (generation.timeout_s)" in failed[1]
+    assert "it had not taken all new weights after 2 s (generation.timeout_s)" in failed[1]
     ray.kill(hanging)
 
 
@@ -252,11 +227,8 @@ class FakeEngine:
     def __init__(self, info, client, source):
         self.info, self.closed = info, threading.Event()
         self.made.append(self)
-        client.init_weight_transfer_engine(
-            {"packed": True}
-            if info.backend == "ipc"
-            else {"rank_offset": 1, "world_size": info.world_size}
-        )
+        nccl = {"rank_offset": 1, "world_size": getattr(info, "world_size", 0)}
+        client.init_weight_transfer_engine(nccl if info.backend == "nccl" else {"packed": True})
 
     def send_weights(self):
         nccl = self.info.backend == "nccl"
@@ -297,11 +269,7 @@ def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkey
     sender = gpu_sender(monkeypatch, transport, *actors)
     for _ in range(2):
         assert sender(3, random_weights()).failed == {}
-    calls = [
-        ("begin_weights",),
-        ("load_weights", {"names": list(SHAPES)}),
-        ("finish_weights", 3),
-    ]
+    calls = [("begin_weights",), ("load_weights", {"names": list(SHAPES)}), ("finish_weights", 3)]
     for index, actor in enumerate(actors):
         first, *others = ray.get(actor.seen.remote())
         assert others == 2 * calls
@@ -349,7 +317,7 @@ def test_what_nccl_sends_is_on_the_gpu_before_vllm_packs_it(monkeypatch):
             yield name, tensor
 
     transfer = SimpleNamespace(send_weights=lambda: events.append("pack"))
-    monkeypatch.setattr(module, "_connected", lambda *_: (transfer, None))
+    monkeypatch.setattr(module, "_connected", lambda *_: nullcontext(transfer))
     monkeypatch.setattr(module, "_CONNECTED", {})
     monkeypatch.setattr(module, "ROUND_BYTES", 8000)
     device = SimpleNamespace(synchronize=lambda: events.append("wait"))

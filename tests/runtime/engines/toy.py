@@ -1,7 +1,6 @@
-"""An actor whose engine starts at once and fails on demand, for faults that need many starts, or
-that no real engine has.
+"""An actor whose engine starts at once and fails on demand.
 
-`spec.engine` holds `step_s` (seconds per token, by rank) and `faults`, a folder of `WHERE-RANK`.
+`spec.engine` holds `step_s` (seconds per token, by rank) and `faults`, a folder of files.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ RANK = 0
 def answer(
     prompt: tuple[int, ...], params: SamplingParams, weights: float, version: int, j: int
 ) -> Sample:
-    """A response that depends on the prompt, the seed, the weights and the number of the sample."""
+    """A response that depends on all of these."""
     digest = hashlib.sha256(repr((prompt, params.seed, weights, j)).encode()).digest()
     length = 1 + digest[0] * digest[1] % params.max_new_tokens
     tokens = tuple(digest[i % 32] % 42 for i in range(length))
@@ -43,29 +42,21 @@ class ToyEngine:
         self.requests: dict[int, tuple[tuple[Sample, ...], int]] = {}
         self.weights, self.usable = float("nan"), False
         self.arrived: list[tuple[str, int]] = []
-        self.fault("start")
 
-    def fault(self, where: str) -> None:
-        """`WHERE-RANK` in the folder says what to do here: die, stop, an error's text, or a
-        number of seconds to wait; after "once", only this time.
-        """
+    def fault(self) -> None:
+        """Do once what `step-RANK` in the folder says: die, stop, or raise a text."""
+        path = self.faults / f"step-{RANK}"
         try:
-            what = (self.faults / f"{where}-{RANK}").read_text()
+            what = path.read_text()
         except FileNotFoundError:
             return
-        if what.startswith("once "):
-            what = what.removeprefix("once ")
-            (self.faults / f"{where}-{RANK}").unlink(missing_ok=True)
-        (self.faults / f"{where}-{RANK}-happened").touch()
+        path.unlink(missing_ok=True)
         if what == "die":
-            print(f"last words in {where}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif what.replace(".", "").isdigit():
-            time.sleep(float(what))
         else:
-            raise ValueError(what) if where == "start" else RuntimeError(what)
+            raise RuntimeError(what)
 
     @property
     def busy(self) -> bool:
@@ -78,7 +69,7 @@ class ToyEngine:
         self.requests[id] = samples, 0
 
     def step(self) -> dict[int, tuple[Sample, ...]]:
-        self.fault("step")
+        self.fault()
         time.sleep(self.step_s)
         done = {}
         for id, (samples, length) in list(self.requests.items()):
@@ -95,7 +86,6 @@ class ToyEngine:
 
     def begin_weights(self) -> None:
         self.usable, self.arrived = False, []
-        self.fault("begin")
 
     def load_weights(self, info: dict[str, Any]) -> None:
         if (self.faults / f"behind-{RANK}").exists():  # it keeps the old ones, and says nothing
@@ -109,7 +99,7 @@ class ToyEngine:
         return [self.arrived]
 
     def shutdown(self) -> None:
-        self.fault("shutdown")
+        pass
 
     def unfinished(self) -> int:
         return len(self.requests)

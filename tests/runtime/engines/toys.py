@@ -3,9 +3,8 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams, Weights
-from nemorl.runtime.engines.processes import EngineProcesses
-from nemorl.runtime.engines.replicas import Replicas, Request
+from nemorl.runtime.engines.replicas import EngineProcesses, Replicas, Request
 from nemorl.runtime.engines.spec import EngineSpec
 from tests.runtime.engines.toy import ToyActor
+from tests.runtime.workers.processes import alive, eventually
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model()
@@ -50,25 +49,20 @@ class Toys:
         weights = [(name, torch.full_like(p, value)) for name, p in MODEL.named_parameters()]
         self.replicas.supply.update(Weights(version=version, tensors=weights))
 
-    def fault(self, where: str, rank: int, what: str = "die") -> None:
+    def fault(self, where: str, rank: int, what: str = "") -> None:
         (self.folder / f"{where}-{rank}").write_text(what)
-
-    def fault_at_work(self, rank: int, what: str = "die") -> None:
-        """Once, in the replica's next step: not at a time, when all may be done."""
-        self.fault("step", rank, f"once {what}")
 
     def repair(self) -> None:
         for path in self.folder.glob("*-*"):
             path.unlink(missing_ok=True)
 
-    def happened(self, where: str, rank: int) -> bool:
-        return (self.folder / f"{where}-{rank}-happened").exists()
-
-    def kill(self, rank: int) -> bool:
-        return kill(self.replicas, rank)
+    def kill(self, rank: int) -> None:
+        kill(self.replicas, rank)
 
     def wait_until_all_are_up(self) -> None:
-        wait_until_all_are_up(self.replicas)
+        """Also those that have just been killed."""
+        ranks = range(self.replicas.config.num_replicas)
+        assert eventually(lambda: all(alive(process(self.replicas, rank)) for rank in ranks))
 
 
 class ToyProcesses(EngineProcesses):
@@ -85,28 +79,11 @@ def process(replicas: Replicas, rank: int) -> int:
     return pids[0] if pids else 0
 
 
-def kill(replicas: Replicas, rank: int) -> bool:
-    """Whether there was a process to send it to."""
-    pid = process(replicas, rank)
-    try:
-        assert pid > 0  # it is being started; 0 would be the tests' own processes
-        os.kill(pid, signal.SIGKILL)
-    except (AssertionError, ProcessLookupError):
-        return False
-    return True
-
-
-def wait_until_all_are_up(replicas: Replicas) -> None:
-    """Also those that have just been killed."""
-    ranks = range(replicas.config.num_replicas)
-    assert eventually(lambda: all(alive(process(replicas, rank)) for rank in ranks))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ"
-    except OSError:
-        return False
+def kill(replicas: Replicas, rank: int) -> None:
+    """Kill a replica's process, unless it is being started."""
+    if pid := process(replicas, rank):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -124,12 +101,3 @@ def requests(count: int, *, max_new_tokens: int = 20) -> list[Request]:
         ((2, 3 + i), SamplingParams(n=2, seed=i, max_new_tokens=max_new_tokens))
         for i in range(count)
     ]
-
-
-def eventually(condition: Any, timeout_s: float = 120) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

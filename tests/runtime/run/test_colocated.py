@@ -9,7 +9,7 @@ import pytest
 
 import nemorl
 from nemorl import GenerationConfig
-from nemorl.runtime.engines.processes import engine_bundles, rank_shares
+from nemorl.runtime.engines.replicas import engine_bundles, rank_shares
 from nemorl.runtime.run import parts
 from nemorl.runtime.run.launch import Launch
 from nemorl.runtime.workers.cluster import DRIVER, Bundle

@@ -1,5 +1,5 @@
-"""Programs with a cluster of their own: `python -m tests.runtime.workers.drivers NAME ...`; each
-prints a line of JSON.
+"""Programs with a cluster of their own that print a line of JSON:
+`python -m tests.runtime.workers.drivers NAME`.
 """
 
 import json

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,17 @@ def _state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def soon_gone(*pids: int, timeout_s: float = 120) -> bool:
+def eventually(condition: Callable[[], Any], timeout_s: float = 120) -> bool:
     deadline = time.monotonic() + timeout_s
-    while alive(*pids) and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    return not alive(*pids)
+    return True
+
+
+def soon_gone(*pids: int) -> bool:
+    return eventually(lambda: not alive(*pids))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from nemorl.runtime.store.files import sweep_temporary
 from nemorl.runtime.workers import cluster
 from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster, ResourcesError
 from tests.ray_session import NUM_CPUS, NUM_GPUS, ray_cpus
-from tests.runtime.workers.processes import driver, facts_of
+from tests.runtime.workers.processes import driver, eventually, facts_of
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -24,10 +23,7 @@ def session():
 
 def soon_free(gpus: float) -> bool:
     """Ray counts a moment later."""
-    deadline = time.monotonic() + 120
-    while ray.available_resources().get("GPU", 0) != gpus and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return ray.available_resources().get("GPU", 0) == gpus
+    return eventually(lambda: ray.available_resources().get("GPU", 0) == gpus)
 
 
 def test_bundles_are_reserved_by_name_and_returned():
@@ -109,8 +105,5 @@ def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked:
     assert facts["error"].startswith("the Ray cluster is lost: the cluster's head (")
     assert facts["alive"]
     assert facts["mode"] == 0o700, "nobody else may enter the folder of the sockets"
-    deadline = time.monotonic() + 120
-    while Path(facts["session"]).exists() and time.monotonic() < deadline:
-        time.sleep(0.2)  # until its guard has ended what was left of it
-        sweep_temporary()
-    assert not Path(facts["session"]).exists()
+    session = Path(facts["session"])  # until its guard has ended what was left of it
+    assert eventually(lambda: sweep_temporary() or not session.exists())

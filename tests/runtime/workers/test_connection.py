@@ -1,4 +1,4 @@
-"""A local Ray that does not start: what it says, and where its folder may be. None is started."""
+"""A Ray that does not start: what it says, and where its folder may be. None is started."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.runtime.workers import cluster
-from nemorl.runtime.workers.cluster import LONGEST_PATH, RayClusterError
+from nemorl.runtime.workers.cluster import LONGEST_PATH, ClusterLost, RayClusterError
 
 LATE = "The current node timed out during startup. This could happen because"
 
@@ -65,3 +65,10 @@ def test_ray_has_a_folder_of_this_user_in_which_its_sockets_have_room(
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
     with pytest.raises(RayClusterError, match=r"RAY_TMPDIR must be .* at most 2. bytes"):
         begin()
+
+
+def test_a_look_after_the_end_starts_no_ray(monkeypatch):
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: pytest.fail("Ray is started"))
+    with pytest.raises(ClusterLost, match="the connection to it has ended"):
+        cluster.check()

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 class Game:
-    """Three turns. Rows say what happens in the second, once or in all of the row's."""
+    """Three turns. Rows say what happens in the second, once or always."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -188,7 +188,7 @@ def test_tools_and_what_a_reward_reads_of_them(workers):
 
 
 class Marked(Counter):
-    """Three objects wait for each other; the first has its process's number."""
+    """Three wait for each other; the first has its process's number."""
 
     def reset(self, folder: str) -> None:
         self.count = self.pid = 0
@@ -244,7 +244,7 @@ def test_processes_without_a_place_end_the_run(generator, monkeypatch, local, re
 
 
 def in_two_loops(work) -> None:
-    """Run `work()` on two event loops, each in a thread of its own."""
+    """On two event loops, each in its thread."""
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(lambda: asyncio.run(work())) for _ in range(2)]:
             each.result(timeout=120)
@@ -252,7 +252,7 @@ def in_two_loops(work) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_more_places_are_taken_than_there_are(count):
-    """Whichever tasks are cancelled while they wait, or just as they get a place."""
+    """Whichever tasks are cancelled, also just as they get a place."""
     turns, lock, random = Turns(count), threading.Lock(), Random(0)
     taken, most, done = 0, 0, 0
 

@@ -1,11 +1,9 @@
 """What a terminal or notebook shows of a run: a live table, a plain line a step, or nothing."""
 
-import io
 import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,10 +36,9 @@ def make_display(
         return Callback()
     utf = console.encoding.lower().startswith("utf")
     capable = console.is_terminal and not console.is_dumb_terminal and utf
-    if console.is_jupyter and mode in ("auto", "live"):
-        return NotebookDisplay(total_steps)
-    live = mode == "live" or (mode == "auto" and capable)
-    return (LiveDisplay if live else PlainDisplay)(total_steps, console)
+    if mode == "plain" or (mode == "auto" and not (capable or console.is_jupyter)):
+        return PlainDisplay(total_steps, console)
+    return (NotebookDisplay if console.is_jupyter else LiveDisplay)(total_steps, console)
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -55,9 +52,8 @@ def sparkline(values: list[float], width: int) -> str:
         return ""
     _, means = thin(([*range(len(values))], values), width)
     low, high = min(means), max(means)
-    return "".join(
-        "▁▂▃▄▅▆▇█"[round((mean - low) / (high - low) * 7)] if high > low else "▄" for mean in means
-    )
+    scale = 7 / (high - low) if high > low else 0
+    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) * scale) if scale else 3] for mean in means)
 
 
 def on_one_line(value: Any, width: int) -> Text:
@@ -77,11 +73,9 @@ def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
     """
     if "chosen" in sample:
         return f"{sample['chosen']} rather than {sample['rejected']}", "margin", sample["margin"]
-    reward = sample.get("reward")
-    known = isinstance(reward, int | float)
     said = " · ".join(str(turn.get("response", "")) for turn in sample.get("turns", [sample]))
     said += f" (failed: {sample['failure']})" if "failure" in sample else ""
-    return said, "reward", reward if known else None
+    return said, "reward", sample.get("reward")
 
 
 class Display(Callback):
@@ -141,8 +135,10 @@ class PlainDisplay(Display):
 
     def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         super().on_samples(trainer, step, samples)
-        shown, self.validated = self.samples[:3] if self.validated else [], False
-        for sample in shown:
+        if not self.validated:
+            return
+        self.validated = False
+        for sample in self.samples[:3]:
             answer, name, value = answer_of(sample)
             prompt = on_one_line(sample.get("prompt", ""), 50)
             verdict = f"  ({name} {number(value)})" if value is not None else ""
@@ -175,8 +171,7 @@ class LiveDisplay(Display):
     def __init__(self, total_steps: int | None, console: Console) -> None:
         super().__init__(total_steps, console)
         self.courses: dict[str, deque[float]] = {name: deque(maxlen=4096) for name in LABELS}
-        self.noted: dict[str, float] = {}
-        """What has been shown in any step."""
+        self.noted: dict[str, float] = {}  # shown in any step
         self.latest: dict[str, float] = {}
         self.validations: list[tuple[int, dict[str, float]]] = []  # the first and the last one
 
@@ -220,10 +215,9 @@ class LiveDisplay(Display):
             parts += [Text(), self._validation()]
         if self.samples:
             parts += [Text(), self._samples(width)]
-        title, padding = f"[bold]{self.title}[/]", (1, 2)
-        return Panel(
-            Group(*parts), title=title, title_align="left", border_style="blue", padding=padding
-        )
+        title = f"[bold]{self.title}[/]"
+        style: Any = {"title_align": "left", "border_style": "blue", "padding": (1, 2)}
+        return Panel(Group(*parts), title=title, **style)
 
     def _progress(self) -> Table:
         cells = [Text(self.left, style="bold")]
@@ -281,65 +275,32 @@ class LiveDisplay(Display):
 
 
 class NotebookDisplay(LiveDisplay):
-    """Show the panel and the course of the first metric below a notebook's cell, without
-    ipywidgets.
-    """
+    """Show the panel below a notebook's cell, redrawn in place without ipywidgets."""
 
     handle: Any = None
     drawn = -math.inf
 
-    def __init__(self, total_steps: int | None) -> None:
-        console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
-        super().__init__(total_steps, console)
-        self.steps: list[int] = []
-
     def open(self) -> None:
-        self.draw()
+        from IPython.display import display  # in a notebook it is there
+
+        self.handle = display(self.render(), display_id=True)
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
-        self.steps.append(step)
         if time.monotonic() - self.drawn >= 1:
-            self.draw()
-
-    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
-        self.close()
+            self.handle.update(self.render())
+            self.drawn = time.monotonic()
 
     def close(self) -> None:
         if self.handle is not None:
-            self.draw()
+            self.handle.update(self.render())
             self.handle = None
-
-    def draw(self) -> None:
-        display = import_module("IPython.display").display  # in a notebook it is there
-
-        self.console.print(self.render())
-        panel = self.console.export_html(
-            inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>'
-        )
-        content = {"text/html": panel + self.curve(), "text/plain": self.step}
-        if self.handle is None:
-            self.handle = display(content, raw=True, display_id=True)
-        else:
-            self.handle.update(content, raw=True)
-        self.drawn = time.monotonic()
-
-    def curve(self) -> str:
-        from nemorl.runtime.watch.curves import COLORS, svg  # slow to import
-
-        name = next(iter(self.latest), "")
-        values = list(self.courses.get(name, ()))
-        if len(values) < 2:
-            return ""
-        picture, _ = svg(name, ((self.steps[-len(values) :], values), ([], [])))
-        colors = "; ".join(f"--{variable}: {color}" for color, variable in COLORS.items())
-        return f'<div style="max-width: 30em; {colors}">{LABELS[name]}{picture}</div>'
 
 
 def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
     """Print the lengths of a run's data sets, and return the contents of data.json."""
-    statistics = {name: length_statistics(given) for name, given in lengths.items()}
-    statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
+    found = {name: length_statistics(given) for name, given in lengths.items()}
+    statistics = {name: s for name, s in found.items() if s.count or s.num_dropped}
     if statistics and not quiet:
         print_lengths(Console(highlight=False), statistics)
     return {name: s.to_dict() for name, s in statistics.items()}
@@ -355,11 +316,8 @@ def print_lengths(console: Console, statistics: Mapping[str, LengthStatistics]) 
         table.add_row(name, *map(str, values), str(s.limit))
     console.print(table)
     for name, s in statistics.items():
-        parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
-        taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
         if s.num_over_limit:
-            console.print(
-                f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
-                + (f" ({taken})" if taken else ""),
-                style="yellow",
-            )
+            parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
+            taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+            line = f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
+            console.print(f"{line} ({taken})" if taken else line, style="yellow")

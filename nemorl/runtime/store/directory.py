@@ -161,8 +161,8 @@ class RunDirectory:
     def require_checkpoint(self) -> None:
         if not self.has_checkpoint():
             raise ValueError(
-                f"run must have a checkpoint, but {self.path} has none: it is saved at the end of a"
-                " run, and every run.save_period steps"
+                f"run must have a checkpoint, but {self.path} has none: one is saved every"
+                " run.save_period steps and at the end"
             )
 
     def holds_results(self) -> bool:
@@ -200,9 +200,6 @@ class RunDirectory:
         lines = read_lines(self.log)
         return [line for line in lines if record is None or line.get("run_id") == record.run_id]
 
-    def append_log(self, line: Mapping[str, Any]) -> None:
-        append_lines(self.log, [line])
-
     def outcome_files(self) -> dict[int, Path]:
         return by_step(self.path / "validation")
 
@@ -235,12 +232,12 @@ class RunDirectory:
         if step > 0 and step not in kept:
             warn(
                 f"{self.metrics} must have a line of step {step}, which the run resumes from, but"
-                " it has none (was it emptied?): reports and plots will lack earlier steps"
+                " has none: reports and plots will lack earlier steps"
             )
         cut_lines(self.groups, step, "the groups")
         for file in self.samples.glob("steps_*.jsonl"):
             match = SAMPLES_NAME.fullmatch(file.name)
-            # A file that ends at the step or before may have a torn line of it alone.
+            # A file that ends at the step may have a torn line.
             if match and int(match[1]) >= step and not cut_lines(file, step, "the samples"):
                 file.unlink()
         for number, file in self.outcome_files().items():
@@ -266,9 +263,7 @@ def locked(directory: Path | str) -> Iterator[None]:
     Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
     """
     path = Path(directory) / LOCK_NAME
-    link = path.is_symlink()
-    require(not link, "run.dir", "must hold no symbolic link as its lock", str(path), "remove it")
-    lock = FileLock(path)
+    lock = FileLock(path)  # which follows no link
     with _writing_below(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -280,10 +275,7 @@ def locked(directory: Path | str) -> Iterator[None]:
                 f" {holder}: wait for it or name another one (--run.dir)"
             ) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = f"process {os.getpid()} on {platform.node()} since {since}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        path.write_text(f"process {os.getpid()} on {platform.node()} since {since}", "utf-8")
     owner, folder = os.getpid(), os.path.abspath(path.parent)  # noqa: PTH100
     HOLDERS[folder] = owner
     try:
@@ -295,16 +287,10 @@ def locked(directory: Path | str) -> Iterator[None]:
             lock.release()
 
 
-def step_of(path: Path) -> int:
-    """Return the N of `step_N` or `step_N.jsonl`; -1 for another name."""
-    match = STEP_NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
 def by_step(folder: Path) -> dict[int, Path]:
-    """Return what a folder has of single steps, by step, the first one first."""
-    found = {step_of(path): path for path in folder.glob("step_*")}
-    return {step: found[step] for step in sorted(found) if step >= 0}
+    """Return the `step_N` or `step_N.jsonl` of a folder by N, ascending."""
+    named = ((STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def environment() -> dict[str, str]:
@@ -347,22 +333,20 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
-        # Half a character, which has no UTF-8: as the escape that JSON has for it.
-        file.write(text.encode(errors="backslashreplace"))
+        file.write(text.encode(errors="backslashreplace"))  # half a character as JSON's escape
 
 
 STEP: dict[str, Callable[[Any], bool]] = {"step": lambda each: type(each) is int and each >= 0}
-"""The fields that each line of a step has."""
 METRICS = {**STEP, "time": is_number, "phase": get_args(Phase).__contains__}
-"""The fields that each line of metrics.jsonl has."""
+"""The fields of each line of metrics.jsonl."""
 STEP_LINE = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 def read_lines(
     path: Path, needed: Mapping[str, Callable[[Any], bool]] = {}
 ) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file whose `needed` fields are right, without a torn last
-    line; what is omitted is warned of.
+    """Return the objects of a JSON lines file whose `needed` fields are right, and warn of others
+    but a torn last line.
     """
     return [record for _, record in lines_of(path, needed)]
 
@@ -383,24 +367,23 @@ def lines_of(
     *,
     steps: Container[int] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that `read_lines` keeps, with its object; of some `steps` alone, if given."""
+    """Yield each line that `read_lines` keeps, with its object; of `steps` alone, if given."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
-        begin = STEP_LINE.match(line[:40].encode()) if steps is not None else None
+        begin = STEP_LINE.match(line[:40].encode())
         if begin and steps is not None and int(begin[1]) not in steps:
             continue
         try:
             record = {**json.loads(line)}
-            wrong = [name for name, fits in needed.items() if not fits(record.get(name))]
+            wrong = [f"has a wrong {x}" for x, fits in needed.items() if not fits(record.get(x))]
         except (ValueError, TypeError, RecursionError):
-            wrong = None
-        if not wrong and wrong is not None:
+            wrong = ["is not a JSON object"]
+        if not wrong:
             yield line, record
         elif number < len(lines):
-            what = "is not a JSON object" if wrong is None else f"has a wrong {wrong[0]}"
-            warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}")
+            warn(f"{path}, line {number} {wrong[0]}, and is omitted: {line[:80]!r}")
 
 
 def to_json(value: Any) -> Any:
@@ -435,7 +418,6 @@ class RunRecord:
     """Name of the file that began it, if there is one."""
     status: Status = "running"
     error: str | None = None
-    """The error of a run that failed."""
     total_steps: int | None = None
     """Steps of the whole run, once known."""
     sessions: tuple[float, ...] = ()
@@ -449,18 +431,12 @@ class RunRecord:
     def begin(
         cls, directory: RunDirectory, *, algorithm: str, previous: "RunRecord | None" = None
     ) -> "RunRecord":
-        """Write and return the record of a run that this process begins or goes on with."""
+        """Write and return the record of a run that this process begins or resumes."""
         new = cls(run_id=secrets.token_hex(4), algorithm=algorithm, script=script_name())
         record = previous or new
-        record = replace(
-            record,
-            status="running",
-            error=None,
-            ended=None,
-            sessions=(*record.sessions, round(time.time(), 3)),
-            pid=os.getpid(),
-            host=platform.node(),
-        )
+        sessions = (*record.sessions, round(time.time(), 3))
+        here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "sessions": sessions}
+        record = replace(record, status="running", error=None, ended=None, **here)
         record.write(directory)
         return record
 
@@ -470,9 +446,9 @@ class RunRecord:
         if not directory.record.exists():
             return None
         try:
-            values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
-            known = {field.name: values[field.name] for field in fields(cls)}
-            return cls(**{**known, "sessions": tuple(values["sessions"])})
+            values = {**json.loads(directory.record.read_bytes())}
+            values["sessions"] = tuple(values["sessions"])
+            return cls(**{field.name: values[field.name] for field in fields(cls)})
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             warn(f"{directory.record} is not the record of a run, and is omitted")
             return None
@@ -495,7 +471,7 @@ class RunRecord:
 
 
 def script_with(config: type) -> str:
-    """Return what stands for an algorithm's name where a script has a training loop of its own."""
+    """Return what stands for an algorithm's name where a script has its own loop."""
     return f"a script with {config.__name__}"
 
 
@@ -505,8 +481,8 @@ def script_name() -> str:
 
 
 def check_algorithm(directory: RunDirectory, *expected: str) -> None:
-    """Raise ValueError where the run in a directory is of none of the `expected` algorithms, and
-    warn where another script goes on with it.
+    """Raise ValueError where a run is of none of the `expected` algorithms; warn where another
+    script resumes it.
     """
     record = RunRecord.read(directory)
     found = expected[0] if record is None else record.algorithm

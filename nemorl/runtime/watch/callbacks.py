@@ -2,13 +2,11 @@
 signals, which wait for the end of a step.
 """
 
-import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,9 +37,7 @@ class Callback:
         """Before the first step, also after a resume."""
 
     def on_epoch_begin(self, trainer: RunView, epoch: int) -> None:
-        """Before the first step of a pass over the data (counted from 0) and after a resume; passes
-        within one step come after it.
-        """
+        """Before the first step of a pass over the data (counted from 0), and after a resume."""
 
     def on_step_begin(self, trainer: RunView, step: int) -> None:
         """Before step `step`."""
@@ -56,7 +52,7 @@ class Callback:
         """After a validation of the weights of this step."""
 
     def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
-        """With a few responses: prompt and response as text, where known also reward, tokens,
+        """With a few responses: prompt and response as text, if known also reward, tokens,
         logprobs, advantages.
         """
 
@@ -79,8 +75,8 @@ def check_callbacks(callbacks: Any) -> None:
     several = isinstance(callbacks, Sequence)
     require(several, "callbacks", "must be a list of them", callbacks, "put it in brackets")
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
-    spellings = {name.replace("_", ""): name for name in hooks}
-    spellings |= {x.removeprefix("on"): name for x, name in spellings.items() if "_" in name[3:]}
+    plain = {name.replace("_", ""): name for name in hooks}
+    spellings = plain | {x[2:]: name for x, name in plain.items() if "_" in name[3:]}
     for callback in callbacks:
         require(
             isinstance(callback, Callback),
@@ -152,7 +148,6 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-@dataclass
 class _State:
     waits: Callable[[], bool] = bool
     """Whether a signal waits now; `bool()` is False."""
@@ -167,19 +162,13 @@ def signals_raise() -> Iterator[None]:
     """Have SIGTERM raise `Terminated` in the block, and both it and Ctrl-C wait for
     `update_in_progress`, where no one else handles them.
     """
-    ours = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    replaced = {
-        number: before
-        for number, before in ours.items()
-        if _in_main_thread() and signal.getsignal(number) is before
-    }
-    for number in replaced:
-        signal.signal(number, _handle)
-    try:
+    defaults = ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler))
+    with ExitStack() as stack:
+        for number, before in defaults:
+            if _in_main_thread() and signal.getsignal(number) is before:
+                signal.signal(number, _handle)
+                stack.callback(signal.signal, number, before)
         yield
-    finally:
-        for number, before in replaced.items():
-            signal.signal(number, before)
 
 
 @contextmanager
@@ -216,7 +205,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         _leave()
         _raise(number)
     _STATE.pending = number
-    with contextlib.suppress(OSError):  # os.write, as this may interrupt a print
+    with suppress(OSError):  # os.write, as this may interrupt a print
         os.write(2, b"\nthe run ends after this step; a second signal (Ctrl-C) ends it at once, "
                     b"and the step is lost\n")  # fmt: skip
 

@@ -11,6 +11,8 @@ from nemorl.checks import is_number
 
 Series = tuple[list[int], list[float]]
 """Steps and values."""
+Course = tuple[Series, Series]
+"""A metric in the training and in the validations of a run."""
 
 
 class Metric(NamedTuple):
@@ -22,7 +24,7 @@ class Metric(NamedTuple):
     label: str = ""
     """Its name in the live table; such metrics have a picture in plots/, too."""
     usual: float | None = None
-    """A value that is not shown there, nor drawn in a report, as long as there is no other."""
+    """A value that is shown and drawn only beside others."""
 
 
 SECTIONS = {
@@ -71,8 +73,7 @@ SECTIONS = {
             "gap",
         ),
         "token_mult_prob_error_max": Metric(
-            "Sampler against trainer, worst response",
-            "the same in the response where it is largest",
+            "Sampler against trainer, worst response", "the same, where it is largest"
         ),
         "gen_kl_error": Metric("Sampler's KL error", "nats per token"),
         "gen_kl_error_max": Metric("Sampler's KL error, worst response", "nats per token"),
@@ -121,7 +122,7 @@ SECTIONS = {
         ),
         "trainer/memory_gb": Metric(
             "Memory of the trainer",
-            "GB, the peak of the device that has most; on CPUs since the process began",
+            "GB, the greatest peak of a device; on CPUs since the process began",
             "mem GB",
         ),
         "seconds": Metric("Step time", "seconds"),
@@ -161,7 +162,7 @@ def placed(name: str) -> tuple[str, int, Metric]:
         section, place, metric = placed(rest)
         return section, place, metric._replace(title=f"{metric.title}, {part}")
     metric = METRICS.get(key, Metric(""))
-    section = next((section for section in SECTIONS if key in SECTIONS[section]), "Other")
+    section = next((name for name, metrics in SECTIONS.items() if key in metrics), "Other")
     title = metric.title or name.removeprefix(key.rpartition("/")[0] + "/").replace("_", " ")
     return section, [*METRICS, key].index(key), metric._replace(title=title)
 
@@ -187,7 +188,7 @@ def headline(*lines: Mapping[str, Any]) -> list[str]:
 def number(value: float, metric: str = "") -> str:
     """Write a number with three significant digits; zeros at the end only where it was rounded.
 
-    metric: its name; a learning rate (lr) has no unit.
+    metric: its name; lr is written without units.
 
     >>> [number(x) for x in (0.5, 0.50001, 999.9, 12345, 1e6, -0.01234, 3e-5, 0, float("nan"))]
     ['0.5', '0.500', '1000', '12.3k', '1M', '-0.0123', '3e-5', '0', 'nan']
@@ -211,7 +212,7 @@ def number(value: float, metric: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as minutes and seconds, with hours and days where there are any.
+    """Write a time as minutes and seconds, with hours and days if any.
 
     >>> [duration(x) for x in (5, 62, 3723, 180000)]
     ['0:05', '1:02', '1:02:03', '2d 2:00:00']
@@ -224,21 +225,23 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
+def course_of(records: Iterable[Mapping[str, Any]], metric: str) -> Course:
     """Return a metric's numbers in the lines of metrics.jsonl."""
-    found = [line for line in records if line["phase"] == phase and is_number(line.get(metric))]
-    return [record["step"] for record in found], [record[metric] for record in found]
+    found: dict[str, Series] = {"train": ([], []), "validation": ([], [])}
+    for line in records:
+        if is_number(line.get(metric)):
+            steps, values = found[line["phase"]]
+            steps.append(line["step"])
+            values.append(line[metric])
+    return found["train"], found["validation"]
 
 
 def smooth(values: list[float], *, width: float) -> list[float]:
     """Average neighbors with Gaussian weights of standard deviation `width`."""
     reach = math.ceil(3 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-
-    def weighted(array: np.ndarray) -> np.ndarray:
-        return np.convolve(array, kernel)[reach : reach + len(array)]
-
-    return (weighted(np.asarray(values)) / weighted(np.ones(len(values)))).tolist()
+    sums, weights = np.convolve(values, kernel), np.convolve(np.ones(len(values)), kernel)
+    return (sums / weights)[reach : reach + len(values)].tolist()
 
 
 def thin(series: Series, most: int) -> Series:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ from nemorl.rollout.evaluation import by_prompt, comparison
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, read_lines, to_json
-from nemorl.runtime.store.files import write_atomically
+from nemorl.runtime.store.files import write_atomically, writing
 from nemorl.runtime.store.verify import verify_run
-from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
+from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
 from nemorl.runtime.watch.metrics import (
     SECTIONS,
+    Course,
+    course_of,
     duration,
     headline,
     is_usual,
     number,
     placed,
-    series_of,
     thin,
 )
 
@@ -62,12 +64,9 @@ class Gathered:
     sample_step: whose samples are shown in any case.
     """
 
-    def __init__(
-        self, path: Path | str, *, now: float | None = None, sample_step: int | None = None
-    ) -> None:
+    def __init__(self, path: Path | str, *, sample_step: int | None = None) -> None:
         directory = RunDirectory.open(path)
-        self.path, self.name = directory.path, directory.name
-        self.now = time.time() if now is None else now
+        self.path, self.name, self.now = directory.path, directory.name, time.time()
         self.record, self.metrics = RunRecord.read(directory), directory.read_metrics()
         self.log = directory.read_log(self.record)
         self.config = _whole(directory.config, lambda path: read(path)[0])
@@ -79,16 +78,13 @@ class Gathered:
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
         sizes = directory.sample_sizes()
-        opened = [step for step in sizes if step == sample_step]
         # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
-        self.samples = directory.read_samples({*_spread(sizes), *opened})
+        self.samples = directory.read_samples({*_spread(sizes), *(sizes.keys() & {sample_step})})
         self.sample_steps = len(sizes)
         _add_pieces(self.samples, directory.path / "tokenizer")
+        begun = [line for line in self.log if line.get("event") == "train_begin"]
         # Settings that are not at their default, with that default.
-        self.changed: dict[str, Any] = {}
-        for line in self.log:
-            if line.get("event") == "train_begin":
-                self.changed = line.get("defaults", {})
+        self.changed: dict[str, Any] = begun[-1].get("defaults", {}) if begun else {}
 
     @property
     def step(self) -> int:
@@ -96,7 +92,6 @@ class Gathered:
 
 
 def _whole(path: Path, reader: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the contents of a file, if any; what can't be read is warned of."""
     try:
         return reader(path) if path.exists() else {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -132,8 +127,7 @@ def _add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path
     with suppress(Exception):  # a report without colors is better than none
         decode = _decoder_of(tokenizer_folder)
         for line in lines:
-            with suppress(Exception):  # ids that the tokenizer does not know
-                line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
+            line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
 
 
 def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
@@ -148,8 +142,8 @@ def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
 
 
 def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds, decoded after its neighbors, which a tokenizer may join
-    or space; a character of several tokens belongs to the last one.
+    """Return the text that each token adds to its neighbors; a character of several tokens belongs
+    to the last one.
     """
     found: list[str] = []
     before = start = 0  # ids[before:start] are decoded again, before ids[start:]
@@ -170,7 +164,7 @@ TEXTS = ("prompt", "response", "chosen", "rejected")
 OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
 OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group", "failure", "cut_by"}
 OWN |= {"turns", "sampled", "trained"}
-"""Columns that have their place; others are shown by their names."""
+"""Columns that have their own place on the page."""
 
 
 def sample_data(run: Gathered) -> dict[str, Any]:
@@ -184,8 +178,8 @@ def sample_data(run: Gathered) -> dict[str, Any]:
 
 def _modes(*runs: Gathered) -> dict[str, str]:
     lines = [line for run in runs for lines in run.samples.values() for line in lines]
-    colored = [line for line in lines if line.get("pieces")]
-    return {key: name for key, name in COLORED.items() if any(line.get(key) for line in colored)}
+    known = {key for line in lines if line.get("pieces") for key in line if line[key]}
+    return {key: name for key, name in COLORED.items() if key in known}
 
 
 def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,8 +192,9 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
         found["cut"] = len(ids) - SHOWN_TOKENS
-    for name, values in {**sample, "gaps": _gaps(sample)}.items():
-        if name in ("logprobs", "gaps", "advantages") and values:
+    lists = {**sample, "gaps": _gaps(sample)}
+    for name in ("logprobs", "gaps", "advantages"):
+        if values := lists.get(name):
             found[name] = [
                 float(f"{value:.4g}") if own and is_number(value) else None
                 for value, own in zip(values[:SHOWN_TOKENS], sampled, strict=False)
@@ -207,10 +202,9 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     found |= {name: sample[name] for name in ("reward", "group") if is_number(sample.get(name))}
     found |= {name: sample[name] for name in ("turns", "trained", "failure") if name in sample}
     chips: dict[str, Any] = dict(sample.get("rewards", {}))
-    advantages = zip(found.get("advantages", ()), sampled, strict=False)
-    same = {value for value, own in advantages if own}
-    if len(same) == 1:
-        chips["advantage"] = same.pop()
+    advantages = set(compress(found.get("advantages", ()), sampled))
+    if len(advantages) == 1:
+        chips["advantage"] = advantages.pop()
     columns = sample.get("columns", {})
     chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
     chips |= {name: value for name, value in sample.items() if name not in OWN}
@@ -274,16 +268,17 @@ WATCH_SECONDS = 5.0
 
 
 def write_report(runs: Runs, output: Path | str | None = None) -> Path:
-    """Write the report of a run, or of several side by side, also in progress or crashed.
+    """Write the report of a run, or of several side by side, also in progress or crashed; return
+    its file.
 
     output: by default `report.html` in the run's directory, or of several `comparison.html` in the
-    folder that holds them. Returns it. Raises: ValueError where there is no run.
+    folder that holds them. Raises: ValueError where there is no run.
     """
     return write_page(read_runs(runs), output)
 
 
 def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
-    """Write the report again when its runs have gone on, until all have ended or Ctrl-C."""
+    """Write the report whenever its runs have gone on, until all have ended or Ctrl-C."""
     directories = [RunDirectory.open(path) for path in _paths_of(runs)]
     files = [file for run in directories for file in (run.metrics, run.log)]
     seen: list[int] | None = None
@@ -293,7 +288,7 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
             if now != seen:
                 write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
             seen = now
-            # A run on the same cores should hardly notice.
+            # At most a tenth of the time, which a run on the same cores lacks.
             time.sleep(max(WATCH_SECONDS, 9 * (time.monotonic() - start)))
     write_page(read_runs(runs), output)
 
@@ -318,21 +313,14 @@ def read_runs(runs: Runs) -> list[Gathered]:
 def write_page(
     runs: Sequence[Gathered], output: Path | str | None, *, refresh: float | None = None
 ) -> Path:
-    """Write the report of runs that are read."""
+    """Write the report of runs that are read. Raises NotWritten."""
     target = Path(output or runs[0].path / "report.html")
     if output is None and len(runs) > 1:
         folder = os.path.commonpath([run.path.absolute().parent for run in runs])
         target = Path(folder, "comparison.html")
-    page = render(*runs, refresh=refresh)
-    try:
+    with writing("the report", target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, page)
-    except OSError as error:
-        why = error.__cause__ or error
-        raise ValueError(
-            f"output must be a file that can be written, but {target} can't ({why}): name another"
-            " one (--output)"
-        ) from error
+    write_atomically(target, render(*runs, refresh=refresh), "the report")
     return target
 
 
@@ -344,16 +332,14 @@ def _paths_of(runs: Runs) -> list[Path]:
         "runs",
         f"must name 1 to {len(RUNS)} runs, each once",
         [str(path) for path in paths],
-        "name each run's directory once: nemorl report runs/a runs/b",
+        "for example nemorl report runs/a runs/b",
     )
     return paths
 
 
 def render(*runs: Gathered, refresh: float | None = None) -> str:
     """Return the page, with the runs' texts escaped."""
-    style, script = (
-        Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
-    )
+    style, script = (Markup((HERE / f"report.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(*runs)
     by_name = {curve["metric"]: curve for curve in curves}
@@ -379,8 +365,6 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         colors=VARIABLES,
         headline=[by_name[name] for name in shown if name in by_name],
         failures=failures(runs[0]),
-        receipts=[each for each in runs[0].receipts if each.holds is not None],
-        unproved=[each for each in runs[0].receipts if each.holds is None],
         tests=paired_tests(runs),
         groups=grouped(curves),
         modes=_modes(*runs),
@@ -414,10 +398,9 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
 
     curves: list[dict[str, Any]] = []
     order = [*SECTIONS, "Other"]
-    for name in sorted(
-        names, key=lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)
-    ):
-        courses = [course_of(run, name) for run in runs]
+    by_place = lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)  # noqa: E731
+    for name in sorted(names, key=by_place):
+        courses = [course_of(run.metrics, name) for run in runs]
         metric, trained = placed(name)[2], [train[1] for train, _ in courses]
         validated = any(steps for _, (steps, _) in courses)
         curve: dict[str, Any] = {
@@ -447,11 +430,6 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
             }
         curves.append(curve)
     return curves
-
-
-def course_of(run: Gathered, metric: str) -> Course:
-    """Return a metric in the training and in the validations."""
-    return series_of(run.metrics, metric, "train"), series_of(run.metrics, metric, "validation")
 
 
 def ends(course: Course) -> dict[str, Any] | None:
@@ -506,16 +484,12 @@ def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
-    totals = {
-        curve["metric"]: curve["total"] for curve in curves if curve["metric"].startswith("seconds")
-    }
-    whole = totals.pop("seconds", 0.0)
-    if not totals or whole <= 0:
+    totals = {each["metric"]: each["total"] for each in curves}
+    whole = totals.get("seconds", 0.0)
+    parts = {name: total for name, total in totals.items() if name.startswith("seconds_")}
+    if not parts or whole <= 0:
         return {}
-    shares = {
-        name.removeprefix("seconds_").replace("_", " "): total / whole
-        for name, total in totals.items()
-    }
+    shares = {name[8:].replace("_", " "): total / whole for name, total in parts.items()}
     rest = 1 - sum(shares.values())
     return shares | ({"other": rest} if rest > 0.005 else {})
 
@@ -537,8 +511,9 @@ def _statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 def failures(run: Gathered) -> list[dict[str, Any]]:
     """Return why conversations failed, most frequent first."""
     samples = [line for lines in run.samples.values() for line in lines]
-    texts = [each["failure"] for each in samples if "failure" in each]
-    said = {each.partition(":")[0]: each for each in texts}
+    said = {
+        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
+    }
     found: dict[str, dict[str, Any]] = {}
     for line in run.metrics:
         for name, value in line.items():

@@ -55,7 +55,7 @@ from nemorl.runtime.store.state import POLICY, LoopState, RunView
 
 T = TypeVar("T")
 SMALL = 1 << 20
-"""Size of files that are checked before anything is loaded."""
+"""Of files that are checked before any is loaded."""
 
 
 class CheckpointError(OSError):
@@ -63,7 +63,7 @@ class CheckpointError(OSError):
 
 
 def seed_generators(seed: int) -> None:
-    """Seed every global random generator, from which rewards and environments may draw."""
+    """Seed every global random generator."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -73,9 +73,9 @@ class RandomState(NamedTuple):
     """The state of every global random generator."""
 
     values: dict[str, Any]
-    """JSON values of Python's and numpy's generators."""
+    """Of Python's and numpy's generators."""
     tensors: dict[str, torch.Tensor]
-    """States of torch's generators, by device."""
+    """Of torch's generators, by device."""
 
     @classmethod
     def now(cls) -> "RandomState":
@@ -116,7 +116,7 @@ def begin(
     previous checkpoint stays.
     """
     check_writer(directory)
-    step, trainer = run.state.step, run.trainer  # the run may be closed when it is published
+    step, trainer = run.state.step, run.trainer  # as the run may be closed before `publish`
     target = Path(directory) / "checkpoints" / f"step_{step}"
     temporary = target.with_name(TEMPORARY + target.name)
 
@@ -125,7 +125,7 @@ def begin(
             if background:
                 trainer.wait_for_checkpoint()
             _seal(temporary)
-            if target.exists():  # of a run that went back: an earlier one is in force
+            if target.exists():  # of a run that went back
                 _discard(target)
             temporary.rename(target)
             flush(target.parent)
@@ -171,7 +171,7 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of a checkpoint, and remove those not kept; an error is a warning."""
+    """Record a checkpoint's measurements, and remove those not kept; an error is a warning."""
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
         measured = metrics_by_step(directory)
@@ -256,9 +256,9 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
     Raises: ValueError for another algorithm or seed, before anything is changed; CheckpointError
-    for a missing or damaged file, of which the trainer may have read a part.
+    for a missing or damaged file, perhaps after the trainer has read others.
     """
-    with _as_checkpoint_error(path):  # a trainer without a manifest of its own does not check files
+    with _as_checkpoint_error(path):  # as not every trainer checks its files
         expected = read_manifest(path)
         files = {name: CheckedFile(path / name, expected[name]).read() for name in expected}
     values = json.loads(bytes(files["state.json"]))
@@ -285,7 +285,7 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
 
 
 def load_backend(path: Path, name: str, backend: Any) -> None:
-    """Restore the backend `name` from a checkpoint, without drawing a random number."""
+    """Restore the backend `name` from a checkpoint, but no random generator."""
     names = backends_of(path)
     require(
         name in names,
@@ -350,7 +350,7 @@ def _seal(folder: Path) -> None:
 
 
 def _own_files(folder: Path) -> dict[Path, Checksum]:
-    """Return the files that a backend's own manifest names, if it writes one."""
+    """Return the files in a backend's own manifest, if any."""
     known = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     return {folder / name: expected for name, expected in known.items()}
 

@@ -93,7 +93,7 @@ class RunDirectory:
         if not directory.holds_results():
             with writing("a run", directory.path):
                 directory.path.mkdir(parents=True, exist_ok=True)
-                if SECRET in config_yaml:  # what the run's programs print may have it
+                if SECRET in config_yaml:  # which logs may show
                     directory.path.chmod(0o700)
             directory.write_config(config_yaml)
         return directory
@@ -119,7 +119,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
-        """Return the folder of a run. Raises ValueError where there is none."""
+        """Return a run's folder. Raises ValueError where there is none."""
         directory = cls(Path(path))
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
@@ -136,7 +136,7 @@ class RunDirectory:
             )
 
     def check_resume(self, resume: Resume) -> None:
-        """Raise ValueError where a run would spoil another, or there is none to resume."""
+        """Raise ValueError where there is another run, or none to resume."""
         if not resume:
             self.require_no_results()
         elif self.holds_results() and not self.has_checkpoint():
@@ -166,7 +166,7 @@ class RunDirectory:
             )
 
     def holds_results(self) -> bool:
-        """Return whether there is something that a new run would spoil."""
+        """Return whether a new run would spoil something."""
         results = (self.metrics, self.samples, self.checkpoints, self.hf)
         return any(path.exists() for path in results)
 
@@ -196,7 +196,7 @@ class RunDirectory:
             append_lines(file, lines)
 
     def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
-        """Return the lines of log.jsonl that are the run's."""
+        """Return the run's lines of log.jsonl."""
         lines = read_lines(self.log)
         return [line for line in lines if record is None or line.get("run_id") == record.run_id]
 
@@ -208,7 +208,7 @@ class RunDirectory:
         return self.samples / f"steps_{first}-{first + STEPS_PER_FILE - 1}.jsonl"
 
     def sample_sizes(self) -> dict[int, int]:
-        """Return the bytes that the samples of each step have, by step, in order."""
+        """Return the bytes of each step's samples, by step, in order."""
         sizes = Counter[int]()
         for file in self.samples.glob("steps_*.jsonl"):
             with file.open("rb") as lines:
@@ -227,7 +227,7 @@ class RunDirectory:
         return {step: lines for step, lines in found.items() if lines}
 
     def truncate(self, step: int) -> None:
-        """Remove what a resumed run writes again, all of steps after `step`."""
+        """Remove what a resumed run writes again: all after `step`."""
         kept = cut_lines(self.metrics, step, "the metrics", METRICS)
         if step > 0 and step not in kept:
             warn(
@@ -258,7 +258,7 @@ def _writing_below(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path | str) -> Iterator[None]:
-    """Hold a directory, made if it is missing, for this run in the block while the process lives.
+    """Make a directory and hold it for this run in the block, while the process lives.
 
     Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
     """
@@ -281,7 +281,7 @@ def locked(directory: Path | str) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.getpid() == owner:  # not in a forked child that leaves the block
+        if os.getpid() == owner:  # not in a forked child
             del HOLDERS[folder]
             path.unlink(missing_ok=True)
             lock.release()
@@ -354,7 +354,7 @@ def read_lines(
 def cut_lines(
     path: Path, step: int, what: str, needed: Mapping[str, Callable[[Any], bool]] = STEP
 ) -> set[int]:
-    """Remove what a JSON lines file has of steps after `step`; return the steps that are left."""
+    """Remove lines of steps after `step` from a file; return the steps that are left."""
     kept = [found for found in lines_of(path, needed) if found[1]["step"] <= step]
     if path.exists():
         write_atomically(path, "".join(f"{line}\n" for line, _ in kept), what)
@@ -415,7 +415,7 @@ class RunRecord:
     algorithm: str
     """Its registered name, or `script_with` a config."""
     script: str = ""
-    """Name of the file that began it, if there is one."""
+    """Name of the file that began it, if any."""
     status: Status = "running"
     error: str | None = None
     total_steps: int | None = None
@@ -442,7 +442,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> "RunRecord | None":
-        """Return the record of a run, if there is one; one that can't be read is warned of."""
+        """Return a run's record, if any; warn of one that can't be read."""
         if not directory.record.exists():
             return None
         try:

@@ -21,7 +21,7 @@ from nemorl.runtime.store.directory import version_of
 from nemorl.runtime.store.files import writing
 
 EXPORT = "nemorl_export.json"
-"""Lists the files of an export, which the next one may replace."""
+"""Lists an export's files, which the next one may replace."""
 
 
 def write_pretrained(
@@ -46,7 +46,7 @@ def write_checkpoint(
     base: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the model of one backend of a checkpoint as a folder that others load.
+    """Write a backend's model from a checkpoint as a folder that others load.
 
     saved: the backend's folder, such as step_5/policy.
     lora: "merged" adds adapters to their base model, which is now at `base`; "adapter" writes them

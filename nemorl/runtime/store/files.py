@@ -1,6 +1,4 @@
-"""Files that survive a crash: on the disk when these functions return; temporary folders; and
-errors of workers, with their logs.
-"""
+"""Files on the disk, temporary folders, and errors of workers, with their logs."""
 
 import builtins
 import fcntl
@@ -16,21 +14,21 @@ from pathlib import Path
 from nemorl.user_code import end_fork
 
 TEMPORARY = ".tmp-"
-"""Begins the name of a file or folder that is not complete."""
+"""Begins the name of what is not complete."""
 
 
 def check_writer(path: Path) -> None:
-    """End this process if it is a fork of the one that holds the run: two would tear its files."""
+    """End this process if it is a fork of the one that holds the run."""
     end_fork(os.path.abspath(path))  # noqa: PTH100, as links stay
 
 
 class NotWritten(OSError):
-    """Something that could not be written: what, where, why, and what to do."""
+    """What could not be written, where, and why."""
 
 
 @contextmanager
 def writing(what: str, path: Path | str) -> Iterator[None]:
-    """Raise NotWritten, with what and where, for an error of the system in the block."""
+    """Raise NotWritten for an error of the system in the block."""
     try:
         yield
     except Exception as error:
@@ -151,7 +149,7 @@ class WorkerTimeout(TimeoutError):
 
 
 class FailedAlone(RuntimeError):
-    """A rank raised while the others wait for it: they are of no more use."""
+    """A rank raised while the others wait for it."""
 
 
 MEMORY_ADVICE = (

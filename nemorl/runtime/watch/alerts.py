@@ -1,6 +1,4 @@
-"""Callbacks that measure what a run uses, and warn where it learns nothing or its sampler and
-trainer disagree.
-"""
+"""Callbacks that measure a run and warn if it learns nothing or sampler and trainer disagree."""
 
 import math
 
@@ -16,7 +14,7 @@ from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 REJECTED_STEPS = 16
-"""Steps in a row, with the same weights, of which dynamic sampling may reject all groups."""
+"""Steps in a row of which dynamic sampling may reject all groups."""
 
 
 class SignalWatch(Callback):
@@ -129,7 +127,7 @@ class ResourceMeter(Callback):
 
     def __init__(self) -> None:
         self.process = psutil.Process()
-        self.process.cpu_percent()  # the first reading is what later ones count from
+        self.process.cpu_percent()
         self.gpu = self.can_ask = torch.cuda.is_available()
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:

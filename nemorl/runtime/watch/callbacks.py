@@ -1,6 +1,4 @@
-"""Hooks into a running loop. Callbacks observe; to end a run early they raise `StopTraining`. And
-signals, which wait for the end of a step.
-"""
+"""Hooks into a running loop, and signals, which wait for the end of a step."""
 
 import os
 import signal
@@ -18,7 +16,7 @@ from nemorl.user_code import exit_is_error
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end the run after the present step, with its last checkpoint."""
+    """Raised by a callback to end the run after this step, with a last checkpoint."""
 
 
 class Callback:
@@ -66,11 +64,11 @@ class Callback:
         """After an error; `trainer` is as after the last whole step."""
 
     def close(self) -> None:
-        """Last, also after an error, perhaps twice: free files, threads, the terminal."""
+        """Last, also after an error, perhaps twice: free files and threads."""
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise ValueError for what is not a callback, or has a hook that would never be called."""
+    """Raise ValueError for what is no callback, or has a hook that is never called."""
     remedy = "class Mine(nemorl.Callback): def on_step_end(self, trainer, step, metrics): …"
     several = isinstance(callbacks, Sequence)
     require(several, "callbacks", "must be a list of them", callbacks, "put it in brackets")
@@ -96,7 +94,7 @@ def check_callbacks(callbacks: Any) -> None:
 
 
 def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback, in order, and then raise their first error, if any."""
+    """Call a hook of every callback, and then raise their first error, if any."""
     error: Exception | None = None
     for callback in callbacks:
         try:
@@ -118,13 +116,12 @@ def _as_numbers(metrics: dict[str, Any], who: str) -> None:
         except (TypeError, ValueError):
             del metrics[name]
             raise ValueError(
-                f"{who} must add numbers to metrics, but {name} is {short(value)}: log texts with"
-                " logging"
+                f"{who} must add numbers to metrics, but {name} is {short(value)}: use logging"
             ) from None
 
 
 def notify_of_error(callbacks: Sequence[Callback], trainer: RunView, error: BaseException) -> None:
-    """Call `on_exception` of every callback; an error of its own becomes a note on `error`."""
+    """Call `on_exception` of every callback; its own errors become notes."""
     for callback in callbacks:
         try:
             callback.on_exception(trainer, error)
@@ -160,7 +157,7 @@ _STATE = _State()
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Have SIGTERM raise `Terminated` in the block, and both it and Ctrl-C wait for
-    `update_in_progress`, where no one else handles them.
+    `update_in_progress`, unless they are handled.
     """
     defaults = ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler))
     with ExitStack() as stack:
@@ -183,7 +180,7 @@ def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[Non
     _STATE.waits = begun
     try:
         yield
-    except (WorkerDied, WorkerTimeout) as error:  # or the run would begin again with new ranks
+    except (WorkerDied, WorkerTimeout) as error:  # or new ranks would start
         if (number := _leave()) is not None:
             warn(str(error))
             _raise(number, error)
@@ -213,7 +210,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _raise(number: int, cause: BaseException | None = None) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt from cause
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another would interrupt the last checkpoint
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the last checkpoint
     raise Terminated from cause
 
 

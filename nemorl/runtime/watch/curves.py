@@ -1,4 +1,4 @@
-"""How the course of a metric is drawn, for the report and in plots/. Free of torch."""
+"""The picture of a metric, for the report and in plots/. Free of torch."""
 
 import io
 import math
@@ -34,7 +34,7 @@ RUNS = (TRAIN, VALIDATION, "#15803d", "#9333ea", "#0891b2", "#be185d")
 """Colors of several runs on one page."""
 VARIABLES = ("train", "val", "run2", "run3", "run4", "run5")
 COLORS = {GRID: "line", TEXT: "dim", PAPER: "card", **dict(zip(RUNS, VARIABLES, strict=True))}
-"""Color → the variable of report.css that has its place on the page."""
+"""Color → the variable of report.css for it."""
 BOX = (0.12, 0.11, 0.975, 0.96)
 """Left, bottom, right and top of the axes in the report, as in report.js."""
 UNUSED = r"<metadata>.*?</metadata>|<style .*?</style>| id=\"[\w.]+_\d+\"| font-family: [^;]*;"
@@ -96,7 +96,7 @@ def panel(axes: Axes, name: str, *courses: Course) -> None:
     axes.ticklabel_format(axis="y", useOffset=False)
     if not 1e-3 <= greatest < 1e4:
         axes.yaxis.set_major_formatter(lambda value, _: number(value, name))
-    if name.startswith("token_mult_prob_error"):  # rounding errors must not look like mountains
+    if name.startswith("token_mult_prob_error"):  # rounding errors look flat
         top = max(1.01, greatest)
         axes.set_ylim(1 - 0.05 * (top - 1), 1 + 1.1 * (top - 1))
     if name == "accuracy":
@@ -104,7 +104,7 @@ def panel(axes: Axes, name: str, *courses: Course) -> None:
 
 
 class PlotCallback(Callback):
-    """Draw plots/*.png at the end of the run; a failure is a warning."""
+    """Draw plots/*.png at the end; a failure is a warning."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory

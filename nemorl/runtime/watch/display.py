@@ -1,4 +1,4 @@
-"""What a terminal or notebook shows of a run: a live table, a plain line a step, or nothing."""
+"""What a terminal or notebook shows of a run."""
 
 import math
 import time
@@ -83,7 +83,7 @@ class Display(Callback):
         self.console, self.total_steps = console, total_steps
         self.progress = Progress(speed_estimate_period=3600.0, get_time=time.monotonic)
         self.progress.add_task("", total=total_steps)
-        self.task = self.progress.tasks[0]  # for rich's estimate of the time left
+        self.task = self.progress.tasks[0]
         self.samples: list[dict[str, Any]] = []
 
     def on_train_begin(self, trainer: RunView) -> None:
@@ -94,7 +94,7 @@ class Display(Callback):
 
     def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         group = [sample for sample in samples if sample.get("group") == samples[0].get("group")]
-        if "group" in samples[0] and len(group) > 1:  # what GRPO compares: the best and the worst
+        if "group" in samples[0] and len(group) > 1:  # the best and the worst
             group.sort(key=lambda sample: -(sample.get("reward") or 0))
             samples = group[:2] + group[2:][-2:]
         self.samples = samples[:4]
@@ -111,7 +111,7 @@ class Display(Callback):
 
 
 class PlainDisplay(Display):
-    """Print one line a step, at most one a second and fewer in a run of thousands of steps."""
+    """Print a line a step, at most one a second, fewer in long runs."""
 
     printed = -math.inf
     validated = False
@@ -162,7 +162,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Draw a panel on rich's own thread, for which values are replaced, not changed."""
+    """Draw a panel on rich's thread, so that values are replaced, not changed."""
 
     title = "nemorl"
     live: Live | None = None
@@ -183,7 +183,7 @@ class LiveDisplay(Display):
     def open(self) -> None:
         self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         self.live.start()
-        self.console.show_cursor(True)  # so that it is there after a kill, too
+        self.console.show_cursor(True)  # also after a kill
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)

@@ -25,11 +25,11 @@ from nemorl.runtime.watch.callbacks import Callback
 
 LOGGER = logging.getLogger("nemorl")
 LIBRARIES = ("transformers", "datasets")
-"""Loggers that do not propagate."""
+"""Of loggers that do not propagate."""
 
 
 class LogFile(logging.Handler):
-    """Append what is logged to log.jsonl: everything of nemorl's own, the warnings of others."""
+    """Append to log.jsonl what nemorl logs, and the warnings of others."""
 
     def __init__(self, directory: RunDirectory, fields: dict[str, Any]) -> None:
         super().__init__(logging.INFO)
@@ -57,7 +57,7 @@ class LogFile(logging.Handler):
 
 
 class RunLog(Callback):
-    """Log the events of a run, and keep its run.json. Comes before all other callbacks."""
+    """Log a run's events, and keep its run.json. Comes first."""
 
     def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
         self.directory, self.record, self.fields = directory, record, fields
@@ -95,10 +95,10 @@ def event(name: str, message: str, **details: Any) -> None:
 
 
 def changed_settings(config: object) -> dict[str, Any]:
-    """Return the settings (dotted) that are not at their default, with it."""
+    """Return the changed settings (dotted) with their defaults."""
     try:
         defaults = flat(to_dict(type(config)()))
-    except TypeError:  # no dataclass, or one with fields that must be given
+    except TypeError:  # no dataclass, or one with required fields
         return {}
     given = flat(to_dict(config)).items()
     return {key: defaults.get(key) for key, value in given if (key, value) not in defaults.items()}

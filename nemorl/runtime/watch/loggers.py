@@ -21,11 +21,11 @@ from nemorl.runtime.watch.callbacks import Callback, update_in_progress
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """What a logger knows of the run when it is made, just before the first step."""
+    """What a logger knows of the run, just before the first step."""
 
     directory: RunDirectory
     run_id: str
-    """The same after a resume: a logger that finds a run with this id continues it."""
+    """The same after a resume: a logger continues the run of this id."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved settings, nested as in config.yaml."""
     project: str | None = None
@@ -40,20 +40,20 @@ class MetricLogger(Protocol):
     """Records a run."""
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step ("train"), or a validation of the weights after it ("validation")."""
+        """Record a step ("train"), or a validation after it ("validation")."""
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Record a few responses of a step, or do nothing; see `Callback.on_samples`."""
 
     def close(self, *, finished: bool) -> None:
-        """End the record; `finished` is False where the run ended with an error."""
+        """End the record; `finished` is False after an error."""
 
 
 LoggerFactory = Callable[[LoggedRun], MetricLogger]
 
 
 class JsonlLogger:
-    """Writes metrics.jsonl and samples/, the record that nemorl itself reads."""
+    """Writes metrics.jsonl and samples/, which nemorl reads."""
 
     def __init__(self, run: LoggedRun) -> None:
         self.directory = run.directory
@@ -65,14 +65,11 @@ class JsonlLogger:
         self.directory.append_samples(step, samples)
 
     def close(self, *, finished: bool) -> None:
-        """Do nothing: every line has been written."""
+        """Do nothing."""
 
 
 class Recorder(Callback):
-    """Hand metrics and samples to every logger.
-
-    One that fails to open ends the run before its first step; later it is warned of once.
-    """
+    """Hand metrics and samples to every logger; one that fails is warned of once."""
 
     def __init__(self, factories: Mapping[str, LoggerFactory], run: LoggedRun) -> None:
         self.factories, self.run = factories, run
@@ -104,14 +101,14 @@ class Recorder(Callback):
         self.finished = True
 
     def on_exception(self, trainer: RunView, error: BaseException) -> None:
-        self.finished = False  # a later callback may fail at the end
+        self.finished = False
 
     def close(self) -> None:
         self._each(lambda logger: logger.close(finished=self.finished))
         self.loggers = {}
 
     def _each(self, call: Callable[[MetricLogger], None]) -> None:
-        with update_in_progress():  # a signal waits until a record is whole
+        with update_in_progress():  # a signal waits
             for name, logger in self.loggers.items():
                 try:
                     call(logger)
@@ -128,7 +125,7 @@ RUN_ID_TAG = "nemorl.run_id"
 
 
 class TensorBoardLogger:
-    """A run in TensorBoard: scalars as train/… and validation/… that hide those before a resume."""
+    """A run in TensorBoard: scalars as train/… and validation/…; a resume hides later ones."""
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter

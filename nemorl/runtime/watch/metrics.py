@@ -1,4 +1,4 @@
-"""What a run's numbers are called, how they are written, and their courses."""
+"""How a run's metrics are called and written, and their courses."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -50,7 +50,7 @@ SECTIONS = {
         "response_length": Metric("Response length", "tokens", "length"),
         "truncated_fraction": Metric("Truncated", "share cut by a limit on tokens or turns"),
         "informative_groups": Metric(
-            "Informative groups", "share of prompts whose responses differ in reward"
+            "Informative groups", "share whose responses differ in reward"
         ),
         "reward_std": Metric("Spread of rewards", "standard deviation of the rewards in a step"),
         "groups_trained": Metric("Groups trained on", "prompts, in this step"),
@@ -59,7 +59,7 @@ SECTIONS = {
     "Conversations": {
         "turns": Metric("Turns", "of the model in a conversation", "turns", usual=1),
         "truncated_turns": Metric(
-            "Truncated responses", "share of all turns' responses cut by a limit on tokens"
+            "Truncated responses", "share of all turns cut by a limit on tokens"
         ),
         "failed_fraction": Metric("Failed", "share that is left out after an error", "failed", 0),
         "failed/": Metric("", "conversations that failed with this error"),
@@ -142,13 +142,13 @@ SECTIONS = {
         "gpu_percent": Metric("GPU", "percent"),
     },
 }
-"""The metrics by section, in the order shown; a name that ends in / or _ is a prefix."""
+"""The metrics in the order shown; a name that ends in / or _ is a prefix."""
 METRICS = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
 LABELS = {name: metric.label for name, metric in METRICS.items() if metric.label}
 
 
 def placed(name: str) -> tuple[str, int, Metric]:
-    """Return a metric's section, its place in the table, and how it is shown.
+    """Return a metric's section, place in the table, and look.
 
     >>> placed("seconds_sync")[2].title, placed("reward/brief")[2].title, placed("my_own")[0]
     ('Time to sync weights', 'brief', 'Other')
@@ -174,9 +174,8 @@ def is_usual(metric: str, values: Iterable[float | None]) -> bool:
 
 
 def headline(*lines: Mapping[str, Any]) -> list[str]:
-    """Return which of the metrics in some steps the live table and the top of the report show.
-
-    Beside a reward the loss says nothing: GRPO's is 0 but for rounding errors.
+    """Return the metrics of some steps that the live table and the top of the report show; beside a
+    reward the loss (GRPO's is about 0) is omitted.
 
     >>> headline({"lr": 0.1, "my_own": 2, "turns": 1.0}), headline({"loss": 0.0}, {"reward": 1.0})
     (['lr'], ['reward'])
@@ -245,7 +244,7 @@ def smooth(values: list[float], *, width: float) -> list[float]:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Return at most `most` points, each the mean of about equally many neighbors."""
+    """Return at most `most` points, each the mean of neighbors."""
     steps, values = series
     count = min(most, len(steps))
     edges = [index * len(steps) // count for index in range(count)] + [len(steps)]

@@ -38,9 +38,9 @@ from nemorl.runtime.watch.metrics import (
 )
 
 SAMPLE_BYTES = 6_000_000
-"""Size of the samples that a page holds."""
+"""Of samples on a page."""
 SHOWN_TOKENS = 4000
-"""Longer responses are cut on the page, which says so."""
+"""Longer responses are cut on the page."""
 
 STATISTICS = {
     "count": ("sequences", "{:,}"),
@@ -55,13 +55,12 @@ STATISTICS = {
     "padded_fill": ("tokens in a padded batch", "{:.0%}"),
     "packed_fill": ("tokens in packed rows", "{:.0%}"),
 }
-"""Numbers of data.json, with their names on the page and their formats."""
+"""Numbers of data.json: name on the page and format."""
 
 
 class Gathered:
-    """A run as its report shows it. Raises ValueError where there is none.
-
-    sample_step: whose samples are shown in any case.
+    """A run as its report shows it, with the samples of `sample_step` besides others. Raises
+    ValueError where there is none.
     """
 
     def __init__(self, path: Path | str, *, sample_step: int | None = None) -> None:
@@ -78,12 +77,12 @@ class Gathered:
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
         sizes = directory.sample_sizes()
-        # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
+        # Step → responses, with `pieces`: the text of each token, if known.
         self.samples = directory.read_samples({*_spread(sizes), *(sizes.keys() & {sample_step})})
         self.sample_steps = len(sizes)
         _add_pieces(self.samples, directory.path / "tokenizer")
         begun = [line for line in self.log if line.get("event") == "train_begin"]
-        # Settings that are not at their default, with that default.
+        # Changed settings, with their defaults.
         self.changed: dict[str, Any] = begun[-1].get("defaults", {}) if begun else {}
 
     @property
@@ -150,7 +149,7 @@ def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
     known = ""
     for end in range(1, len(ids) + 1):
         text = decode(list(ids[before:end]))
-        # Half a character, which has no more than 8 tokens.
+        # Half a character, of up to 8 tokens.
         if text.endswith("\ufffd") and end < len(ids) and end - start < 8:
             found.append("")
             continue
@@ -168,7 +167,7 @@ OWN |= {"turns", "sampled", "trained"}
 
 
 def sample_data(run: Gathered) -> dict[str, Any]:
-    """Return samples by step, and the advantage of full color."""
+    """Return samples by step, and the advantage shown in full color."""
     steps = {step: [_compact(sample) for sample in lines] for step, lines in run.samples.items()}
     found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
     sizes = sorted(abs(value) for values in found for value in values if value)
@@ -264,31 +263,26 @@ ENGINES = {
 }
 Runs = Path | str | Sequence[Path | str]
 WATCH_SECONDS = 5.0
-"""Time between two looks at a run that is watched."""
+"""Least time between two reports of a watched run."""
 
 
 def write_report(runs: Runs, output: Path | str | None = None) -> Path:
-    """Write the report of a run, or of several side by side, also in progress or crashed; return
-    its file.
+    """Write the report of a run, or of several side by side, also in progress or crashed.
 
     output: by default `report.html` in the run's directory, or of several `comparison.html` in the
-    folder that holds them. Raises: ValueError where there is no run.
+    folder that holds them. Returns it. Raises: ValueError where there is no run.
     """
     return write_page(read_runs(runs), output)
 
 
 def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
-    """Write the report whenever its runs have gone on, until all have ended or Ctrl-C."""
+    """Write the report again and again, until all its runs have ended or Ctrl-C."""
     directories = [RunDirectory.open(path) for path in _paths_of(runs)]
-    files = [file for run in directories for file in (run.metrics, run.log)]
-    seen: list[int] | None = None
     with suppress(KeyboardInterrupt):
         while any(map(_running, directories)):
-            now, start = [file.stat().st_size for file in files if file.exists()], time.monotonic()
-            if now != seen:
-                write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
-            seen = now
-            # At most a tenth of the time, which a run on the same cores lacks.
+            start = time.monotonic()
+            write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
+            # Leaves nine tenths of a core to the run.
             time.sleep(max(WATCH_SECONDS, 9 * (time.monotonic() - start)))
     write_page(read_runs(runs), output)
 
@@ -299,7 +293,7 @@ def _running(directory: RunDirectory) -> bool:
 
 
 def read_runs(runs: Runs) -> list[Gathered]:
-    """Return what a report shows of runs, with samples of a step that all have."""
+    """Return what a report shows of runs, with the samples of a common step."""
     paths = _paths_of(runs)
     steps = [{*RunDirectory(path).sample_sizes()} for path in paths]
     common = max(set.intersection(*steps), default=None)
@@ -349,9 +343,9 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         "curves": [curve["data"] for curve in curves],
         "runs": [sample_data(run) for run in runs],
         "refresh": refresh,
-        "opens": max(steps, key=lambda step: (sum(step in run.samples for run in runs), step))
-        if steps
-        else None,
+        "opens": max(
+            steps, key=lambda step: (sum(step in run.samples for run in runs), step), default=None
+        ),
     }
     return _template().render(
         run=runs[0],
@@ -387,13 +381,12 @@ def _template() -> Template:
 
 
 def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
-    """Return every metric that was a number, in the order of `SECTIONS`."""
+    """Return the course of every metric, in the order of `SECTIONS`."""
     lines = [line for run in runs for line in run.metrics]
     names = {name for line in lines for name, value in line.items() if is_number(value)}
     names -= {"step", "time"}
 
     def section_of(name: str) -> str:
-        # Beside a reward the loss says how an update went, not what was learned.
         return "Updates" if name == "loss" and "reward" in names else placed(name)[0]
 
     curves: list[dict[str, Any]] = []
@@ -456,7 +449,7 @@ def _differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 
 def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
-    """Return how each run's last validation differs from the first's, over common rows."""
+    """Return how last validations differ from the first run's, over common rows."""
     found: list[dict[str, Any]] = []
     for run in runs[1:]:
         both = by_prompt(runs[0].outcomes), by_prompt(run.outcomes)

@@ -47,8 +47,6 @@ Phase = Literal["train", "validation"]
 Resume = bool | Literal["auto"]
 """See `RunConfig.resume`."""
 LOCK_NAME = ".lock"
-STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
-SAMPLES_NAME = re.compile(r"steps_\d+-(\d+)\.jsonl")
 STEPS_PER_FILE = 100
 """Steps whose samples are in one file."""
 
@@ -236,7 +234,7 @@ class RunDirectory:
             )
         cut_lines(self.groups, step, "the groups")
         for file in self.samples.glob("steps_*.jsonl"):
-            match = SAMPLES_NAME.fullmatch(file.name)
+            match = re.fullmatch(r"steps_\d+-(\d+)\.jsonl", file.name)
             # A file that ends at the step may have a torn line.
             if match and int(match[1]) >= step and not cut_lines(file, step, "the samples"):
                 file.unlink()
@@ -289,7 +287,8 @@ def locked(directory: Path | str) -> Iterator[None]:
 
 def by_step(folder: Path) -> dict[int, Path]:
     """Return the `step_N` or `step_N.jsonl` of a folder by N, ascending."""
-    named = ((STEP_NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
+    name = r"step_(\d+)(?:\.jsonl)?"
+    named = ((re.fullmatch(name, path.name), path) for path in folder.glob("step_*"))
     return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 

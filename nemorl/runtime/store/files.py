@@ -129,9 +129,6 @@ def _remove_if_dead(mark: Path) -> None:
         os.close(descriptor)
 
 
-LOG_LINES = 10
-
-
 class ReceiptError(RuntimeError):
     """Raised where a receipt does not hold."""
 
@@ -184,11 +181,6 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
     return found
 
 
-def death(who: str, said: str, log: Path | None, doing: str = "") -> WorkerDied:
-    """Return the error for a worker that died."""
-    return WorkerDied(with_log(f"{who} died{doing}: {reason_of(said)}", log))
-
-
 def with_log(text: str, log: Path | None) -> str:
     """Return a text with a log's end."""
     lines = last_lines(log) if log else []
@@ -212,5 +204,5 @@ def last_lines(log: Path) -> list[str]:
     """Return the end of a log, if any."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
-        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        return file.read().decode(errors="replace").splitlines()[-10:]
     return []

@@ -20,9 +20,6 @@ from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
 
-SPEED = ("tokens_per_second", "trainer/mfu")
-"""The end of a plain line."""
-
 
 def make_display(
     mode: Literal["auto", "live", "plain", "none"],
@@ -152,7 +149,8 @@ class PlainDisplay(Display):
     def _line(self, metrics: dict[str, float], *words: str) -> str:
         shown = {name: number(metrics[name], name) for name in headline(metrics)}
         shown.pop("trainer/memory_gb", None)
-        speed = [f"{shown.pop(name):>5} {LABELS[name]}" for name in SPEED if name in shown]
+        last = [name for name in ("tokens_per_second", "trainer/mfu") if name in shown]
+        speed = [f"{shown.pop(name):>5} {LABELS[name]}" for name in last]
         values = [f"{LABELS[name]} {value:<8}" for name, value in shown.items()]
         return "  ".join([self.step, *words, *values, *speed]).rstrip()
 

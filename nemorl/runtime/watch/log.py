@@ -24,8 +24,6 @@ from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 LOGGER = logging.getLogger("nemorl")
-LIBRARIES = ("transformers", "datasets")
-"""Of loggers that do not propagate."""
 
 
 class LogFile(logging.Handler):
@@ -143,7 +141,8 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
     added: list[tuple[logging.Logger, logging.Handler]] = [(root, handler)]
     if logging.lastResort is not None and not root.handlers:
         added.append((root, logging.lastResort))  # which prints warnings where no handler is
-    added += [(each, handler) for each in map(logging.getLogger, LIBRARIES) if not each.propagate]
+    others = map(logging.getLogger, ("transformers", "datasets"))
+    added += [(each, handler) for each in others if not each.propagate]
 
     def show_and_log(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None

@@ -119,8 +119,6 @@ class Recorder(Callback):
                     self.failed.add(name)
 
 
-SECONDS_BETWEEN_TABLES = 60.0
-"""Each table of samples is a file."""
 RUN_ID_TAG = "nemorl.run_id"
 
 
@@ -184,7 +182,7 @@ class WandbLogger:
         import wandb
 
         now = time.monotonic()
-        if now - self.last_table >= SECONDS_BETWEEN_TABLES:
+        if now - self.last_table >= 60:  # as each table is a file
             self.last_table = now
             values = [item for sample in samples for item in sample.items()]
             plain = {key: 0 for key, value in values if isinstance(value, str | int | float)}

@@ -29,8 +29,7 @@ if _early:
         f"nemorl was imported before the tests turned on its shape checks ({_early[0]}): import it"
         " in test modules only"
     )
-# Annotations of the package, `Float[Tensor, "batch seq"]` and plain types alike, are checked in
-# every call of the run.
+# The package's annotations, of shapes and plain types, are checked in every call.
 install_import_hook("nemorl", "tests.shape_checks.check")
 
 import nemorl  # noqa: E402, F401  (before torch: see nemorl.openmp)
@@ -40,7 +39,7 @@ import torch  # noqa: E402  (after the hook, so that nothing can slip in before 
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:  # where pinned memory is CUDA's
-    # Autograd asks once, in the first backward pass, which devices there are.
+    # Before the first backward pass, in which autograd asks for devices.
     from tests.emulated_gpu import NAME, emulated
 
 torch.set_num_threads(1)  # the tensors are tiny: threads only cost time

@@ -1,8 +1,7 @@
 """A GPU emulated on a CPU: a second device, "fakegpu", with main memory behind it.
 
 Inside `emulated()` an operator that gets tensors of both devices raises, as CUDA does, and waits of
-the host for the device are counted by their kind and place. What a kernel itself waits for is known
-for the operators in READS alone.
+the host for the device are counted by kind and place. Of kernels only those in READS wait.
 """
 
 import sys
@@ -35,7 +34,7 @@ READS = {
 }
 """Operators of which the host must know results, their shapes or errors."""
 NUMBERS = ("fill", "masked_fill", "index_fill", "_foreach_", "_fused_", "lift_fresh")
-"""Operators that take a number of the host besides the pointwise ones, by how names begin."""
+"""Beginnings of operators that take a number of the host, besides pointwise ones."""
 COPIES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {
     *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
@@ -235,10 +234,7 @@ def is_ours(device: Any) -> bool:
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what an operator makes of tensors of which one is the device's, or which it asks for.
-
-    Raises: RuntimeError for tensors of both devices.
-    """
+    """Return an operator's result for the device. Raises: RuntimeError for tensors of both."""
     leaves = pytree.tree_leaves((args, kwargs))
     ours = [x for x in leaves if isinstance(x, Emulated)]
     others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Emulated)]
@@ -280,7 +276,7 @@ def _mixes(func: Any, args: Any, others: list[Tensor]) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operator with results of their own writes to and returns."""
+    """Return the arguments that an operator writes to and returns."""
     if not any(each.alias_info and each.alias_info.is_write for each in func._schema.returns):
         return []
     schema = func._schema.arguments

@@ -1,9 +1,9 @@
 """Programs that begin with torch and transformers imported.
 
 `forked_python` makes a folder with a `python` and a `nemorl` that pass arguments, environment,
-folder and standard streams on to a server that has the imports behind it; a fork of that runs the
-module or script, and its exit status is passed back. Signals are not passed on, and all forks have
-one seed of hashing. `FORKED_FOR` is the process that was started, which a fork ends with.
+folder and standard streams to a server; a fork of that runs the module or script, and its exit
+status is passed back. Signals are not passed on, and all forks have one seed of hashing.
+`FORKED_FOR` is the process that was started, which a fork ends with.
 """
 
 import atexit
@@ -58,9 +58,7 @@ sys.exit(code)
 
 @contextmanager
 def forked_python() -> Iterator[Path]:
-    """A folder to put in front of PATH; its `python` knows `-m MODULE ARGUMENTS` and `SCRIPT
-    ARGUMENTS`.
-    """
+    """A folder for PATH; its `python` knows `-m MODULE ARGUMENTS` and `SCRIPT ARGUMENTS`."""
     # Not below pytest's own, as the name of a socket may not be long.
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     address = str(folder / "socket")
@@ -92,9 +90,7 @@ def reap() -> None:
 
 
 def next_program(address: str) -> dict[str, Any]:
-    """Returns in the process that is to run a program; the server itself ends with its standard
-    input.
-    """
+    """Returns in the process that is to run a program; the server ends with its standard input."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -112,9 +108,7 @@ def next_program(address: str) -> dict[str, Any]:
 
 
 def kept(client: socket.socket) -> dict[str, Any]:
-    """Fork the program, which returns, and tell its client how it ended; where the client is
-    killed, so is the program.
-    """
+    """Fork the program, which returns, and say how it ended; it dies with its client."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
     request = b""
@@ -138,9 +132,7 @@ def kept(client: socket.socket) -> dict[str, Any]:
 
 
 def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    """As `python ARGUMENTS` would, but that nothing is freed at the end: memory would have to be
-    copied for it.
-    """
+    """As `python ARGUMENTS`, but free nothing at the end, as memory would be copied for it."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

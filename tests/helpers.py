@@ -1,6 +1,4 @@
-"""Cases (a function and its options), layouts (how sequences lie in a batch), and the evaluation of
-one in the other.
-"""
+"""Cases (a function and its options), evaluated in layouts (how sequences lie in a batch)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ ZERO_IN_PADDING = (
     *("mask", "loss_weights", "pair_weights", "truncated", "desirable", "lengths"),
     *("group_id", "token_group_id", "input_ids", "top_ids", "sequence"),
 )
-"""What says "nothing here", or must hold a valid id; everything else is garbage in padding."""
+"""Arrays with zeros in padding, where all others have garbage."""
 SHIFTED = ("logits", "teacher_logits", "hidden")
 """Arrays of a model's output, whose index t is about token t + 1."""
 

@@ -1,5 +1,5 @@
 """Functions run on several ranks: real processes with a real gloo process group, forked from a
-server that has the imports behind it, and kept for the next functions, stopped in between.
+server, and kept for the next functions.
 """
 
 import atexit
@@ -35,7 +35,7 @@ PRELOADED = [
 
 
 def held_port() -> socket.socket:
-    """Bind a free port that rank 0 can listen on, and that no other process is given meanwhile."""
+    """Bind a free port that rank 0 alone can listen on."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -136,10 +136,10 @@ def run_ranks(
     fresh: bool = False,
 ) -> list[Any]:
     """`function(*args)` on ranks 0 … size − 1, each a process with torchrun's variables and, with
-    `process_group`, torch.distributed initialised with gloo; the results in the order of ranks.
+    `process_group`, torch.distributed on gloo; the results in the order of ranks.
 
-    The processes are kept for the next calls, unless they are to be `fresh`. Raises AssertionError
-    with the traceback of a rank that fails, or that is not done within the time.
+    The processes are kept for the next calls, unless `fresh`. Raises AssertionError with the
+    traceback of a rank that fails or is late.
     """
     fresh = fresh or not process_group
     ranks = (None if fresh else _KEPT.pop(size, None)) or Ranks(size, process_group)
@@ -159,7 +159,7 @@ def run_ranks(
 def _serve(
     rank: int, size: int, port: int, process_group: bool, pipe: Connection, folder: Path
 ) -> None:
-    # The server ends with the tests' process, if no rank holds this; and its ranks, stopped or not.
+    # The server and its ranks end with the tests' process.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with (folder / str(rank)).open("w") as stderr:
@@ -197,4 +197,4 @@ def _serve(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # nothing that a library does at exit may keep the others waiting
+        os._exit(0)  # whatever libraries do at exit

@@ -1,6 +1,4 @@
-"""One local Ray cluster per test process, started when a test first needs it; it ends with the last
-test of the group "ray".
-"""
+"""One local Ray cluster per test process, from the first test of the group "ray" to its last."""
 
 import atexit
 import functools
@@ -19,9 +17,7 @@ ENDS = ExitStack()
 
 @functools.cache
 def ray_cpus() -> int:
-    """Start the cluster, if need be, that every RayVirtualCluster of this process then shares; how
-    many CPUs it thinks it has.
-    """
+    """Start the cluster of this process; how many CPUs it thinks it has."""
     from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
 
     session = {"session": [Bundle(cpus=0, resources={"node:__internal_head__": 0.001})]}

@@ -27,8 +27,8 @@ LIBRARY = with_shapes.__code__.co_filename
 def jaxtyped(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Do as `jaxtyping.jaxtyped`, but quickly.
 
-    A function without shapes has only its types checked, as shapes take 20 times as long. Checks
-    are made at the first call, and none for functions in functions without shapes.
+    Checks are made at the first call: of types alone where there are no shapes, which take 20 times
+    as long, and none in functions of functions without shapes.
     """
 
     def decorate(checked: Any) -> Any:

@@ -1,7 +1,6 @@
 """What the law tests draw: a few ragged sequences and every per-token array that a loss may read.
 
-Hypothesis draws the structure (how many sequences, how long, which kind of mask, which groups), a
-torch generator makes the numbers: so examples shrink, and drawing is cheap.
+Hypothesis draws the structure, which shrinks; a torch generator makes the numbers, cheaply.
 """
 
 import itertools

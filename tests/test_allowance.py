@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,19 +30,9 @@ def test_a_child_counts():
 
 def test_a_process_that_ends_meanwhile_hides_none_of_the_others(monkeypatch):
     """A reading that missed some would charge the next one's test with them."""
-    found = iter([OSError(), 7])
-
-    def ticks(pid: int) -> int:
-        match next(found):
-            case OSError() as error:
-                raise error
-            case number:
-                return number
-
+    ticks = Mock(side_effect=chain([OSError(), 7], repeat(OSError())))
     monkeypatch.setattr(allowance, "ticks_of", ticks)
-    assert cpu_ticks() == 7
-    monkeypatch.setattr(allowance, "ticks_of", lambda pid: int(Path("/proc/0/stat").read_text()))
-    assert cpu_ticks() is None
+    assert cpu_ticks() == 7 and cpu_ticks() is None
 
 
 def test_whole_paths_are_few_and_there():
@@ -64,7 +56,6 @@ def test_allowances():
 
 @pytest.mark.slow
 def test_a_costly_test_fails(tmp_path: Path):
-    """In a run of pytest of its own, with an allowance of a twentieth of a second."""
     text = "from tests import allowance\nallowance.ALLOWANCE_S = 0.04\n" + (
         "def test_it():\n    import time\n    end = time.process_time() + 0.3\n"
         "    while time.process_time() < end: pass\n"

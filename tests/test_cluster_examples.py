@@ -1,6 +1,4 @@
-"""The files of examples/cluster/: the Slurm scripts start and end Ray, or torchrun, on two nodes;
-the KubeRay file is a job of this Ray.
-"""
+"""The files of examples/cluster/."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""An emulated GPU as a device: it refuses to mix devices and counts what the host waits for; runs
-on it equal the CPU's, and wait as often as docs/performance.md says.
-"""
+"""An emulated GPU: runs on it equal the CPU's, and wait as often as docs/performance.md says."""
 
 import re
 from contextlib import nullcontext

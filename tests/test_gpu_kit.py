@@ -1,6 +1,4 @@
-"""The GPU kit (benchmarks/gpu): every part's small form, what it says where it can't measure, and
-what an interrupted run keeps.
-"""
+"""The GPU kit (benchmarks/gpu)."""
 
 import json
 import os

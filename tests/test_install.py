@@ -1,6 +1,4 @@
-"""What the Makefile installs: every package at one tested version, vLLM's CPU engine without the
-packages that would break it.
-"""
+"""What the Makefile installs: every package at one tested version."""
 
 import subprocess
 import tomllib

@@ -211,13 +211,13 @@ def report(config: ReportConfig) -> None:
 
 
 def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
-    from nemorl.runtime.watch.metrics import headline, number
-    from nemorl.runtime.watch.report import course_of, ends
+    from nemorl.runtime.watch.metrics import course_of, headline, number
+    from nemorl.runtime.watch.report import ends
 
     names = headline(*(line for run in runs for line in run.metrics))[:shown]
     table = _table("run", "status", "step", *names, box=None)
     for run in runs:
-        found = [ends(course_of(run, name)) for name in names]
+        found = [ends(course_of(run.metrics, name)) for name in names]
         values = [
             f"{number(end['first'], name)} → {number(end['last'], name)}" if end else ""
             for name, end in zip(names, found, strict=True)

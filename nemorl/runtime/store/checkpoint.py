@@ -1,16 +1,16 @@
 """Checkpoints: everything that a run needs to go on bit for bit, in `checkpoints/step_N/`.
 
-    policy/              the training backend's files: model, optimizer, schedule; each other
-                         backend that trains has a folder of its name beside it
+    policy/              the training backend's files: model, optimizer, schedule; other backends
+                         that train have folders of their names
     state.json           the LoopState
     rng.json             generators of Python's random and numpy
     rng.safetensors      generators of torch, one for the CPU and one for every GPU
-    manifest.json        size and CRC-32 of all of these; a backend that writes a manifest.json of
-                         its own into its folder checks its files while it reads them
+    manifest.json        size and CRC-32 of all of these; a backend with a manifest.json of its own
+                         checks its files while it reads them
 
 A checkpoint is written into a temporary folder and flushed, each rank its own part; then the folder
 is renamed, and last `checkpoints/latest` names it (`checkpoints/best` the best one, by
-`checkpoints/metrics.json`). A process that dies meanwhile leaves the previous one in force.
+`checkpoints/metrics.json`). Until then the previous one is in force.
 """
 
 import json
@@ -55,7 +55,7 @@ from nemorl.runtime.store.state import POLICY, LoopState, RunView
 
 T = TypeVar("T")
 SMALL = 1 << 20
-"""Size of files that are checked before anything is loaded."""
+"""Of files that are checked before any is loaded."""
 
 
 class CheckpointError(OSError):
@@ -63,7 +63,7 @@ class CheckpointError(OSError):
 
 
 def seed_generators(seed: int) -> None:
-    """Seed every global random generator, from which rewards and environments may draw."""
+    """Seed every global random generator."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -73,22 +73,22 @@ class RandomState(NamedTuple):
     """The state of every global random generator."""
 
     values: dict[str, Any]
-    """JSON values of Python's and numpy's generators."""
+    """Of Python's and numpy's generators."""
     tensors: dict[str, torch.Tensor]
-    """States of torch's generators, by device."""
+    """Of torch's generators, by device."""
 
     @classmethod
     def now(cls) -> "RandomState":
         kind, keys, *rest = np.random.get_state()
         values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
         tensors = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():  # a run on the CPU should not wake the GPUs of its machine
+        if torch.cuda.is_initialized():  # a run on the CPU wakes no GPU
             states = torch.cuda.get_rng_state_all()
             tensors |= {f"cuda:{index}": state for index, state in enumerate(states)}
         return cls(values, tensors)
 
     def restore(self) -> None:
-        """Set the generators to this state, but not generators of GPUs that are not here."""
+        """Set the generators of this machine to this state."""
         version, internal, gauss_next = self.values["python"]
         random.setstate((version, tuple(internal), gauss_next))
         kind, keys, *rest = self.values["numpy"]
@@ -116,7 +116,7 @@ def begin(
     previous checkpoint stays.
     """
     check_writer(directory)
-    step, trainer = run.state.step, run.trainer  # the run may be closed when it is published
+    step, trainer = run.state.step, run.trainer  # as the run may be closed before `publish`
     target = Path(directory) / "checkpoints" / f"step_{step}"
     temporary = target.with_name(TEMPORARY + target.name)
 
@@ -125,7 +125,7 @@ def begin(
             if background:
                 trainer.wait_for_checkpoint()
             _seal(temporary)
-            if target.exists():  # of a run that went back: an earlier one is in force
+            if target.exists():  # of a run that went back
                 _discard(target)
             temporary.rename(target)
             flush(target.parent)
@@ -136,18 +136,17 @@ def begin(
 
     with _complete_or_removed(temporary, target):
         shutil.rmtree(temporary, ignore_errors=True)
-        policy_last = sorted(run.backends.items(), key=lambda each: each[0] == POLICY)
-        for name, backend in policy_last:
+        # The policy last, and alone in the background: two would mix their collective calls.
+        for name in sorted(run.backends, key=POLICY.__eq__):
             folder = temporary / name
             folder.mkdir(parents=True)
-            # One backend alone: two that write at a time would mix their collective calls.
-            aside = background and name == POLICY
-            backend.save_checkpoint(folder, **({"background": True} if aside else {}))
+            options = {"background": True} if background and name == POLICY else {}
+            run.backends[name].save_checkpoint(folder, **options)
         values, tensors = generators or RandomState.now()
         save_file(tensors, temporary / "rng.safetensors")
         (temporary / "rng.json").write_text(json.dumps(values))
-        about = {"algorithm": _algorithm(run.config), "backends": list(run.backends)}
-        state = {**about, **run.state.saved()}
+        state = {"algorithm": _algorithm(run.config), "backends": list(run.backends)}
+        state |= run.state.saved()
         (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return publish
 
@@ -172,7 +171,7 @@ def rank(
     keep: int,
     ranking: Ranking | None,
 ) -> None:
-    """Record measurements of a checkpoint, and remove those not kept; an error is a warning."""
+    """Record a checkpoint's measurements, and remove those not kept; an error is a warning."""
     try:
         checkpoints, there = Path(directory) / "checkpoints", present(directory)
         measured = metrics_by_step(directory)
@@ -195,7 +194,7 @@ def rank(
 
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:
-    """Return the checkpoint to go on from, if any: the one that `checkpoints/latest` names, or the
+    """Return the checkpoint to resume from, if any: the one that `checkpoints/latest` names, or the
     newest of which no file is missing or cut.
     """
     found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
@@ -205,7 +204,7 @@ def latest(directory: Path, *, quiet: bool = False) -> Path | None:
 def load_latest(
     directory: Path, config: BaseConfig, trainer: TrainingBackend
 ) -> tuple[Path, LoopState] | None:
-    """Load the checkpoint to go on from, an older one if that is damaged; None if none is whole."""
+    """Load the checkpoint to resume from, an older one if it is damaged; None if none is whole."""
     return _first(directory, lambda path: load(path, config, trainer))
 
 
@@ -236,12 +235,10 @@ def present(directory: Path) -> dict[int, Path]:
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the measurements at each checkpoint's step."""
-    found: Any = None
-    with suppress(OSError, ValueError):
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):  # there are none, or they are damaged
         found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
-    found = found if isinstance(found, dict) else {}
-    measured = {step: found.get(str(step)) for step in present(directory)}
-    return {step: each if isinstance(each, dict) else {} for step, each in measured.items()}
+    return {step: found.get(str(step), {}) for step in present(directory)}
 
 
 def data_of(directory: Path | str) -> list[Digest]:
@@ -251,7 +248,7 @@ def data_of(directory: Path | str) -> list[Digest]:
 
 
 def backends_of(path: Path) -> list[str]:
-    """Return the backends in a checkpoint."""
+    """Return the names of the backends in a checkpoint."""
     return json.loads((path / "state.json").read_bytes())["backends"]
 
 
@@ -259,11 +256,11 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
     Raises: ValueError for another algorithm or seed, before anything is changed; CheckpointError
-    for a missing or damaged file, of which the trainer may have read a part.
+    for a missing or damaged file, perhaps after the trainer has read others.
     """
-    with _as_checkpoint_error(path):  # a trainer without a manifest of its own does not check files
-        manifest = read_manifest(path)
-        files = {name: CheckedFile(path / name, manifest[name]).read() for name in manifest}
+    with _as_checkpoint_error(path):  # as not every trainer checks its files
+        expected = read_manifest(path)
+        files = {name: CheckedFile(path / name, expected[name]).read() for name in expected}
     values = json.loads(bytes(files["state.json"]))
     algorithm, names = values.pop("algorithm"), values.pop("backends")
     state = LoopState.resumed(values)
@@ -278,9 +275,8 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
             f" {config.run.seed}: omit it"
         )
     with _as_checkpoint_error(path):
-        for name in names:
-            for file, expected in _own_files(path / name).items() if name != POLICY else ():
-                CheckedFile(file, expected).read()
+        for name in {*names} - {POLICY}:  # which checks its own
+            _check(_own_files(path / name))
         trainer.load_checkpoint(path / POLICY)
     tensors = load_tensors(bytes(files["rng.safetensors"]))
     # Last, as loading may draw from them.
@@ -289,14 +285,14 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
 
 
 def load_backend(path: Path, name: str, backend: Any) -> None:
-    """Restore the backend `name` from a checkpoint, without drawing a random number."""
+    """Restore the backend `name` from a checkpoint, but no random generator."""
     names = backends_of(path)
     require(
         name in names,
         "run.backend",
         f"must name one of the backends that {path} holds ({', '.join(names)})",
         name,
-        "begin a new run with it, in a folder of its own (--run.dir)",
+        "begin a new run with it (--run.dir)",
     )
     generators = RandomState.now()
     with _as_checkpoint_error(path):
@@ -312,10 +308,13 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
         files = {path / name: expected for name, expected in read_manifest(path).items()}
         for folder in [file.parent for file in files if file.name == MANIFEST]:
             files |= _own_files(folder)
-        for file, expected in files.items():
-            if expected.size <= largest:
-                CheckedFile(file, expected).read()
+        _check({file: one for file, one in files.items() if one.size <= largest})
     return files
+
+
+def _check(files: Mapping[Path, Checksum]) -> None:
+    for file, expected in files.items():
+        CheckedFile(file, expected).read()
 
 
 def sweep(directory: Path) -> None:
@@ -351,7 +350,7 @@ def _seal(folder: Path) -> None:
 
 
 def _own_files(folder: Path) -> dict[Path, Checksum]:
-    """Return the files that a backend's own manifest names, if it writes one."""
+    """Return the files in a backend's own manifest, if any."""
     known = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     return {folder / name: expected for name, expected in known.items()}
 

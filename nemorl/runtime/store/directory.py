@@ -47,8 +47,6 @@ Phase = Literal["train", "validation"]
 Resume = bool | Literal["auto"]
 """See `RunConfig.resume`."""
 LOCK_NAME = ".lock"
-STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
-SAMPLES_NAME = re.compile(r"steps_\d+-(\d+)\.jsonl")
 STEPS_PER_FILE = 100
 """Steps whose samples are in one file."""
 
@@ -93,7 +91,7 @@ class RunDirectory:
         if not directory.holds_results():
             with writing("a run", directory.path):
                 directory.path.mkdir(parents=True, exist_ok=True)
-                if SECRET in config_yaml:  # what the run's programs print may have it
+                if SECRET in config_yaml:  # which logs may show
                     directory.path.chmod(0o700)
             directory.write_config(config_yaml)
         return directory
@@ -119,7 +117,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
-        """Return the folder of a run. Raises ValueError where there is none."""
+        """Return a run's folder. Raises ValueError where there is none."""
         directory = cls(Path(path))
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
@@ -136,7 +134,7 @@ class RunDirectory:
             )
 
     def check_resume(self, resume: Resume) -> None:
-        """Raise ValueError where a run would spoil another, or there is none to resume."""
+        """Raise ValueError where there is another run, or none to resume."""
         if not resume:
             self.require_no_results()
         elif self.holds_results() and not self.has_checkpoint():
@@ -161,12 +159,12 @@ class RunDirectory:
     def require_checkpoint(self) -> None:
         if not self.has_checkpoint():
             raise ValueError(
-                f"run must have a checkpoint, but {self.path} has none: it is saved at the end of a"
-                " run, and every run.save_period steps"
+                f"run must have a checkpoint, but {self.path} has none: one is saved every"
+                " run.save_period steps and at the end"
             )
 
     def holds_results(self) -> bool:
-        """Return whether there is something that a new run would spoil."""
+        """Return whether a new run would spoil something."""
         results = (self.metrics, self.samples, self.checkpoints, self.hf)
         return any(path.exists() for path in results)
 
@@ -196,12 +194,9 @@ class RunDirectory:
             append_lines(file, lines)
 
     def read_log(self, record: "RunRecord | None") -> list[dict[str, Any]]:
-        """Return the lines of log.jsonl that are the run's."""
+        """Return the run's lines of log.jsonl."""
         lines = read_lines(self.log)
         return [line for line in lines if record is None or line.get("run_id") == record.run_id]
-
-    def append_log(self, line: Mapping[str, Any]) -> None:
-        append_lines(self.log, [line])
 
     def outcome_files(self) -> dict[int, Path]:
         return by_step(self.path / "validation")
@@ -211,7 +206,7 @@ class RunDirectory:
         return self.samples / f"steps_{first}-{first + STEPS_PER_FILE - 1}.jsonl"
 
     def sample_sizes(self) -> dict[int, int]:
-        """Return the bytes that the samples of each step have, by step, in order."""
+        """Return the bytes of each step's samples, by step, in order."""
         sizes = Counter[int]()
         for file in self.samples.glob("steps_*.jsonl"):
             with file.open("rb") as lines:
@@ -230,17 +225,17 @@ class RunDirectory:
         return {step: lines for step, lines in found.items() if lines}
 
     def truncate(self, step: int) -> None:
-        """Remove what a resumed run writes again, all of steps after `step`."""
+        """Remove what a resumed run writes again: all after `step`."""
         kept = cut_lines(self.metrics, step, "the metrics", METRICS)
         if step > 0 and step not in kept:
             warn(
                 f"{self.metrics} must have a line of step {step}, which the run resumes from, but"
-                " it has none (was it emptied?): reports and plots will lack earlier steps"
+                " has none: reports and plots will lack earlier steps"
             )
         cut_lines(self.groups, step, "the groups")
         for file in self.samples.glob("steps_*.jsonl"):
-            match = SAMPLES_NAME.fullmatch(file.name)
-            # A file that ends at the step or before may have a torn line of it alone.
+            match = re.fullmatch(r"steps_\d+-(\d+)\.jsonl", file.name)
+            # A file that ends at the step may have a torn line.
             if match and int(match[1]) >= step and not cut_lines(file, step, "the samples"):
                 file.unlink()
         for number, file in self.outcome_files().items():
@@ -261,14 +256,12 @@ def _writing_below(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path | str) -> Iterator[None]:
-    """Hold a directory, made if it is missing, for this run in the block while the process lives.
+    """Make a directory and hold it for this run in the block, while the process lives.
 
     Raises: ValueError where another run holds it, it can't be written to, or its lock is a link.
     """
     path = Path(directory) / LOCK_NAME
-    link = path.is_symlink()
-    require(not link, "run.dir", "must hold no symbolic link as its lock", str(path), "remove it")
-    lock = FileLock(path)
+    lock = FileLock(path)  # which follows no link
     with _writing_below(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -280,31 +273,23 @@ def locked(directory: Path | str) -> Iterator[None]:
                 f" {holder}: wait for it or name another one (--run.dir)"
             ) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = f"process {os.getpid()} on {platform.node()} since {since}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        path.write_text(f"process {os.getpid()} on {platform.node()} since {since}", "utf-8")
     owner, folder = os.getpid(), os.path.abspath(path.parent)  # noqa: PTH100
     HOLDERS[folder] = owner
     try:
         yield
     finally:
-        if os.getpid() == owner:  # not in a forked child that leaves the block
+        if os.getpid() == owner:  # not in a forked child
             del HOLDERS[folder]
             path.unlink(missing_ok=True)
             lock.release()
 
 
-def step_of(path: Path) -> int:
-    """Return the N of `step_N` or `step_N.jsonl`; -1 for another name."""
-    match = STEP_NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
 def by_step(folder: Path) -> dict[int, Path]:
-    """Return what a folder has of single steps, by step, the first one first."""
-    found = {step_of(path): path for path in folder.glob("step_*")}
-    return {step: found[step] for step in sorted(found) if step >= 0}
+    """Return the `step_N` or `step_N.jsonl` of a folder by N, ascending."""
+    name = r"step_(\d+)(?:\.jsonl)?"
+    named = ((re.fullmatch(name, path.name), path) for path in folder.glob("step_*"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def environment() -> dict[str, str]:
@@ -347,22 +332,20 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
-        # Half a character, which has no UTF-8: as the escape that JSON has for it.
-        file.write(text.encode(errors="backslashreplace"))
+        file.write(text.encode(errors="backslashreplace"))  # half a character as JSON's escape
 
 
 STEP: dict[str, Callable[[Any], bool]] = {"step": lambda each: type(each) is int and each >= 0}
-"""The fields that each line of a step has."""
 METRICS = {**STEP, "time": is_number, "phase": get_args(Phase).__contains__}
-"""The fields that each line of metrics.jsonl has."""
+"""The fields of each line of metrics.jsonl."""
 STEP_LINE = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 def read_lines(
     path: Path, needed: Mapping[str, Callable[[Any], bool]] = {}
 ) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file whose `needed` fields are right, without a torn last
-    line; what is omitted is warned of.
+    """Return the objects of a JSON lines file whose `needed` fields are right, and warn of others
+    but a torn last line.
     """
     return [record for _, record in lines_of(path, needed)]
 
@@ -370,7 +353,7 @@ def read_lines(
 def cut_lines(
     path: Path, step: int, what: str, needed: Mapping[str, Callable[[Any], bool]] = STEP
 ) -> set[int]:
-    """Remove what a JSON lines file has of steps after `step`; return the steps that are left."""
+    """Remove lines of steps after `step` from a file; return the steps that are left."""
     kept = [found for found in lines_of(path, needed) if found[1]["step"] <= step]
     if path.exists():
         write_atomically(path, "".join(f"{line}\n" for line, _ in kept), what)
@@ -383,24 +366,23 @@ def lines_of(
     *,
     steps: Container[int] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that `read_lines` keeps, with its object; of some `steps` alone, if given."""
+    """Yield each line that `read_lines` keeps, with its object; of `steps` alone, if given."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
-        begin = STEP_LINE.match(line[:40].encode()) if steps is not None else None
+        begin = STEP_LINE.match(line[:40].encode())
         if begin and steps is not None and int(begin[1]) not in steps:
             continue
         try:
             record = {**json.loads(line)}
-            wrong = [name for name, fits in needed.items() if not fits(record.get(name))]
+            wrong = [f"has a wrong {x}" for x, fits in needed.items() if not fits(record.get(x))]
         except (ValueError, TypeError, RecursionError):
-            wrong = None
-        if not wrong and wrong is not None:
+            wrong = ["is not a JSON object"]
+        if not wrong:
             yield line, record
         elif number < len(lines):
-            what = "is not a JSON object" if wrong is None else f"has a wrong {wrong[0]}"
-            warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}")
+            warn(f"{path}, line {number} {wrong[0]}, and is omitted: {line[:80]!r}")
 
 
 def to_json(value: Any) -> Any:
@@ -432,10 +414,9 @@ class RunRecord:
     algorithm: str
     """Its registered name, or `script_with` a config."""
     script: str = ""
-    """Name of the file that began it, if there is one."""
+    """Name of the file that began it, if any."""
     status: Status = "running"
     error: str | None = None
-    """The error of a run that failed."""
     total_steps: int | None = None
     """Steps of the whole run, once known."""
     sessions: tuple[float, ...] = ()
@@ -449,30 +430,24 @@ class RunRecord:
     def begin(
         cls, directory: RunDirectory, *, algorithm: str, previous: "RunRecord | None" = None
     ) -> "RunRecord":
-        """Write and return the record of a run that this process begins or goes on with."""
+        """Write and return the record of a run that this process begins or resumes."""
         new = cls(run_id=secrets.token_hex(4), algorithm=algorithm, script=script_name())
         record = previous or new
-        record = replace(
-            record,
-            status="running",
-            error=None,
-            ended=None,
-            sessions=(*record.sessions, round(time.time(), 3)),
-            pid=os.getpid(),
-            host=platform.node(),
-        )
+        sessions = (*record.sessions, round(time.time(), 3))
+        here: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "sessions": sessions}
+        record = replace(record, status="running", error=None, ended=None, **here)
         record.write(directory)
         return record
 
     @classmethod
     def read(cls, directory: RunDirectory) -> "RunRecord | None":
-        """Return the record of a run, if there is one; one that can't be read is warned of."""
+        """Return a run's record, if any; warn of one that can't be read."""
         if not directory.record.exists():
             return None
         try:
-            values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
-            known = {field.name: values[field.name] for field in fields(cls)}
-            return cls(**{**known, "sessions": tuple(values["sessions"])})
+            values = {**json.loads(directory.record.read_bytes())}
+            values["sessions"] = tuple(values["sessions"])
+            return cls(**{field.name: values[field.name] for field in fields(cls)})
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             warn(f"{directory.record} is not the record of a run, and is omitted")
             return None
@@ -495,7 +470,7 @@ class RunRecord:
 
 
 def script_with(config: type) -> str:
-    """Return what stands for an algorithm's name where a script has a training loop of its own."""
+    """Return what stands for an algorithm's name where a script has its own loop."""
     return f"a script with {config.__name__}"
 
 
@@ -505,8 +480,8 @@ def script_name() -> str:
 
 
 def check_algorithm(directory: RunDirectory, *expected: str) -> None:
-    """Raise ValueError where the run in a directory is of none of the `expected` algorithms, and
-    warn where another script goes on with it.
+    """Raise ValueError where a run is of none of the `expected` algorithms; warn where another
+    script resumes it.
     """
     record = RunRecord.read(directory)
     found = expected[0] if record is None else record.algorithm

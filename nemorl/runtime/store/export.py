@@ -21,7 +21,7 @@ from nemorl.runtime.store.directory import version_of
 from nemorl.runtime.store.files import writing
 
 EXPORT = "nemorl_export.json"
-"""Lists the files of an export, which the next one may replace."""
+"""Lists an export's files, which the next one may replace."""
 
 
 def write_pretrained(
@@ -46,7 +46,7 @@ def write_checkpoint(
     base: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the model of one backend of a checkpoint as a folder that others load.
+    """Write a backend's model from a checkpoint as a folder that others load.
 
     saved: the backend's folder, such as step_5/policy.
     lora: "merged" adds adapters to their base model, which is now at `base`; "adapter" writes them
@@ -80,17 +80,12 @@ def _write_merged(
     directory: Path, saved: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
 ) -> None:
     must = "must name the model that the adapters belong to"
-    remedy = (
-        "the run was given its model in memory: name the folder or hub name that it came from"
-        " (--base-model)"
-    )
+    remedy = "the run was given its model in memory: name where it came from (--base-model)"
     require(bool(base), "base_model", must, base, remedy)
     try:
         model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
     except ValueError as error:
-        raise ValueError(
-            f"base_model {must}, but {error}: say where it is now (--base-model)"
-        ) from error
+        raise ValueError(f"base_model {must}, but {error}: name it (--base-model)") from error
     state = json.loads((saved / "backend.json").read_text(encoding="utf-8"))
     check_base(state["base"], fingerprint(model), saved)
     model = merge_folder(model, saved)
@@ -103,7 +98,7 @@ def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
     if not files or not (saved / "config.json").exists():
         raise ValueError(
             f"the checkpoint must hold config.json and safetensors of weights, but {saved} does"
-            " not: its training backend has its own format: export it with that"
+            " not: export it with its training backend"
         )
     stored = TensorFiles(files, {file.name: checksums[file] for file in files})
     with replacing(directory) as aside:
@@ -118,8 +113,9 @@ def replacing(directory: Path) -> Iterator[Path]:
     """Yield a folder that replaces `directory` after the block."""
     directory = directory.resolve()
     if directory.exists():
-        folder, marker = directory.is_dir(), directory / EXPORT
-        foreign = {path.name for path in directory.iterdir()} if folder else {directory.name}
+        marker = directory / EXPORT
+        within = directory.iterdir() if directory.is_dir() else [directory]
+        foreign = {path.name for path in within}
         if marker.exists():
             with suppress(OSError, ValueError, TypeError, KeyError):  # it is not ours
                 foreign -= {EXPORT, *json.loads(marker.read_bytes())["files"]}

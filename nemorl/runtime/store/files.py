@@ -1,11 +1,9 @@
-"""Files that survive a crash: on the disk when these functions return; temporary folders; and
-errors of workers, with their logs.
-"""
+"""Files on the disk, temporary folders, and errors of workers, with their logs."""
 
 import builtins
-import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import traceback
@@ -16,26 +14,26 @@ from pathlib import Path
 from nemorl.rollout.calls import end_fork
 
 TEMPORARY = ".tmp-"
-"""Begins the name of a file or folder that is not complete."""
+"""Begins the name of what is not complete."""
 
 
 def check_writer(path: Path) -> None:
-    """End this process if it is a fork of the one that holds the run: two would tear its files."""
+    """End this process if it is a fork of the one that holds the run."""
     end_fork(os.path.abspath(path))  # noqa: PTH100, as links stay
 
 
 class NotWritten(OSError):
-    """Something that could not be written: what, where, why, and what to do."""
+    """What could not be written, where, and why."""
 
 
 @contextmanager
 def writing(what: str, path: Path | str) -> Iterator[None]:
-    """Raise NotWritten, with what and where, for an error of the system in the block."""
+    """Raise NotWritten for an error of the system in the block."""
     try:
         yield
     except Exception as error:
-        # Libraries in Rust raise classes of their own. An error without a number is ours, and a
-        # missing file, which was to be read, is named.
+        # Libraries in Rust raise their own classes. An error without a number is ours; a missing
+        # file was to be read.
         of_system = isinstance(error, OSError) and error.errno is not None
         if isinstance(error, FileNotFoundError) or not (of_system or "(os error " in str(error)):
             raise
@@ -64,7 +62,7 @@ def flush(path: Path) -> None:
 def write_atomically(path: Path, text: str, what: str | None = None) -> None:
     """Replace a file's contents so that a reader sees the old or the new ones, never a mixture.
 
-    what: they are, for errors; None for the file's name. Raises NotWritten.
+    what: its name in errors. Raises NotWritten.
     """
     check_writer(path)
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
@@ -79,7 +77,7 @@ def write_atomically(path: Path, text: str, what: str | None = None) -> None:
 
 
 MARK = ".nemorl"
-"""A file by which a folder is ours, locked as long as a process has it open."""
+"""A file that marks a folder as ours, locked while a process has it open."""
 OURS = "nemorl-*"
 
 
@@ -125,13 +123,10 @@ def _remove_if_dead(mark: Path) -> None:
                     shutil.rmtree(entry)
                 elif entry.name != MARK:
                     Path(entry).unlink()
-            mark.unlink()  # last, so that a later call removes what could not be, or came meanwhile
+            mark.unlink()  # last, so that a later call removes the rest
             mark.parent.rmdir()
     finally:
         os.close(descriptor)
-
-
-LOG_LINES = 10
 
 
 class ReceiptError(RuntimeError):
@@ -139,7 +134,7 @@ class ReceiptError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """A worker raised an exception of a class that is not built in."""
+    """A worker's exception of a class that is not built in."""
 
 
 class WorkerDied(ChildProcessError):
@@ -151,33 +146,28 @@ class WorkerTimeout(TimeoutError):
 
 
 class FailedAlone(RuntimeError):
-    """A rank raised while the others wait for it: they are of no more use."""
+    """A rank raised while the others wait for it."""
 
 
 MEMORY_ADVICE = (
     "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
-    " activations (--parallel.activation-checkpointing full), the model over more devices"
-    " (--parallel.dp-shard; with megatron --parallel.tp or --parallel.pp), or, with dtensor,"
-    " adapters (--lora.rank 16); nemorl plan shows what fits."
+    " activations (--parallel.activation-checkpointing full), more devices (--parallel.dp-shard;"
+    " with megatron --parallel.tp or --parallel.pp), or, with dtensor, adapters (--lora.rank 16);"
+    " nemorl plan shows what fits."
 )
 
 
 def memory_advice(error: BaseException) -> str | None:
     """Return advice for a failed allocation."""
-    texts = ("out of memory", "can't allocate memory")
-    failed = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-    return MEMORY_ADVICE if failed else None
+    failed = re.search("out of memory|can't allocate memory", str(error))
+    return MEMORY_ADVICE if failed and isinstance(error, RuntimeError) else None
 
 
 def in_words(error: BaseException) -> dict[str, str]:
     """Return an exception for another process."""
     builtin = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-    return {
-        "kind": type(error).__name__,
-        "builtin": builtin,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    words = {"kind": type(error).__name__, "builtin": builtin, "message": str(error)}
+    return words | {"traceback": "".join(traceback.format_exception(error))}
 
 
 def raised(error: Mapping[str, str], rank: int) -> Exception:
@@ -185,15 +175,10 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
     kind = getattr(builtins, error["builtin"], Exception)
     found: Exception = WorkerError(f"{error['kind']}: {error['message']}")
     if kind not in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
-        with contextlib.suppress(TypeError):  # some can't be made of a message
+        with suppress(TypeError):  # some can't be made of a message
             found = kind(error["message"])
     found.add_note(f"in worker {rank}:\n{error['traceback']}")
     return found
-
-
-def death(who: str, said: str, log: Path | None, doing: str = "") -> WorkerDied:
-    """Return the error for a worker that died."""
-    return WorkerDied(with_log(f"{who} died{doing}: {reason_of(said)}", log))
 
 
 def with_log(text: str, log: Path | None) -> str:
@@ -207,7 +192,7 @@ def reason_of(told: str) -> str:
     if "running low on memory" in told:
         return "Ray killed it, because memory was short on its machine"
     if "connection error code" in told:
-        return "it was killed (the kernel does so, too, when memory is short) or it crashed"
+        return "it was killed (by the kernel, if memory was short) or it crashed"
     if "ray.kill" in told:
         return "it was ended by us"
     if "unavailable" in told:
@@ -217,7 +202,7 @@ def reason_of(told: str) -> str:
 
 def last_lines(log: Path) -> list[str]:
     """Return the end of a log, if any."""
-    with contextlib.suppress(OSError), log.open("rb") as file:
+    with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
-        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        return file.read().decode(errors="replace").splitlines()[-10:]
     return []

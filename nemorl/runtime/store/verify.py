@@ -1,6 +1,4 @@
-"""What a stopped or finished run can be asked: groups that were lost or doubled, and the receipts
-that its steps recorded. Nothing is computed again.
-"""
+"""The receipts that a run's steps recorded, and groups that were lost or doubled."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ RECORDED: dict[str, tuple[str, Any, str, str | None]] = {
     "mismatch": ("token_mult_prob_error", max, "factor of {:.6g} or less", None),
     "staleness": ("staleness/max", max, "up to {:g} steps", ""),
 }
-"""A receipt's metric, the value shown, how, and a metric that must be 0; None: a measurement."""
+"""A receipt's metric, the value shown, how, and a metric that must be 0 (None: a measurement)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Receipt:
 
 
 def verify_run(path: Path | str) -> list[Receipt]:
-    """Return the receipts of a run, finished or not. Raises: ValueError where there is none."""
+    """Return the receipts of a run. Raises: ValueError where there is none."""
     directory = RunDirectory.open(path)
     record = RunRecord.read(directory)
     lines = [line for line in directory.read_metrics() if line["phase"] == "train"]
@@ -54,10 +52,11 @@ def _recorded(
 ) -> Receipt:
     metric, choose, text, unproved = RECORDED[name]
     values = [line[metric] for line in lines if is_number(line.get(metric))]
-    failed = [line["step"] for line in lines if unproved and line.get(unproved)]
     failures = [each for each in said if f"receipt {name} does not hold" in each]
-    if failures or failed:
-        return Receipt(name, False, failures[0] if failures else f"not in step {failed[0]}")
+    if unproved:
+        failures += [f"not in step {line['step']}" for line in lines if line.get(unproved)]
+    if failures:
+        return Receipt(name, False, failures[0])
     if not values:
         return Receipt(name, None, "not recorded")
     whole = {line["step"] for line in lines if metric in line or not _must_have(name, line)}

@@ -1,6 +1,4 @@
-"""Callbacks that measure what a run uses, and warn where it learns nothing or its sampler and
-trainer disagree.
-"""
+"""Callbacks that measure a run and warn if it learns nothing or sampler and trainer disagree."""
 
 import math
 
@@ -16,13 +14,13 @@ from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 REJECTED_STEPS = 16
-"""Steps in a row, with the same weights, of which dynamic sampling may reject all groups."""
+"""Steps in a row of which dynamic sampling may reject all groups."""
 
 
 class SignalWatch(Callback):
-    """Warn of the first, second, fourth, eighth, … step without a signal: all responses to each
-    prompt had the same reward, or nothing was updated. End the run with a RuntimeError where
-    dynamic sampling rejects all of `REJECTED_STEPS`.
+    """Warn of the first, second, fourth, … step without a signal: all responses to each prompt had
+    the same reward, or nothing was updated. End the run with a RuntimeError where dynamic sampling
+    rejects all of `REJECTED_STEPS`.
     """
 
     def __init__(self) -> None:
@@ -35,23 +33,23 @@ class SignalWatch(Callback):
         if self.rejected == REJECTED_STEPS:
             raise RuntimeError(
                 f"dynamic_sampling rejected all groups of the last {self.rejected} steps: all"
-                " responses to each prompt had the same reward, and nothing was learned. Look at"
-                " samples/ and at the reward: it must tell good responses from bad ones, and some"
-                " prompts must be neither too easy nor too hard. Where such prompts are rare, raise"
-                " max_sampling_rounds"
+                " responses to each prompt had the same reward. Look at samples/ and at the reward:"
+                " it must tell good responses from bad ones, and some prompts must be neither too"
+                " easy nor too hard. Where such prompts are rare, raise max_sampling_rounds"
             )
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
         reward, rounding = metrics.get("reward", math.nan), 1e-6
+        unchanged = metrics.get("num_updates") == 0
         differ = metrics.get("informative_groups", 0) > 0  # of equal rewards, in those of turns
         if not differ and metrics.get("reward_std", math.inf) <= rounding * abs(reward):
             found = f"all responses had the reward {reward:g}"
         elif metrics.get("informative_groups") == 0:
             found = "all responses to each prompt had the same reward"
-        else:
+        elif unchanged:
             found = "no token has an advantage (responses cut off and filtered, or empty)"
-            if metrics.get("num_updates") != 0:
-                return
+        else:
+            return
         self.silent += 1
         if self.silent.bit_count() > 1:
             return
@@ -61,17 +59,16 @@ class SignalWatch(Callback):
             else "does it find the answers in the responses? Easier prompts, more responses per"
             " prompt or some SFT first may help"
         )
-        kept = "; weights and optimizer are left as they are (num_updates 0)"
         warn(
             f"step {step}: {found}, so there was little or nothing to learn from the rewards"
-            f"{kept if metrics.get('num_updates') == 0 else ''}; {self.silent} such"
+            f"{'; weights and optimizer stay (num_updates 0)' * unchanged}; {self.silent} such"
             f" steps so far. Look at samples/ and at the reward: {advice}"
         )
 
 
 class GapWatch(Callback):
-    """Warn where sampler and trainer disagree, unless on tokens of older weights, and end the run
-    with a FloatingPointError where they do too much. Comes after checkpoints, to name the newest.
+    """Warn where sampler and trainer disagree, unless on tokens of older weights; raise a
+    FloatingPointError where they do too much. Comes after checkpoints, to name the newest.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:
@@ -88,8 +85,7 @@ class GapWatch(Callback):
             f" on average and {worst:.4g} in one response"
         )
         if metrics["generation_nonfinite_fraction"] == 1:
-            value = math.nan
-            found = "the sampler has no finite logprob for any token to compare with the trainer"
+            value, found = math.nan, "the sampler has no finite logprob for any token"
         found = f"step {step}: {found} (token_mult_prob_error;"
         causes = (
             "Usual causes: weights that the engine did not receive (then the gap grows), or older"
@@ -101,10 +97,10 @@ class GapWatch(Callback):
             self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")
             raise self.error
         if metrics.get("staleness/max") and value < math.inf:
-            return  # older weights are another distribution: that is no fault of the sampler
+            return  # older weights are another distribution
         if self.next_warning is not None and not value <= self.next_warning:
             self.next_warning = 1 + 2 * (value - 1) if value < math.inf else None
-            remedy = "off_policy.mode truncate corrects for what can't be avoided."
+            remedy = "off_policy.mode truncate corrects for it."
             warn(f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}")
 
     def on_exception(self, trainer: RunView, error: BaseException) -> None:
@@ -117,8 +113,7 @@ class GapWatch(Callback):
             f"The newest checkpoint from before the gap is step_{max(good)}: to resume from it,"
             f" remove the later ones in {self.directory.checkpoints}."
             if good
-            else "No checkpoint from before the gap is left: run.save_period and"
-            " run.keep_checkpoints say how many there are."
+            else "No checkpoint from before the gap is left (see run.save_period)."
         )
 
 
@@ -132,7 +127,7 @@ class ResourceMeter(Callback):
 
     def __init__(self) -> None:
         self.process = psutil.Process()
-        self.process.cpu_percent()  # the first reading is what later ones count from
+        self.process.cpu_percent()
         self.gpu = self.can_ask = torch.cuda.is_available()
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:

@@ -1,14 +1,10 @@
-"""Hooks into a running loop. Callbacks observe; to end a run early they raise `StopTraining`. And
-signals, which wait for the end of a step.
-"""
+"""Hooks into a running loop, and signals, which wait for the end of a step."""
 
-import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +16,7 @@ from nemorl.runtime.store.state import RunView
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end the run after the present step, with its last checkpoint."""
+    """Raised by a callback to end the run after this step, with a last checkpoint."""
 
 
 class Callback:
@@ -39,9 +35,7 @@ class Callback:
         """Before the first step, also after a resume."""
 
     def on_epoch_begin(self, trainer: RunView, epoch: int) -> None:
-        """Before the first step of a pass over the data (counted from 0) and after a resume; passes
-        within one step come after it.
-        """
+        """Before the first step of a pass over the data (counted from 0), and after a resume."""
 
     def on_step_begin(self, trainer: RunView, step: int) -> None:
         """Before step `step`."""
@@ -56,7 +50,7 @@ class Callback:
         """After a validation of the weights of this step."""
 
     def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
-        """With a few responses: prompt and response as text, where known also reward, tokens,
+        """With a few responses: prompt and response as text, if known also reward, tokens,
         logprobs, advantages.
         """
 
@@ -70,17 +64,17 @@ class Callback:
         """After an error; `trainer` is as after the last whole step."""
 
     def close(self) -> None:
-        """Last, also after an error, perhaps twice: free files, threads, the terminal."""
+        """Last, also after an error, perhaps twice: free files and threads."""
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise ValueError for what is not a callback, or has a hook that would never be called."""
+    """Raise ValueError for what is no callback, or has a hook that is never called."""
     remedy = "class Mine(nemorl.Callback): def on_step_end(self, trainer, step, metrics): …"
     several = isinstance(callbacks, Sequence)
     require(several, "callbacks", "must be a list of them", callbacks, "put it in brackets")
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
-    spellings = {name.replace("_", ""): name for name in hooks}
-    spellings |= {x.removeprefix("on"): name for x, name in spellings.items() if "_" in name[3:]}
+    plain = {name.replace("_", ""): name for name in hooks}
+    spellings = plain | {x[2:]: name for x, name in plain.items() if "_" in name[3:]}
     for callback in callbacks:
         require(
             isinstance(callback, Callback),
@@ -100,7 +94,7 @@ def check_callbacks(callbacks: Any) -> None:
 
 
 def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback, in order, and then raise their first error, if any."""
+    """Call a hook of every callback, and then raise their first error, if any."""
     error: Exception | None = None
     for callback in callbacks:
         try:
@@ -122,13 +116,12 @@ def _as_numbers(metrics: dict[str, Any], who: str) -> None:
         except (TypeError, ValueError):
             del metrics[name]
             raise ValueError(
-                f"{who} must add numbers to metrics, but {name} is {short(value)}: log texts with"
-                " logging"
+                f"{who} must add numbers to metrics, but {name} is {short(value)}: use logging"
             ) from None
 
 
 def notify_of_error(callbacks: Sequence[Callback], trainer: RunView, error: BaseException) -> None:
-    """Call `on_exception` of every callback; an error of its own becomes a note on `error`."""
+    """Call `on_exception` of every callback; its own errors become notes."""
     for callback in callbacks:
         try:
             callback.on_exception(trainer, error)
@@ -152,7 +145,6 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-@dataclass
 class _State:
     waits: Callable[[], bool] = bool
     """Whether a signal waits now; `bool()` is False."""
@@ -165,21 +157,15 @@ _STATE = _State()
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Have SIGTERM raise `Terminated` in the block, and both it and Ctrl-C wait for
-    `update_in_progress`, where no one else handles them.
+    `update_in_progress`, unless they are handled.
     """
-    ours = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    replaced = {
-        number: before
-        for number, before in ours.items()
-        if _in_main_thread() and signal.getsignal(number) is before
-    }
-    for number in replaced:
-        signal.signal(number, _handle)
-    try:
+    defaults = ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler))
+    with ExitStack() as stack:
+        for number, before in defaults:
+            if _in_main_thread() and signal.getsignal(number) is before:
+                signal.signal(number, _handle)
+                stack.callback(signal.signal, number, before)
         yield
-    finally:
-        for number, before in replaced.items():
-            signal.signal(number, before)
 
 
 @contextmanager
@@ -194,7 +180,7 @@ def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[Non
     _STATE.waits = begun
     try:
         yield
-    except (WorkerDied, WorkerTimeout) as error:  # or the run would begin again with new ranks
+    except (WorkerDied, WorkerTimeout) as error:  # or new ranks would start
         if (number := _leave()) is not None:
             warn(str(error))
             _raise(number, error)
@@ -216,7 +202,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         _leave()
         _raise(number)
     _STATE.pending = number
-    with contextlib.suppress(OSError):  # os.write, as this may interrupt a print
+    with suppress(OSError):  # os.write, as this may interrupt a print
         os.write(2, b"\nthe run ends after this step; a second signal (Ctrl-C) ends it at once, "
                     b"and the step is lost\n")  # fmt: skip
 
@@ -224,7 +210,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _raise(number: int, cause: BaseException | None = None) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt from cause
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another would interrupt the last checkpoint
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the last checkpoint
     raise Terminated from cause
 
 

@@ -1,4 +1,4 @@
-"""How the course of a metric is drawn, for the report and in plots/. Free of torch."""
+"""The picture of a metric, for the report and in plots/. Free of torch."""
 
 import io
 import math
@@ -20,12 +20,12 @@ from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import (
     LABELS,
     METRICS,
-    Series,
+    Course,
+    course_of,
     headline,
     is_usual,
     number,
     placed,
-    series_of,
     smooth,
 )
 
@@ -34,13 +34,11 @@ RUNS = (TRAIN, VALIDATION, "#15803d", "#9333ea", "#0891b2", "#be185d")
 """Colors of several runs on one page."""
 VARIABLES = ("train", "val", "run2", "run3", "run4", "run5")
 COLORS = {GRID: "line", TEXT: "dim", PAPER: "card", **dict(zip(RUNS, VARIABLES, strict=True))}
-"""Color → the variable of report.css that has its place on the page."""
-Course = tuple[Series, Series]
-"""A metric in the training and in the validations of a run."""
+"""Color → the variable of report.css for it."""
 BOX = (0.12, 0.11, 0.975, 0.96)
-"""Left, bottom, right and top of the axes in the report; report.js knows them, too."""
+"""Left, bottom, right and top of the axes in the report, as in report.js."""
 UNUSED = r"<metadata>.*?</metadata>|<style .*?</style>| id=\"[\w.]+_\d+\"| font-family: [^;]*;"
-"""What a picture on a page does not need, or what would hold for the whole page."""
+"""What a picture on a page does not need, or would change the page."""
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -98,19 +96,15 @@ def panel(axes: Axes, name: str, *courses: Course) -> None:
     axes.ticklabel_format(axis="y", useOffset=False)
     if not 1e-3 <= greatest < 1e4:
         axes.yaxis.set_major_formatter(lambda value, _: number(value, name))
-    if name.startswith("token_mult_prob_error"):  # rounding errors must not look like mountains
+    if name.startswith("token_mult_prob_error"):  # rounding errors look flat
         top = max(1.01, greatest)
         axes.set_ylim(1 - 0.05 * (top - 1), 1 + 1.1 * (top - 1))
     if name == "accuracy":
         axes.set_ylim(-0.03, 1.03)
 
 
-LABEL_WIDTH = 34
-"""Characters that lie along an axis of the overview."""
-
-
 class PlotCallback(Callback):
-    """Draw plots/*.png at the end of the run; a failure is a warning."""
+    """Draw plots/*.png at the end; a failure is a warning."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -119,23 +113,20 @@ class PlotCallback(Callback):
         try:
             draw(self.directory)
         except Exception as error:
-            why = str(error) if isinstance(error, NotWritten) else repr(error)
-            message = f"the plots of {self.directory.path} could not be drawn: {why}"
-            warn(message)
+            why = error if isinstance(error, NotWritten) else repr(error)
+            warn(f"the plots of {self.directory.path} could not be drawn: {why}")
 
 
 def draw(directory: RunDirectory) -> list[Path]:
     """Draw plots/NAME.png of each metric, and plots/overview.png."""
-    records, present = directory.read_metrics(), {}
-    for name in LABELS:
-        pair = series_of(records, name, "train"), series_of(records, name, "validation")
-        if not is_usual(name, pair[0][1] + pair[1][1]):
-            present[name] = pair
+    records = directory.read_metrics()
+    courses = {name: course_of(records, name) for name in LABELS}
+    present = {n: c for n, c in courses.items() if not is_usual(n, c[0][1] + c[1][1])}
     if not present:
         return []
     with writing("the plots", directory.plots):
         directory.plots.mkdir(exist_ok=True)
-    pictures = {name.replace("/", "_"): {name: pair} for name, pair in present.items()}
+    pictures = {name.replace("/", "_"): {name: course} for name, course in present.items()}
     pictures["overview"] = {name: present[name] for name in headline(*records) if name in present}
     return [
         _save(panels, directory.name, directory.plots / f"{file}.png")
@@ -143,27 +134,27 @@ def draw(directory: RunDirectory) -> list[Path]:
     ]
 
 
-def _save(panels: dict[str, tuple[Series, Series]], run: str, file: Path) -> Path:
+def _save(panels: dict[str, Course], run: str, file: Path) -> Path:
     both = [name for name, (train, validation) in panels.items() if train[0] and validation[0]]
     explained = [*both, *panels][0]  # one legend is enough
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows, alone = math.ceil(len(panels) / columns), len(panels) == 1
     size = (7.0, 4.2) if alone else (4.6 * columns, 3.2 * rows + 0.5)
     with rc_context(STYLE):
-        # No pyplot: no window is opened, and the caller's own settings stay as they are.
+        # Without pyplot, which may open a window.
         figure = Figure(figsize=size, dpi=150, layout="constrained")
         if not alone:
             figure.suptitle(run, fontsize=13, fontweight="bold")
-        for index, (name, (train, validation)) in enumerate(panels.items(), start=1):
+        for index, (name, course) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(rows, columns, index)
-            panel(axes, name, (train, validation))
+            panel(axes, name, course)
             if name == explained:
                 axes.legend(frameon=False, fontsize=8, loc="best")
             title = METRICS[name].title + (f" · {run}" if alone else "")
             axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
             axes.set_xlabel("step")
             meaning = METRICS[name].meaning.partition(";")[0].partition(",")[0]
-            axes.set_ylabel(fill(meaning, LABEL_WIDTH))
+            axes.set_ylabel(fill(meaning, 34))  # characters along an axis of the overview
         with writing("a plot", file):
             figure.savefig(file)
     return file

@@ -1,11 +1,9 @@
-"""What a terminal or notebook shows of a run: a live table, a plain line a step, or nothing."""
+"""What a terminal or notebook shows of a run."""
 
-import io
 import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +20,6 @@ from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
 
-SPEED = ("tokens_per_second", "trainer/mfu")
-"""The end of a plain line."""
-
 
 def make_display(
     mode: Literal["auto", "live", "plain", "none"],
@@ -38,10 +33,9 @@ def make_display(
         return Callback()
     utf = console.encoding.lower().startswith("utf")
     capable = console.is_terminal and not console.is_dumb_terminal and utf
-    if console.is_jupyter and mode in ("auto", "live"):
-        return NotebookDisplay(total_steps)
-    live = mode == "live" or (mode == "auto" and capable)
-    return (LiveDisplay if live else PlainDisplay)(total_steps, console)
+    if mode == "plain" or (mode == "auto" and not (capable or console.is_jupyter)):
+        return PlainDisplay(total_steps, console)
+    return (NotebookDisplay if console.is_jupyter else LiveDisplay)(total_steps, console)
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -55,9 +49,8 @@ def sparkline(values: list[float], width: int) -> str:
         return ""
     _, means = thin(([*range(len(values))], values), width)
     low, high = min(means), max(means)
-    return "".join(
-        "▁▂▃▄▅▆▇█"[round((mean - low) / (high - low) * 7)] if high > low else "▄" for mean in means
-    )
+    scale = 7 / (high - low) if high > low else 0
+    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) * scale) if scale else 3] for mean in means)
 
 
 def on_one_line(value: Any, width: int) -> Text:
@@ -77,11 +70,9 @@ def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
     """
     if "chosen" in sample:
         return f"{sample['chosen']} rather than {sample['rejected']}", "margin", sample["margin"]
-    reward = sample.get("reward")
-    known = isinstance(reward, int | float)
     said = " · ".join(str(turn.get("response", "")) for turn in sample.get("turns", [sample]))
     said += f" (failed: {sample['failure']})" if "failure" in sample else ""
-    return said, "reward", reward if known else None
+    return said, "reward", sample.get("reward")
 
 
 class Display(Callback):
@@ -89,7 +80,7 @@ class Display(Callback):
         self.console, self.total_steps = console, total_steps
         self.progress = Progress(speed_estimate_period=3600.0, get_time=time.monotonic)
         self.progress.add_task("", total=total_steps)
-        self.task = self.progress.tasks[0]  # for rich's estimate of the time left
+        self.task = self.progress.tasks[0]
         self.samples: list[dict[str, Any]] = []
 
     def on_train_begin(self, trainer: RunView) -> None:
@@ -100,7 +91,7 @@ class Display(Callback):
 
     def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         group = [sample for sample in samples if sample.get("group") == samples[0].get("group")]
-        if "group" in samples[0] and len(group) > 1:  # what GRPO compares: the best and the worst
+        if "group" in samples[0] and len(group) > 1:  # the best and the worst
             group.sort(key=lambda sample: -(sample.get("reward") or 0))
             samples = group[:2] + group[2:][-2:]
         self.samples = samples[:4]
@@ -117,7 +108,7 @@ class Display(Callback):
 
 
 class PlainDisplay(Display):
-    """Print one line a step, at most one a second and fewer in a run of thousands of steps."""
+    """Print a line a step, at most one a second, fewer in long runs."""
 
     printed = -math.inf
     validated = False
@@ -141,8 +132,10 @@ class PlainDisplay(Display):
 
     def on_samples(self, trainer: RunView, step: int, samples: list[dict[str, Any]]) -> None:
         super().on_samples(trainer, step, samples)
-        shown, self.validated = self.samples[:3] if self.validated else [], False
-        for sample in shown:
+        if not self.validated:
+            return
+        self.validated = False
+        for sample in self.samples[:3]:
             answer, name, value = answer_of(sample)
             prompt = on_one_line(sample.get("prompt", ""), 50)
             verdict = f"  ({name} {number(value)})" if value is not None else ""
@@ -156,7 +149,8 @@ class PlainDisplay(Display):
     def _line(self, metrics: dict[str, float], *words: str) -> str:
         shown = {name: number(metrics[name], name) for name in headline(metrics)}
         shown.pop("trainer/memory_gb", None)
-        speed = [f"{shown.pop(name):>5} {LABELS[name]}" for name in SPEED if name in shown]
+        last = [name for name in ("tokens_per_second", "trainer/mfu") if name in shown]
+        speed = [f"{shown.pop(name):>5} {LABELS[name]}" for name in last]
         values = [f"{LABELS[name]} {value:<8}" for name, value in shown.items()]
         return "  ".join([self.step, *words, *values, *speed]).rstrip()
 
@@ -166,7 +160,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Draw a panel on rich's own thread, for which values are replaced, not changed."""
+    """Draw a panel on rich's thread, so that values are replaced, not changed."""
 
     title = "nemorl"
     live: Live | None = None
@@ -175,8 +169,7 @@ class LiveDisplay(Display):
     def __init__(self, total_steps: int | None, console: Console) -> None:
         super().__init__(total_steps, console)
         self.courses: dict[str, deque[float]] = {name: deque(maxlen=4096) for name in LABELS}
-        self.noted: dict[str, float] = {}
-        """What has been shown in any step."""
+        self.noted: dict[str, float] = {}  # shown in any step
         self.latest: dict[str, float] = {}
         self.validations: list[tuple[int, dict[str, float]]] = []  # the first and the last one
 
@@ -188,7 +181,7 @@ class LiveDisplay(Display):
     def open(self) -> None:
         self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         self.live.start()
-        self.console.show_cursor(True)  # so that it is there after a kill, too
+        self.console.show_cursor(True)  # also after a kill
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
@@ -220,10 +213,9 @@ class LiveDisplay(Display):
             parts += [Text(), self._validation()]
         if self.samples:
             parts += [Text(), self._samples(width)]
-        title, padding = f"[bold]{self.title}[/]", (1, 2)
-        return Panel(
-            Group(*parts), title=title, title_align="left", border_style="blue", padding=padding
-        )
+        title = f"[bold]{self.title}[/]"
+        style: Any = {"title_align": "left", "border_style": "blue", "padding": (1, 2)}
+        return Panel(Group(*parts), title=title, **style)
 
     def _progress(self) -> Table:
         cells = [Text(self.left, style="bold")]
@@ -281,65 +273,32 @@ class LiveDisplay(Display):
 
 
 class NotebookDisplay(LiveDisplay):
-    """Show the panel and the course of the first metric below a notebook's cell, without
-    ipywidgets.
-    """
+    """Show the panel below a notebook's cell, redrawn in place without ipywidgets."""
 
     handle: Any = None
     drawn = -math.inf
 
-    def __init__(self, total_steps: int | None) -> None:
-        console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
-        super().__init__(total_steps, console)
-        self.steps: list[int] = []
-
     def open(self) -> None:
-        self.draw()
+        from IPython.display import display  # in a notebook it is there
+
+        self.handle = display(self.render(), display_id=True)
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
-        self.steps.append(step)
         if time.monotonic() - self.drawn >= 1:
-            self.draw()
-
-    def on_train_end(self, trainer: RunView, metrics: dict[str, float]) -> None:
-        self.close()
+            self.handle.update(self.render())
+            self.drawn = time.monotonic()
 
     def close(self) -> None:
         if self.handle is not None:
-            self.draw()
+            self.handle.update(self.render())
             self.handle = None
-
-    def draw(self) -> None:
-        display = import_module("IPython.display").display  # in a notebook it is there
-
-        self.console.print(self.render())
-        panel = self.console.export_html(
-            inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>'
-        )
-        content = {"text/html": panel + self.curve(), "text/plain": self.step}
-        if self.handle is None:
-            self.handle = display(content, raw=True, display_id=True)
-        else:
-            self.handle.update(content, raw=True)
-        self.drawn = time.monotonic()
-
-    def curve(self) -> str:
-        from nemorl.runtime.watch.curves import COLORS, svg  # slow to import
-
-        name = next(iter(self.latest), "")
-        values = list(self.courses.get(name, ()))
-        if len(values) < 2:
-            return ""
-        picture, _ = svg(name, ((self.steps[-len(values) :], values), ([], [])))
-        colors = "; ".join(f"--{variable}: {color}" for color, variable in COLORS.items())
-        return f'<div style="max-width: 30em; {colors}">{LABELS[name]}{picture}</div>'
 
 
 def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
     """Print the lengths of a run's data sets, and return the contents of data.json."""
-    statistics = {name: length_statistics(given) for name, given in lengths.items()}
-    statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
+    found = {name: length_statistics(given) for name, given in lengths.items()}
+    statistics = {name: s for name, s in found.items() if s.count or s.num_dropped}
     if statistics and not quiet:
         print_lengths(Console(highlight=False), statistics)
     return {name: s.to_dict() for name, s in statistics.items()}
@@ -355,11 +314,8 @@ def print_lengths(console: Console, statistics: Mapping[str, LengthStatistics]) 
         table.add_row(name, *map(str, values), str(s.limit))
     console.print(table)
     for name, s in statistics.items():
-        parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
-        taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
         if s.num_over_limit:
-            console.print(
-                f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
-                + (f" ({taken})" if taken else ""),
-                style="yellow",
-            )
+            parts = {"cut to it": s.num_truncated, "left out": s.num_dropped}
+            taken = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+            line = f"{name}: {s.num_over_limit} over the limit of {s.limit} tokens"
+            console.print(f"{line} ({taken})" if taken else line, style="yellow")

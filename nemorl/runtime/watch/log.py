@@ -19,17 +19,15 @@ from rich.console import Console
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.tree import flat, to_dict
-from nemorl.runtime.store.directory import RunDirectory, RunRecord, Status
+from nemorl.runtime.store.directory import RunDirectory, RunRecord, Status, append_lines
 from nemorl.runtime.store.state import RunView
 from nemorl.runtime.watch.callbacks import Callback
 
 LOGGER = logging.getLogger("nemorl")
-LIBRARIES = ("transformers", "datasets")
-"""Loggers that do not propagate."""
 
 
 class LogFile(logging.Handler):
-    """Append what is logged to log.jsonl: everything of nemorl's own, the warnings of others."""
+    """Append to log.jsonl what nemorl logs, and the warnings of others."""
 
     def __init__(self, directory: RunDirectory, fields: dict[str, Any]) -> None:
         super().__init__(logging.INFO)
@@ -38,7 +36,7 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
             with suppress(Exception):
-                self.directory.append_log(self._line(record))
+                append_lines(self.directory.log, [self._line(record)])
 
     def _line(self, record: logging.LogRecord) -> dict[str, Any]:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -57,7 +55,7 @@ class LogFile(logging.Handler):
 
 
 class RunLog(Callback):
-    """Log the events of a run, and keep its run.json. Comes before all other callbacks."""
+    """Log a run's events, and keep its run.json. Comes first."""
 
     def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
         self.directory, self.record, self.fields = directory, record, fields
@@ -95,16 +93,13 @@ def event(name: str, message: str, **details: Any) -> None:
 
 
 def changed_settings(config: object) -> dict[str, Any]:
-    """Return the settings (dotted) that are not at their default, with it."""
+    """Return the changed settings (dotted) with their defaults."""
     try:
         defaults = flat(to_dict(type(config)()))
-    except TypeError:  # no dataclass, or one with fields that must be given
+    except TypeError:  # no dataclass, or one with required fields
         return {}
-    return {
-        key: defaults.get(key)
-        for key, value in flat(to_dict(config)).items()
-        if key not in defaults or defaults[key] != value
-    }
+    given = flat(to_dict(config)).items()
+    return {key: defaults.get(key) for key, value in given if (key, value) not in defaults.items()}
 
 
 @contextmanager
@@ -141,12 +136,13 @@ def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
 
 @contextmanager
 def _listening(handler: logging.Handler) -> Iterator[None]:
-    """Let a handler hear what is logged or warned of, besides those who hear it already."""
+    """Add a handler of all that is logged or warned of."""
     root, show, level = logging.getLogger(), warnings.showwarning, LOGGER.level
-    handlers = [handler]
+    added: list[tuple[logging.Logger, logging.Handler]] = [(root, handler)]
     if logging.lastResort is not None and not root.handlers:
-        handlers.append(logging.lastResort)  # Python prints warnings only where there is no handler
-    quiet = [logger for logger in map(logging.getLogger, LIBRARIES) if not logger.propagate]
+        added.append((root, logging.lastResort))  # which prints warnings where no handler is
+    others = map(logging.getLogger, ("transformers", "datasets"))
+    added += [(each, handler) for each in others if not each.propagate]
 
     def show_and_log(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
@@ -156,10 +152,8 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
         _handle(handler, logging.WARNING, name, text, "warning", details=details)
         show(message, category, filename, lineno, file, line)
 
-    for logger in quiet:
-        logger.addHandler(handler)
-    for each in handlers:
-        root.addHandler(each)
+    for logger, each in added:
+        logger.addHandler(each)
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)
     warnings.showwarning = show_and_log
@@ -169,17 +163,15 @@ def _listening(handler: logging.Handler) -> Iterator[None]:
         if warnings.showwarning is show_and_log:
             warnings.showwarning = show
         LOGGER.setLevel(level)
-        for each in handlers:
-            root.removeHandler(each)
-        for logger in quiet:
-            logger.removeHandler(handler)
+        for logger, each in added:
+            logger.removeHandler(each)
 
 
 def _handle(
     handler: logging.Handler, level: int, name: str, message: str, event: str, **fields: Any
 ) -> None:
-    known = {"levelno": level, "levelname": logging.getLevelName(level), "name": name}
-    handler.handle(logging.makeLogRecord({**known, "msg": message, "event": event, **fields}))
+    fields |= {"levelno": level, "levelname": logging.getLevelName(level), "name": name}
+    handler.handle(logging.makeLogRecord(fields | {"msg": message, "event": event}))
 
 
 @contextmanager
@@ -212,8 +204,8 @@ def waiting_for_ranks(
 ) -> AbstractContextManager[None]:
     """`waiting` for a trainer on ranks."""
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep")
-    degrees = {name: getattr(plan, name) for name in axes}
-    spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
+    degrees = {name: getattr(plan, name) or 1 for name in axes}
+    spread = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"
-    how = ", ".join(spread) or "one rank"
-    return waiting(f"training on {devices} ({how}; {plan.precision}), {who}", quiet=quiet)
+    how = f"{spread or 'one rank'}; {plan.precision}"
+    return waiting(f"training on {devices} ({how}), {who}", quiet=quiet)

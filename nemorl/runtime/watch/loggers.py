@@ -21,18 +21,17 @@ from nemorl.runtime.watch.callbacks import Callback, update_in_progress
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """What a logger knows of the run when it is made, just before the first step."""
+    """What a logger knows of the run, just before the first step."""
 
     directory: RunDirectory
-    """The run's directory; its name is the run's name."""
     run_id: str
-    """The same after a resume: a logger that finds a run with this id continues it."""
+    """The same after a resume: a logger continues the run of this id."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved settings, nested as in config.yaml."""
     project: str | None = None
-    """`run.project`: what W&B calls project and MLflow experiment."""
+    """`run.project`: W&B's project, MLflow's experiment."""
     first_step: int = 0
-    """Steps that are done already: after a resume, later ones are written again."""
+    """Steps done already: after a resume, later ones are written again."""
     samples_per_step: int = 8
 
 
@@ -41,20 +40,20 @@ class MetricLogger(Protocol):
     """Records a run."""
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step ("train"), or a validation of the weights after it ("validation")."""
+        """Record a step ("train"), or a validation after it ("validation")."""
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Record a few responses of a step, or do nothing; see `Callback.on_samples`."""
 
     def close(self, *, finished: bool) -> None:
-        """End the record; `finished` is False where the run ended with an error."""
+        """End the record; `finished` is False after an error."""
 
 
 LoggerFactory = Callable[[LoggedRun], MetricLogger]
 
 
 class JsonlLogger:
-    """Writes metrics.jsonl and samples/, the record that nemorl itself reads."""
+    """Writes metrics.jsonl and samples/, which nemorl reads."""
 
     def __init__(self, run: LoggedRun) -> None:
         self.directory = run.directory
@@ -66,14 +65,11 @@ class JsonlLogger:
         self.directory.append_samples(step, samples)
 
     def close(self, *, finished: bool) -> None:
-        """Do nothing: every line has been written."""
+        """Do nothing."""
 
 
 class Recorder(Callback):
-    """Hand metrics and samples to every logger.
-
-    One that fails to open ends the run before its first step; later it is warned of once.
-    """
+    """Hand metrics and samples to every logger; one that fails is warned of once."""
 
     def __init__(self, factories: Mapping[str, LoggerFactory], run: LoggedRun) -> None:
         self.factories, self.run = factories, run
@@ -83,8 +79,7 @@ class Recorder(Callback):
 
     def on_train_begin(self, trainer: RunView) -> None:
         run = replace(self.run, first_step=trainer.state.step)
-        for name, make in self.factories.items():
-            self.loggers[name] = make(run)
+        self.loggers = {name: make(run) for name, make in self.factories.items()}
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._each(lambda logger: logger.log("train", step, metrics))
@@ -106,34 +101,29 @@ class Recorder(Callback):
         self.finished = True
 
     def on_exception(self, trainer: RunView, error: BaseException) -> None:
-        self.finished = False  # a later callback may fail at the end
+        self.finished = False
 
     def close(self) -> None:
         self._each(lambda logger: logger.close(finished=self.finished))
         self.loggers = {}
 
     def _each(self, call: Callable[[MetricLogger], None]) -> None:
-        with update_in_progress():  # a signal waits until a record is whole
+        with update_in_progress():  # a signal waits
             for name, logger in self.loggers.items():
                 try:
                     call(logger)
                 except Exception as error:
                     if name not in self.failed:
-                        why = str(error) if isinstance(error, NotWritten) else repr(error)
-                        warn(
-                            f"the logger {name} failed, and the run continues without this record:"
-                            f" {why}",
-                        )
+                        why = error if isinstance(error, NotWritten) else repr(error)
+                        warn(f"the logger {name} failed, and the run continues without it: {why}")
                     self.failed.add(name)
 
 
-SECONDS_BETWEEN_TABLES = 60.0
-"""Every table of samples is a file."""
 RUN_ID_TAG = "nemorl.run_id"
 
 
 class TensorBoardLogger:
-    """A run in TensorBoard: scalars as train/… and validation/… that hide those before a resume."""
+    """A run in TensorBoard: scalars as train/… and validation/…; a resume hides later ones."""
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -148,19 +138,17 @@ class TensorBoardLogger:
                 self.writer.add_scalar(f"{phase}/{name}", value, step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: `nemorl report` shows them."""
+        """Do nothing."""
 
     def close(self, *, finished: bool) -> None:
-        with writing("TensorBoard's events", self.folder):
-            self.writer.close()
+        self.writer.close()
 
 
 class WandbLogger:
     """A run on Weights & Biases (`wandb login`, or WANDB_MODE=offline and later `wandb sync`):
     metrics as train/… and validation/…, samples as tables.
 
-    The id is ours, so that a resumed run keeps its address; the axis is our `step`, as W&B's own
-    never decreases.
+    A resumed run keeps its address; the axis is our `step`, as W&B's own never decreases.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -187,15 +175,14 @@ class WandbLogger:
         self.last_table = -float("inf")
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(
-            {"step": step, **{f"{phase}/{name}": value for name, value in metrics.items()}}
-        )
+        named = {f"{phase}/{name}": value for name, value in metrics.items()}
+        self.run.log({"step": step, **named})
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb
 
         now = time.monotonic()
-        if now - self.last_table >= SECONDS_BETWEEN_TABLES:
+        if now - self.last_table >= 60:  # as each table is a file
             self.last_table = now
             values = [item for sample in samples for item in sample.items()]
             plain = {key: 0 for key, value in values if isinstance(value, str | int | float)}
@@ -208,7 +195,7 @@ class WandbLogger:
 
 class MlflowLogger:
     """A run in MLflow (see MLFLOW_TRACKING_URI): metrics as train/… and validation/…, settings
-    as parameters, config.yaml as an artifact. A run that is tagged with our id is continued.
+    as parameters, config.yaml as an artifact. A run tagged with our id is continued.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -230,9 +217,8 @@ class MlflowLogger:
                 self.id = self.client.create_run(
                     experiment, run_name=run.directory.name, tags={RUN_ID_TAG: run.run_id}
                 ).info.run_id
-                settings = flat(run.config).items()
-                parameters = [Param(key, str(value)[:500]) for key, value in settings]
-                self.client.log_batch(self.id, params=parameters)
+                settings = [Param(key, str(value)[:500]) for key, value in flat(run.config).items()]
+                self.client.log_batch(self.id, params=settings)
             if run.directory.config.exists():
                 self.client.log_artifact(self.id, str(run.directory.config))
         except MlflowException as error:
@@ -243,16 +229,12 @@ class MlflowLogger:
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        named = {_valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
-        found = [self.metric(name, value, now, step) for name, value in named.items()]
+        named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in metrics.items()}
+        found = [self.metric(f"{phase}/{n}", float(x), now, step) for n, x in named.items()]
         self.client.log_batch(self.id, found)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: MLflow has no place for them."""
+        """Do nothing."""
 
     def close(self, *, finished: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
-
-
-def _valid_name(name: str) -> str:
-    return re.sub(r"[^\w\-. /]", "_", name)

@@ -1,4 +1,4 @@
-"""What a run's numbers are called, how they are written, and their courses."""
+"""How a run's metrics are called and written, and their courses."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,6 +11,8 @@ from nemorl.checks import is_number
 
 Series = tuple[list[int], list[float]]
 """Steps and values."""
+Course = tuple[Series, Series]
+"""A metric in the training and in the validations of a run."""
 
 
 class Metric(NamedTuple):
@@ -22,7 +24,7 @@ class Metric(NamedTuple):
     label: str = ""
     """Its name in the live table; such metrics have a picture in plots/, too."""
     usual: float | None = None
-    """A value that is not shown there, nor drawn in a report, as long as there is no other."""
+    """A value that is shown and drawn only beside others."""
 
 
 SECTIONS = {
@@ -48,7 +50,7 @@ SECTIONS = {
         "response_length": Metric("Response length", "tokens", "length"),
         "truncated_fraction": Metric("Truncated", "share cut by a limit on tokens or turns"),
         "informative_groups": Metric(
-            "Informative groups", "share of prompts whose responses differ in reward"
+            "Informative groups", "share whose responses differ in reward"
         ),
         "reward_std": Metric("Spread of rewards", "standard deviation of the rewards in a step"),
         "groups_trained": Metric("Groups trained on", "prompts, in this step"),
@@ -57,7 +59,7 @@ SECTIONS = {
     "Conversations": {
         "turns": Metric("Turns", "of the model in a conversation", "turns", usual=1),
         "truncated_turns": Metric(
-            "Truncated responses", "share of all turns' responses cut by a limit on tokens"
+            "Truncated responses", "share of all turns cut by a limit on tokens"
         ),
         "failed_fraction": Metric("Failed", "share that is left out after an error", "failed", 0),
         "failed/": Metric("", "conversations that failed with this error"),
@@ -71,8 +73,7 @@ SECTIONS = {
             "gap",
         ),
         "token_mult_prob_error_max": Metric(
-            "Sampler against trainer, worst response",
-            "the same in the response where it is largest",
+            "Sampler against trainer, worst response", "the same, where it is largest"
         ),
         "gen_kl_error": Metric("Sampler's KL error", "nats per token"),
         "gen_kl_error_max": Metric("Sampler's KL error, worst response", "nats per token"),
@@ -121,7 +122,7 @@ SECTIONS = {
         ),
         "trainer/memory_gb": Metric(
             "Memory of the trainer",
-            "GB, the peak of the device that has most; on CPUs since the process began",
+            "GB, the greatest peak of a device; on CPUs since the process began",
             "mem GB",
         ),
         "seconds": Metric("Step time", "seconds"),
@@ -141,13 +142,13 @@ SECTIONS = {
         "gpu_percent": Metric("GPU", "percent"),
     },
 }
-"""The metrics by section, in the order shown; a name that ends in / or _ is a prefix."""
+"""The metrics in the order shown; a name that ends in / or _ is a prefix."""
 METRICS = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
 LABELS = {name: metric.label for name, metric in METRICS.items() if metric.label}
 
 
 def placed(name: str) -> tuple[str, int, Metric]:
-    """Return a metric's section, its place in the table, and how it is shown.
+    """Return a metric's section, place in the table, and look.
 
     >>> placed("seconds_sync")[2].title, placed("reward/brief")[2].title, placed("my_own")[0]
     ('Time to sync weights', 'brief', 'Other')
@@ -161,7 +162,7 @@ def placed(name: str) -> tuple[str, int, Metric]:
         section, place, metric = placed(rest)
         return section, place, metric._replace(title=f"{metric.title}, {part}")
     metric = METRICS.get(key, Metric(""))
-    section = next((section for section in SECTIONS if key in SECTIONS[section]), "Other")
+    section = next((name for name, metrics in SECTIONS.items() if key in metrics), "Other")
     title = metric.title or name.removeprefix(key.rpartition("/")[0] + "/").replace("_", " ")
     return section, [*METRICS, key].index(key), metric._replace(title=title)
 
@@ -173,9 +174,8 @@ def is_usual(metric: str, values: Iterable[float | None]) -> bool:
 
 
 def headline(*lines: Mapping[str, Any]) -> list[str]:
-    """Return which of the metrics in some steps the live table and the top of the report show.
-
-    Beside a reward the loss says nothing: GRPO's is 0 but for rounding errors.
+    """Return the metrics of some steps that the live table and the top of the report show; beside a
+    reward the loss (GRPO's is about 0) is omitted.
 
     >>> headline({"lr": 0.1, "my_own": 2, "turns": 1.0}), headline({"loss": 0.0}, {"reward": 1.0})
     (['lr'], ['reward'])
@@ -187,7 +187,7 @@ def headline(*lines: Mapping[str, Any]) -> list[str]:
 def number(value: float, metric: str = "") -> str:
     """Write a number with three significant digits; zeros at the end only where it was rounded.
 
-    metric: its name; a learning rate (lr) has no unit.
+    metric: its name; lr is written without units.
 
     >>> [number(x) for x in (0.5, 0.50001, 999.9, 12345, 1e6, -0.01234, 3e-5, 0, float("nan"))]
     ['0.5', '0.500', '1000', '12.3k', '1M', '-0.0123', '3e-5', '0', 'nan']
@@ -211,7 +211,7 @@ def number(value: float, metric: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as minutes and seconds, with hours and days where there are any.
+    """Write a time as minutes and seconds, with hours and days if any.
 
     >>> [duration(x) for x in (5, 62, 3723, 180000)]
     ['0:05', '1:02', '1:02:03', '2d 2:00:00']
@@ -224,25 +224,27 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
+def course_of(records: Iterable[Mapping[str, Any]], metric: str) -> Course:
     """Return a metric's numbers in the lines of metrics.jsonl."""
-    found = [line for line in records if line["phase"] == phase and is_number(line.get(metric))]
-    return [record["step"] for record in found], [record[metric] for record in found]
+    found: dict[str, Series] = {"train": ([], []), "validation": ([], [])}
+    for line in records:
+        if is_number(line.get(metric)):
+            steps, values = found[line["phase"]]
+            steps.append(line["step"])
+            values.append(line[metric])
+    return found["train"], found["validation"]
 
 
 def smooth(values: list[float], *, width: float) -> list[float]:
     """Average neighbors with Gaussian weights of standard deviation `width`."""
     reach = math.ceil(3 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-
-    def weighted(array: np.ndarray) -> np.ndarray:
-        return np.convolve(array, kernel)[reach : reach + len(array)]
-
-    return (weighted(np.asarray(values)) / weighted(np.ones(len(values)))).tolist()
+    sums, weights = np.convolve(values, kernel), np.convolve(np.ones(len(values)), kernel)
+    return (sums / weights)[reach : reach + len(values)].tolist()
 
 
 def thin(series: Series, most: int) -> Series:
-    """Return at most `most` points, each the mean of about equally many neighbors."""
+    """Return at most `most` points, each the mean of neighbors."""
     steps, values = series
     count = min(most, len(steps))
     edges = [index * len(steps) // count for index in range(count)] + [len(steps)]

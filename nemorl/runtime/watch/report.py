@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,25 @@ from nemorl.rollout.evaluation import by_prompt, comparison
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.store.directory import RunDirectory, RunRecord, read_lines, to_json
-from nemorl.runtime.store.files import write_atomically
+from nemorl.runtime.store.files import write_atomically, writing
 from nemorl.runtime.store.verify import verify_run
-from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
+from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
 from nemorl.runtime.watch.metrics import (
     SECTIONS,
+    Course,
+    course_of,
     duration,
     headline,
     is_usual,
     number,
     placed,
-    series_of,
     thin,
 )
 
 SAMPLE_BYTES = 6_000_000
-"""Size of the samples that a page holds."""
+"""Of samples on a page."""
 SHOWN_TOKENS = 4000
-"""Longer responses are cut on the page, which says so."""
+"""Longer responses are cut on the page."""
 
 STATISTICS = {
     "count": ("sequences", "{:,}"),
@@ -53,21 +55,17 @@ STATISTICS = {
     "padded_fill": ("tokens in a padded batch", "{:.0%}"),
     "packed_fill": ("tokens in packed rows", "{:.0%}"),
 }
-"""Numbers of data.json, with their names on the page and their formats."""
+"""Numbers of data.json: name on the page and format."""
 
 
 class Gathered:
-    """A run as its report shows it. Raises ValueError where there is none.
-
-    sample_step: whose samples are shown in any case.
+    """A run as its report shows it, with the samples of `sample_step` besides others. Raises
+    ValueError where there is none.
     """
 
-    def __init__(
-        self, path: Path | str, *, now: float | None = None, sample_step: int | None = None
-    ) -> None:
+    def __init__(self, path: Path | str, *, sample_step: int | None = None) -> None:
         directory = RunDirectory.open(path)
-        self.path, self.name = directory.path, directory.name
-        self.now = time.time() if now is None else now
+        self.path, self.name, self.now = directory.path, directory.name, time.time()
         self.record, self.metrics = RunRecord.read(directory), directory.read_metrics()
         self.log = directory.read_log(self.record)
         self.config = _whole(directory.config, lambda path: read(path)[0])
@@ -79,16 +77,13 @@ class Gathered:
         self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
         sizes = directory.sample_sizes()
-        opened = [step for step in sizes if step == sample_step]
-        # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
-        self.samples = directory.read_samples({*_spread(sizes), *opened})
+        # Step → responses, with `pieces`: the text of each token, if known.
+        self.samples = directory.read_samples({*_spread(sizes), *(sizes.keys() & {sample_step})})
         self.sample_steps = len(sizes)
         _add_pieces(self.samples, directory.path / "tokenizer")
-        # Settings that are not at their default, with that default.
-        self.changed: dict[str, Any] = {}
-        for line in self.log:
-            if line.get("event") == "train_begin":
-                self.changed = line.get("defaults", {})
+        begun = [line for line in self.log if line.get("event") == "train_begin"]
+        # Changed settings, with their defaults.
+        self.changed: dict[str, Any] = begun[-1].get("defaults", {}) if begun else {}
 
     @property
     def step(self) -> int:
@@ -96,7 +91,6 @@ class Gathered:
 
 
 def _whole(path: Path, reader: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the contents of a file, if any; what can't be read is warned of."""
     try:
         return reader(path) if path.exists() else {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -132,8 +126,7 @@ def _add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path
     with suppress(Exception):  # a report without colors is better than none
         decode = _decoder_of(tokenizer_folder)
         for line in lines:
-            with suppress(Exception):  # ids that the tokenizer does not know
-                line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
+            line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
 
 
 def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
@@ -148,15 +141,15 @@ def _decoder_of(folder: Path) -> Callable[[list[int]], str]:
 
 
 def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds, decoded after its neighbors, which a tokenizer may join
-    or space; a character of several tokens belongs to the last one.
+    """Return the text that each token adds to its neighbors; a character of several tokens belongs
+    to the last one.
     """
     found: list[str] = []
     before = start = 0  # ids[before:start] are decoded again, before ids[start:]
     known = ""
     for end in range(1, len(ids) + 1):
         text = decode(list(ids[before:end]))
-        # Half a character, which has no more than 8 tokens.
+        # Half a character, of up to 8 tokens.
         if text.endswith("\ufffd") and end < len(ids) and end - start < 8:
             found.append("")
             continue
@@ -170,11 +163,11 @@ TEXTS = ("prompt", "response", "chosen", "rejected")
 OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
 OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group", "failure", "cut_by"}
 OWN |= {"turns", "sampled", "trained"}
-"""Columns that have their place; others are shown by their names."""
+"""Columns that have their own place on the page."""
 
 
 def sample_data(run: Gathered) -> dict[str, Any]:
-    """Return samples by step, and the advantage of full color."""
+    """Return samples by step, and the advantage shown in full color."""
     steps = {step: [_compact(sample) for sample in lines] for step, lines in run.samples.items()}
     found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
     sizes = sorted(abs(value) for values in found for value in values if value)
@@ -184,8 +177,8 @@ def sample_data(run: Gathered) -> dict[str, Any]:
 
 def _modes(*runs: Gathered) -> dict[str, str]:
     lines = [line for run in runs for lines in run.samples.values() for line in lines]
-    colored = [line for line in lines if line.get("pieces")]
-    return {key: name for key, name in COLORED.items() if any(line.get(key) for line in colored)}
+    known = {key for line in lines if line.get("pieces") for key in line if line[key]}
+    return {key: name for key, name in COLORED.items() if key in known}
 
 
 def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,8 +191,9 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
         found["cut"] = len(ids) - SHOWN_TOKENS
-    for name, values in {**sample, "gaps": _gaps(sample)}.items():
-        if name in ("logprobs", "gaps", "advantages") and values:
+    lists = {**sample, "gaps": _gaps(sample)}
+    for name in ("logprobs", "gaps", "advantages"):
+        if values := lists.get(name):
             found[name] = [
                 float(f"{value:.4g}") if own and is_number(value) else None
                 for value, own in zip(values[:SHOWN_TOKENS], sampled, strict=False)
@@ -207,10 +201,9 @@ def _compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     found |= {name: sample[name] for name in ("reward", "group") if is_number(sample.get(name))}
     found |= {name: sample[name] for name in ("turns", "trained", "failure") if name in sample}
     chips: dict[str, Any] = dict(sample.get("rewards", {}))
-    advantages = zip(found.get("advantages", ()), sampled, strict=False)
-    same = {value for value, own in advantages if own}
-    if len(same) == 1:
-        chips["advantage"] = same.pop()
+    advantages = set(compress(found.get("advantages", ()), sampled))
+    if len(advantages) == 1:
+        chips["advantage"] = advantages.pop()
     columns = sample.get("columns", {})
     chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
     chips |= {name: value for name, value in sample.items() if name not in OWN}
@@ -270,7 +263,7 @@ ENGINES = {
 }
 Runs = Path | str | Sequence[Path | str]
 WATCH_SECONDS = 5.0
-"""Time between two looks at a run that is watched."""
+"""Least time between two reports of a watched run."""
 
 
 def write_report(runs: Runs, output: Path | str | None = None) -> Path:
@@ -283,17 +276,13 @@ def write_report(runs: Runs, output: Path | str | None = None) -> Path:
 
 
 def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
-    """Write the report again when its runs have gone on, until all have ended or Ctrl-C."""
+    """Write the report again and again, until all its runs have ended or Ctrl-C."""
     directories = [RunDirectory.open(path) for path in _paths_of(runs)]
-    files = [file for run in directories for file in (run.metrics, run.log)]
-    seen: list[int] | None = None
     with suppress(KeyboardInterrupt):
         while any(map(_running, directories)):
-            now, start = [file.stat().st_size for file in files if file.exists()], time.monotonic()
-            if now != seen:
-                write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
-            seen = now
-            # A run on the same cores should hardly notice.
+            start = time.monotonic()
+            write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
+            # Leaves nine tenths of a core to the run.
             time.sleep(max(WATCH_SECONDS, 9 * (time.monotonic() - start)))
     write_page(read_runs(runs), output)
 
@@ -304,7 +293,7 @@ def _running(directory: RunDirectory) -> bool:
 
 
 def read_runs(runs: Runs) -> list[Gathered]:
-    """Return what a report shows of runs, with samples of a step that all have."""
+    """Return what a report shows of runs, with the samples of a common step."""
     paths = _paths_of(runs)
     steps = [{*RunDirectory(path).sample_sizes()} for path in paths]
     common = max(set.intersection(*steps), default=None)
@@ -318,21 +307,14 @@ def read_runs(runs: Runs) -> list[Gathered]:
 def write_page(
     runs: Sequence[Gathered], output: Path | str | None, *, refresh: float | None = None
 ) -> Path:
-    """Write the report of runs that are read."""
+    """Write the report of runs that are read. Raises NotWritten."""
     target = Path(output or runs[0].path / "report.html")
     if output is None and len(runs) > 1:
         folder = os.path.commonpath([run.path.absolute().parent for run in runs])
         target = Path(folder, "comparison.html")
-    page = render(*runs, refresh=refresh)
-    try:
+    with writing("the report", target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, page)
-    except OSError as error:
-        why = error.__cause__ or error
-        raise ValueError(
-            f"output must be a file that can be written, but {target} can't ({why}): name another"
-            " one (--output)"
-        ) from error
+    write_atomically(target, render(*runs, refresh=refresh), "the report")
     return target
 
 
@@ -344,16 +326,14 @@ def _paths_of(runs: Runs) -> list[Path]:
         "runs",
         f"must name 1 to {len(RUNS)} runs, each once",
         [str(path) for path in paths],
-        "name each run's directory once: nemorl report runs/a runs/b",
+        "for example nemorl report runs/a runs/b",
     )
     return paths
 
 
 def render(*runs: Gathered, refresh: float | None = None) -> str:
     """Return the page, with the runs' texts escaped."""
-    style, script = (
-        Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
-    )
+    style, script = (Markup((HERE / f"report.{kind}").read_text("utf-8")) for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(*runs)
     by_name = {curve["metric"]: curve for curve in curves}
@@ -363,9 +343,9 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         "curves": [curve["data"] for curve in curves],
         "runs": [sample_data(run) for run in runs],
         "refresh": refresh,
-        "opens": max(steps, key=lambda step: (sum(step in run.samples for run in runs), step))
-        if steps
-        else None,
+        "opens": max(
+            steps, key=lambda step: (sum(step in run.samples for run in runs), step), default=None
+        ),
     }
     return _template().render(
         run=runs[0],
@@ -379,8 +359,6 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         colors=VARIABLES,
         headline=[by_name[name] for name in shown if name in by_name],
         failures=failures(runs[0]),
-        receipts=[each for each in runs[0].receipts if each.holds is not None],
-        unproved=[each for each in runs[0].receipts if each.holds is None],
         tests=paired_tests(runs),
         groups=grouped(curves),
         modes=_modes(*runs),
@@ -403,21 +381,19 @@ def _template() -> Template:
 
 
 def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
-    """Return every metric that was a number, in the order of `SECTIONS`."""
+    """Return the course of every metric, in the order of `SECTIONS`."""
     lines = [line for run in runs for line in run.metrics]
     names = {name for line in lines for name, value in line.items() if is_number(value)}
     names -= {"step", "time"}
 
     def section_of(name: str) -> str:
-        # Beside a reward the loss says how an update went, not what was learned.
         return "Updates" if name == "loss" and "reward" in names else placed(name)[0]
 
     curves: list[dict[str, Any]] = []
     order = [*SECTIONS, "Other"]
-    for name in sorted(
-        names, key=lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)
-    ):
-        courses = [course_of(run, name) for run in runs]
+    by_place = lambda n: (order.index(section_of(n)), placed(n)[1], "/" in n, n)  # noqa: E731
+    for name in sorted(names, key=by_place):
+        courses = [course_of(run.metrics, name) for run in runs]
         metric, trained = placed(name)[2], [train[1] for train, _ in courses]
         validated = any(steps for _, (steps, _) in courses)
         curve: dict[str, Any] = {
@@ -449,11 +425,6 @@ def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
     return curves
 
 
-def course_of(run: Gathered, metric: str) -> Course:
-    """Return a metric in the training and in the validations."""
-    return series_of(run.metrics, metric, "train"), series_of(run.metrics, metric, "validation")
-
-
 def ends(course: Course) -> dict[str, Any] | None:
     """Return a course's first and last value."""
     train, validation = course
@@ -478,7 +449,7 @@ def _differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 
 def paired_tests(runs: Sequence[Gathered]) -> list[dict[str, Any]]:
-    """Return how each run's last validation differs from the first's, over common rows."""
+    """Return how last validations differ from the first run's, over common rows."""
     found: list[dict[str, Any]] = []
     for run in runs[1:]:
         both = by_prompt(runs[0].outcomes), by_prompt(run.outcomes)
@@ -506,16 +477,12 @@ def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
-    totals = {
-        curve["metric"]: curve["total"] for curve in curves if curve["metric"].startswith("seconds")
-    }
-    whole = totals.pop("seconds", 0.0)
-    if not totals or whole <= 0:
+    totals = {each["metric"]: each["total"] for each in curves}
+    whole = totals.get("seconds", 0.0)
+    parts = {name: total for name, total in totals.items() if name.startswith("seconds_")}
+    if not parts or whole <= 0:
         return {}
-    shares = {
-        name.removeprefix("seconds_").replace("_", " "): total / whole
-        for name, total in totals.items()
-    }
+    shares = {name[8:].replace("_", " "): total / whole for name, total in parts.items()}
     rest = 1 - sum(shares.values())
     return shares | ({"other": rest} if rest > 0.005 else {})
 
@@ -537,8 +504,9 @@ def _statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 def failures(run: Gathered) -> list[dict[str, Any]]:
     """Return why conversations failed, most frequent first."""
     samples = [line for lines in run.samples.values() for line in lines]
-    texts = [each["failure"] for each in samples if "failure" in each]
-    said = {each.partition(":")[0]: each for each in texts}
+    said = {
+        each["failure"].partition(":")[0]: each["failure"] for each in samples if "failure" in each
+    }
     found: dict[str, dict[str, Any]] = {}
     for line in run.metrics:
         for name, value in line.items():

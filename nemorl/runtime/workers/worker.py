@@ -22,7 +22,7 @@ from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from nemorl.checks import require
-from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, death
+from nemorl.runtime.store.files import WorkerDied, WorkerTimeout, reason_of, with_log
 from nemorl.runtime.workers.cluster import Placement, check, natural, start_guard
 
 TICK_S = 0.5
@@ -81,7 +81,7 @@ class Worker:
         return f"{self.name} ({', '.join(known)})" if known else self.name
 
     def died(self, said: str, doing: str = "") -> WorkerDied:
-        return death(str(self), said, self.log, doing)
+        return WorkerDied(with_log(f"{self} died{doing}: {reason_of(said)}", self.log))
 
     @contextmanager
     def failures(self, doing: str = "") -> Iterator[None]:

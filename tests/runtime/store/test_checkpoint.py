@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from nemorl.models.tensor_files import checksum, read_manifest, write_manifest
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.checkpoint import CheckpointError, RandomState, seed_generators
+from nemorl.runtime.store.checkpoint import CheckpointError, seed_generators
 from tests.runtime.tiny import TinyTrainer, flip_a_bit, save, seed_everything, tiny_run
 
 SMALL_FILES = ("state.json", "rng.json", "rng.safetensors")
@@ -136,9 +136,7 @@ def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
     run = tiny_run(value=7)
     with pytest.raises(CheckpointError, match=rf"step_2 is not used: .*{file}.*{reason}"):
         checkpoint.load(second, run.config, run.trainer)
-    assert float(run.trainer.tensors["weight"][0]) == 7, (
-        "nothing is changed by a checkpoint that can't be loaded"
-    )
+    assert float(run.trainer.tensors["weight"][0]) == 7, "it changes nothing"
     with pytest.warns(UserWarning, match=rf"step_2 is not used: .*{file}.*{reason}"):
         assert checkpoint.latest(tmp_path) == first
     with pytest.warns(UserWarning, match=r"Trying an older one"):
@@ -146,14 +144,7 @@ def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
     assert (path, state.step, float(run.trainer.tensors["weight"][0])) == (first, 1, 1.0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "{}",
-        '{"format": 4, "files": {"state.json": {"size": 3}}}',
-    ],
-)
+@pytest.mark.parametrize("text", ["{", '{"format": 4, "files": {"state.json": {"size": 3}}}'])
 def test_damaged_manifest_is_passed_over(tmp_path, text):
     first, second = saved(tmp_path, 1, 2)
     (second / "manifest.json").write_text(text)
@@ -167,11 +158,7 @@ def test_without_any_checkpoint(tmp_path):
     (only,) = saved(tmp_path, 1)
     (only / "state.json").unlink()
     with pytest.warns(UserWarning, match=r"state.json can't be read"):
-        assert (
-            checkpoint.latest(tmp_path)
-            is None
-            is checkpoint.load_latest(tmp_path, BaseConfig(), TinyTrainer())
-        )
+        assert checkpoint.load_latest(tmp_path, BaseConfig(), TinyTrainer()) is None
 
 
 @pytest.mark.parametrize("pointer", ["step_9\n", "", "../..", "step_1"])
@@ -202,9 +189,7 @@ def test_leftovers_are_swept(tmp_path):
 
 @pytest.mark.parametrize("limit", [0, 300, 9000])
 def test_disk_that_takes_no_more(tmp_path, limit):
-    """A limit on the size of files stands in for a full disk: writing fails part of the way, in
-    whatever library.
-    """
+    """A limit on the size of files stands in for a full disk, in whatever library."""
     saved(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -249,13 +234,7 @@ class Checking(TinyTrainer):
 def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path):
     for step in (1, 2):
         path = save(tmp_path, replace(tiny_run(step=step, value=step), trainer=Checking()))
-    manifest = read_manifest(path)
-    assert sorted(manifest) == [
-        "policy/manifest.json",
-        "rng.json",
-        "rng.safetensors",
-        "state.json",
-    ]
+    assert {*read_manifest(path)} == {"policy/manifest.json", *SMALL_FILES}
     flip_a_bit(path / "policy" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
         checkpoint.verify(path)
@@ -265,21 +244,11 @@ def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path):
     assert found == (tmp_path / "checkpoints" / "step_1", tiny_run(step=1).state)
 
 
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.random()), torch.rand(()).item()
-
-
-@pytest.mark.parametrize("seed", [0, 7, 2**40])
+@pytest.mark.parametrize("seed", [0, 2**40])
 def test_a_seed_is_that_of_every_generator(seed: int):
-    before = RandomState.now()
-    try:
+    def draws(seed: int) -> tuple[float, float, float]:
         seed_generators(seed)
-        first = draws()
-        other = draws()
-        seed_generators(seed)
-        assert draws() == first
-        assert all(a != b for a, b in zip(first, other, strict=True))
-        seed_generators(seed + 1)
-        assert all(a != b for a, b in zip(first, draws(), strict=True))
-    finally:
-        before.restore()
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+    first, again, other = draws(seed), draws(seed), draws(seed + 1)
+    assert first == again and all(a != b for a, b in zip(first, other, strict=True))

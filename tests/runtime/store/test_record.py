@@ -15,11 +15,6 @@ from nemorl.runtime.store.directory import (
 from tests.runtime.runs import grpo_config, start
 
 
-@pytest.fixture
-def directory(tmp_path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "run", "")
-
-
 def test_a_whole_run_and_its_continuation(tmp_path):
     start(grpo_config(tmp_path / "run", steps=2))
     first = RunRecord.read(RunDirectory.open(tmp_path / "run"))

@@ -25,11 +25,6 @@ from nemorl.runtime.store.files import NotWritten, write_atomically, writing
 LACKING = pytest.mark.filterwarnings("ignore:.*must have a line of step")
 
 
-@pytest.fixture
-def directory(tmp_path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "runs" / "first", "max_num_steps: 7\n")
-
-
 def test_config_comes_with_its_environment(directory):
     config = yaml.safe_load(directory.config.read_text())
     environment = config["environment"]

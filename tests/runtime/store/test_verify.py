@@ -81,14 +81,13 @@ def taken_out(run: Path) -> None:
     rewrite(run / "metrics.jsonl", without)
 
 
-def moved(run: Path) -> None:
-    trained = {1: [*range(7)], 2: [*range(7, 12)]}
-    rewrite(run / "groups.jsonl", lambda x: x | {"trained": trained.get(x["step"], x["trained"])})
+def retrained(run: Path, *trained: list[int]) -> None:
+    steps = dict(enumerate(trained, start=1))
+    rewrite(run / "groups.jsonl", lambda x: x | {"trained": steps.get(x["step"], x["trained"])})
 
 
-def swapped(run: Path) -> None:
-    trained = {1: [0, 6, 2, 3, 4, 5], 2: [1, *range(7, 12)]}
-    rewrite(run / "groups.jsonl", lambda x: x | {"trained": trained.get(x["step"], x["trained"])})
+MOVED = [*range(7)], [*range(7, 12)]
+SWAPPED = [0, 6, 2, 3, 4, 5], [1, *range(7, 12)]
 
 
 @pytest.mark.parametrize("name", ["metrics", "groups"])
@@ -110,14 +109,14 @@ def test_a_finished_run_whose_last_steps_are_cut(name: str, run: Path):
         (stopped, "support", "ReceiptError: step 4: the receipt support does not hold: 0.8"),
         (warned, "support", "step 3: the receipt support does not hold: 0.8"),
         (taken_out, "tokens", "not recorded in step 1, but in others"),
-        (moved, "prompts", "groups.jsonl has step 1 train on 7 groups, and metrics.jsonl 6"),
-        (swapped, "prompts", "group 1 is lost in step 1 (1 in all)"),
+        (MOVED, "prompts", "groups.jsonl has step 1 train on 7 groups, and metrics.jsonl 6"),
+        (SWAPPED, "prompts", "group 1 is lost in step 1 (1 in all)"),
     ],
 )
 def test_what_a_run_said_of_itself(
     change: Any, name: str, said: str, run: Path, capsys: pytest.CaptureFixture[str]
 ):
-    change(run)
+    change(run) if callable(change) else retrained(run, *change)
     assert [each for each in of(run).values() if each.holds is False] == [
         Receipt(name, False, said)
     ]

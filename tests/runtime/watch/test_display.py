@@ -15,11 +15,7 @@ from rich.console import Console
 
 from nemorl.runtime.watch import display
 from nemorl.runtime.watch.callbacks import Callback, closing
-from nemorl.runtime.watch.display import (
-    LiveDisplay,
-    PlainDisplay,
-    make_display,
-)
+from nemorl.runtime.watch.display import LiveDisplay, PlainDisplay, make_display
 from nemorl.runtime.watch.metrics import LABELS, duration, number
 from tests.runtime.tiny import tiny_run
 
@@ -46,8 +42,7 @@ SAMPLES = [
 class FakeTime:
     """A clock that the test winds."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -82,11 +77,7 @@ def fed(console: Console) -> LiveDisplay:
     return shown
 
 
-@given(
-    st.floats(allow_nan=False, allow_infinity=False, min_value=-1e14, max_value=1e14).filter(
-        lambda value: abs(value) > 1e-30
-    )
-)
+@given(st.floats(-1e14, 1e14).filter(lambda value: abs(value) > 1e-30))
 def test_numbers_have_three_significant_digits(value):
     text = number(value)
     assert len(text) <= 9
@@ -105,10 +96,9 @@ def test_durations_can_be_read_back(seconds):
 
 def test_plain_lines_say_it_all_and_are_aligned(clock):
     lines = plain_run(clock, steps=140, seconds_per_step=2.0)
-    assert (
-        re.sub(" +", " ", lines[9])
-        == "step 10/140 reward 0.812 accuracy 0.75 KL 0.004 entropy 1.2 length 4.5 gap 1.02"
-        " lr 3e-4 12.3k tok/s 0.431 MFU 4:20 left"
+    assert re.sub(" +", " ", lines[9]) == (
+        "step 10/140 reward 0.812 accuracy 0.75 KL 0.004 entropy 1.2 length 4.5 gap 1.02 lr 3e-4"
+        " 12.3k tok/s 0.431 MFU 4:20 left"
     )
     assert {line.index("accuracy") for line in lines} == {lines[0].index("accuracy")}
 
@@ -183,10 +173,8 @@ def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
 
 def test_samples_are_the_best_and_the_worst_of_a_group():
     rewards = {"46": 1.0, "45": 0.0, "4 6": 0.25, "47": None, "46 is it": 0.5}
-    group = [
-        {"group": 3, "prompt": "12+34=", "response": text, "reward": reward}
-        for text, reward in rewards.items()
-    ]
+    asked = {"group": 3, "prompt": "12+34="}
+    group = [{**asked, "response": text, "reward": value} for text, value in rewards.items()]
     shown = LiveDisplay(10, terminal())
     shown.on_samples(tiny_run(), 1, [*group, {**group[0], "group": 4}])
     assert [sample["response"] for sample in shown.samples] == ["46", "46 is it", "45", "47"]
@@ -205,11 +193,8 @@ def test_samples_are_the_best_and_the_worst_of_a_group():
     ],
 )
 def test_display_that_is_chosen(mode, terminal, term, expected):
-    console = Console(
-        file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"),
-        force_terminal=terminal,
-        _environ={"TERM": term},
-    )
+    file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    console = Console(file=file, force_terminal=terminal, _environ={"TERM": term})
     assert type(make_display(mode, total_steps=3, console=console)) is expected
 
 
@@ -272,9 +257,7 @@ def test_terminal_is_as_it_was(ending):
     assert "\x1b[?1049" not in output, "no other screen, which would take the history along"
     assert "a word from the loop" in output or ending == "killed"
     if ending == "raises":
-        assert output.rindex("╰─") < output.rindex("Traceback"), "the panel is finished first"
-        assert "out of luck" in output
-    if ending == "interrupted":
-        assert "KeyboardInterrupt" in output
+        assert output.rindex("╰─") < output.rindex("out of luck"), "the panel is finished first"
+    assert "KeyboardInterrupt" in output or ending != "interrupted"
     if ending == "to the end":
         assert "40/40" in output[output.rindex("╭─") :], "the last panel shows the last step"

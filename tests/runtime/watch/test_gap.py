@@ -1,6 +1,4 @@
-"""The gap between sampler and trainer in whole runs: measured in every step, told of, a reason to
-stop, and token by token in the sample log.
-"""
+"""The gap between sampler and trainer in whole runs."""
 
 import json
 import math
@@ -19,7 +17,7 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report import Gathered, sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
-from tests.runtime.runs import grpo_config, of_phase, samples_at, start
+from tests.runtime.runs import grpo_config, lines, of_phase, samples_at, start
 from tests.runtime.tiny import tiny_run
 
 
@@ -33,7 +31,6 @@ class Skewed(TorchGenerationBackend):
     factors: ClassVar[dict[int, float]] = {}
     nats: ClassVar[dict[tuple[int, int], float]] = {}
     """(response of the batch, token) -> how much too high."""
-
     begun = 0
     """Responses since it was woken."""
 
@@ -47,16 +44,12 @@ class Skewed(TorchGenerationBackend):
         if params.temperature == 0:
             return completions
         shift = math.log(self.factors.get(self.policy_version, 1.0))
-        return [
-            replace(
-                c,
-                logprobs=tuple(
-                    logprob + shift + self.nats.get((i, j), 0.0)
-                    for j, logprob in enumerate(c.logprobs)
-                ),
-            )
-            for i, c in enumerate(completions, start=begin)
-        ]
+
+        def skewed(number: int, right: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(x + shift + self.nats.get((number, i), 0.0) for i, x in enumerate(right))
+
+        found = enumerate(completions, start=begin)
+        return [replace(c, logprobs=skewed(number, c.logprobs)) for number, c in found]
 
 
 @pytest.fixture
@@ -99,9 +92,9 @@ def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -
         warnings.filterwarnings("error", message=".*sampler and trainer disagree")
         config = grpo_config(tmp_path, steps=3, trainer=trainer, generation=generation)
         result = start(config, **sizes)
-    lines = [line for line in of_phase(result, "train") if line["num_updates"]]
-    assert lines
-    for line in lines:
+    trained = [line for line in of_phase(result, "train") if line["num_updates"]]
+    assert trained
+    for line in trained:
         assert 1 <= line["token_mult_prob_error"] <= line["token_mult_prob_error_max"] < 1 + 1e-4
         assert line["gen_kl_error"] + 1e-9 >= 0 and line["gen_kl_error_max"] < 1e-4
         assert line["generation_nonfinite_fraction"] == 0
@@ -135,9 +128,7 @@ def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
 
 
 def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:
-    """The forward pass for the sample log leaves no trace: the run has the same bits without it,
-    with dropout in its adapters, too.
-    """
+    """The run has the same bits without the forward pass for the sample log."""
 
     def numbers(count: int) -> list[tuple[float, float]]:
         lora = nemorl.LoRAConfig(rank=2, dropout=0.3)
@@ -183,9 +174,7 @@ def test_a_sampler_without_logprobs_is_told_of(skewed: type[Skewed], tmp_path: P
 
 
 def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Path) -> None:
-    """The step is on record and saved like after any error; told is the checkpoint from before,
-    which a resume can be made to go on from.
-    """
+    """The step is recorded and saved; the message names a checkpoint to resume from."""
     skewed.factors = {4: 1.5}
     gap, run = nemorl.GapConfig(stop=1.3), {"save_period": 2}
     config = grpo_config(tmp_path, steps=6, generation=SKEWED, gap=gap, run=run)
@@ -198,8 +187,8 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
     assert "The newest checkpoint from before the gap is step_4: to resume from it" in notes
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["status"] == "failed" and "step_4" in record["error"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and samples_at(tmp_path, 5)
+    steps = [line["step"] for line in lines(tmp_path, "metrics.jsonl")]
+    assert steps == [1, 2, 3, 4, 5] and samples_at(tmp_path, 5)
     skewed.factors = {}
     resumed = start(replace(config, run=replace(config.run, resume=True)))
-    assert [line["step"] for line in of_phase(resumed, "train")] == list(range(1, 7))
+    assert [line["step"] for line in of_phase(resumed, "train")] == [*steps, 6]

@@ -12,13 +12,8 @@ from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.tiny import tiny_run
 
 
-@pytest.fixture
-def directory(tmp_path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "run", "")
-
-
 def log_of(directory: RunDirectory) -> list[dict]:
-    return [json.loads(line) for line in directory.log.read_text().splitlines()]
+    return read_lines(directory.log)
 
 
 def test_every_line_says_when_where_and_what(directory, monkeypatch):
@@ -88,7 +83,7 @@ def test_the_log_of_a_whole_run(tmp_path):
         grpo_config(tmp_path / "run", steps=3, run={"save_period": 2, "val_period": 3}),
         validation=addition_rows(4),
     )
-    lines = read_lines(tmp_path / "run" / "log.jsonl")
+    lines = log_of(RunDirectory(tmp_path / "run"))
     assert [(line["event"], line["step"]) for line in lines if line["level"] == "INFO"] == [
         ("run_begin", 0),
         ("preset", 0),

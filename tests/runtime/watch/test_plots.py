@@ -24,8 +24,7 @@ def learning_run(directory: RunDirectory, *, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_metric_has_its_picture(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_every_metric_has_its_picture(directory):
     learning_run(directory, steps=60)
     files = draw(directory)
     names = (name.replace("/", "_") for name in LABELS if name != "margin")
@@ -50,17 +49,14 @@ def test_every_metric_has_its_picture(tmp_path):
         ([], []),
     ],
 )
-def test_only_metrics_that_are_there(tmp_path, lines, expected):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_only_metrics_that_are_there(directory, lines, expected):
     for step, metrics in enumerate(lines, start=1):
         directory.append_metrics(step, metrics)
     assert [path.stem for path in draw(directory)] == expected
 
 
 def test_agreement_of_sampler_and_trainer_is_a_flat_line(tmp_path, monkeypatch):
-    """A picture of rounding errors around 1 must not look like one of a wide gap; one of a wide gap
-    shows it.
-    """
+    """But a wide gap is seen."""
     limits, panel = [], curves.panel
 
     def watched(axes, *arguments):
@@ -89,8 +85,7 @@ def test_smoothing_stays_between_the_extremes(values, width):
     assert all(min(values) - 1e-6 <= value <= max(values) + 1e-6 for value in smoothed)
 
 
-def test_plots_are_drawn_at_the_end_and_never_fail_a_run(tmp_path, monkeypatch):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_plots_are_drawn_at_the_end_and_never_fail_a_run(directory, monkeypatch):
     directory.append_metrics(1, {"loss": 1.0})
     PlotCallback(directory).on_train_end(tiny_run(), {})
     assert (directory.plots / "loss.png").exists()

@@ -33,11 +33,6 @@ class Memory:
         self.heard.append(("close", finished))
 
 
-@pytest.fixture
-def directory(tmp_path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "run", "")
-
-
 def test_every_logger_hears_everything_and_how_it_ended(directory):
     made: list[Memory] = []
     for first, end in ((1, True), (4, False)):

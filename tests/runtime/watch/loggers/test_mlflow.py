@@ -47,8 +47,7 @@ def test_a_run_in_a_local_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_a_resumed_run_goes_on(directory):
     for steps, end, status in ((range(1, 4), False, "FAILED"), (range(2, 5), True, "FINISHED")):
         callback = recorder(directory, mlflow=MlflowLogger)
         with closing([callback]):

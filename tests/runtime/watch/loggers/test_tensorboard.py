@@ -1,16 +1,14 @@
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import closing
 from nemorl.runtime.watch.loggers import TensorBoardLogger
 from tests.runtime.tiny import recorder, walk
 
 
-def test_events_of_repeated_steps_are_hidden(tmp_path, monkeypatch):
+def test_events_of_repeated_steps_are_hidden(directory, monkeypatch):
     # Files of one second are ordered by the text of this number, so 10 comes before 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-    directory = RunDirectory.create(tmp_path / "run", "")
     for steps in (range(1, 6), range(4, 7)):  # killed after 5, resumed after 3
         callback = recorder(directory, tensorboard=TensorBoardLogger)
         with closing([callback]):

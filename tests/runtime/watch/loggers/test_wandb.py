@@ -41,8 +41,8 @@ def written(file: Path) -> list[wandb_internal_pb2.Record]:
 
 
 def records_of(data: bytes) -> Iterator[bytes]:
-    """W&B's files are LevelDB logs after a header of 7 bytes: parts of records with checksum,
-    length and kind, none across a block's end. A record that is not whole yet is left out.
+    """The whole records of a file: LevelDB's log after a header of 7 bytes, parts with checksum,
+    length and kind, none across a block's end.
     """
     place, record = 7, b""
     while place + 7 <= len(data):
@@ -91,8 +91,7 @@ def test_a_run_offline(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_id_and_an_error_is_told(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_a_resumed_run_keeps_its_id_and_an_error_is_told(directory):
     for steps, end in ((range(1, 4), False), (range(2, 5), True)):
         time.sleep(1.1)  # offline W&B names its folders by the second
         callback = recorder(directory, wandb=WandbLogger)

@@ -10,9 +10,7 @@ EVIL = (
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements, all text, all ids; markup that is out of
-    order is an error.
-    """
+    """A page's elements and text; markup that is out of order is an error."""
 
     VOID = ("meta", "input", "wbr")
 

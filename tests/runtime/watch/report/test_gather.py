@@ -81,10 +81,9 @@ def test_time_is_that_of_the_processes():
         run_id="3f9a01bc", algorithm="sft", status="finished", sessions=(100.0, 500.0), ended=560.0
     )
     metrics = [{"time": moment} for moment in (110.0, 130.0, 510.0, 550.0)]
-    assert working_seconds(record, metrics, now=9999.0) == 30 + 60
-    assert (
-        working_seconds(replace(record, status="interrupted", ended=None), metrics, now=9999.0)
-        == 30 + 50
-    )
-    assert working_seconds(None, metrics, now=9999.0) == 440
-    assert working_seconds(record, [], now=9999.0) == 60 and working_seconds(None, [], now=0.0) == 0
+    killed = replace(record, status="interrupted", ended=None)
+    for one, lines, expected in (
+        *((record, metrics, 30 + 60), (killed, metrics, 30 + 50), (None, metrics, 440)),
+        *((record, [], 60), (None, [], 0)),
+    ):
+        assert working_seconds(one, lines, now=9999.0) == expected

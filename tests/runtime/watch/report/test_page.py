@@ -11,14 +11,7 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store.directory import RunDirectory, RunRecord
 from nemorl.runtime.watch import report as module
-from nemorl.runtime.watch.report import (
-    Gathered,
-    curves_of,
-    grouped,
-    render,
-    sample_data,
-    write_report,
-)
+from nemorl.runtime.watch.report import Gathered, curves_of, grouped, render, sample_data
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.watch.report.pages import EVIL, Page
 
@@ -45,9 +38,7 @@ def test_a_run_on_a_page(run):
     ):  # fmt: skip
         assert words in page.text, words
     links = {link["href"].removeprefix("#") for link in page.all("a")}
-    assert links == {
-        *("curves", "samples", "receipts", "data", "settings", "log", "environment"),
-    }
+    assert links == {*["curves", "samples", "receipts", "data", "settings", "log", "environment"]}
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids)) and links <= set(ids)
     looked_for = set(re.findall(r'\bid\("([\w-]+)"\)', page.script))
@@ -86,9 +77,7 @@ def test_samples_token_by_token(run):
 
 
 def test_hostile_text_stays_text(run, tmp_path):
-    """Everywhere that text of a run comes to the page: samples, metrics, settings, log, record, the
-    folder's name.
-    """
+    """Samples, metrics, settings, log, record, the folder's name."""
     directory = RunDirectory.create(tmp_path / EVIL.replace("/", "⁄").replace("\x00", "")[:80], "")
     record = RunRecord.begin(directory, algorithm="grpo")
     evil = replace(record, algorithm=EVIL, status="failed", error=EVIL, run_id=EVIL)
@@ -97,24 +86,20 @@ def test_hostile_text_stays_text(run, tmp_path):
     directory.append_metrics(2, {EVIL: 1.0, "loss": 2.0})
     texts = {"prompt": EVIL, "response": EVIL + "\ud800", "chosen": [{"role": EVIL}]}
     values = {"reward": 1.0, "rewards": {EVIL: 1.0}, "columns": {EVIL: EVIL}, EVIL: EVIL}
-    directory.append_samples(1, [])
-    (directory.samples / "steps_1-100.jsonl").write_text(
-        json.dumps({"step": 1} | texts | values) + "\n"
-    )
+    directory.append_samples(1, [texts | values])
     line = dict.fromkeys(("run_id", "level", "time", "step", "message", "traceback"), EVIL)
     directory.log.write_text(json.dumps(line) + "\n")
     settings = {"environment": {EVIL: EVIL}, "model": {"path": EVIL}, EVIL: {EVIL: EVIL}}
     directory.config.write_text(json.dumps(settings))
     numbers = {EVIL: EVIL, "count": 3, "histogram": [[1, 2]]}
     directory.data.write_text(json.dumps({EVIL: numbers}))
-    page = Page(write_report(directory.path).read_text(encoding="utf-8"))
+    page = Page(nemorl.write_report(directory.path).read_text(encoding="utf-8"))
     assert len(page.all("script")) == 2 and not page.all("img") and not page.handlers
     assert page.text.count('<script>alert("x")</script>') >= 10
     assert page.data["runs"][0]["steps"]["1"][0]["prompt"] == EVIL
 
 
-def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_a_run_in_progress_a_failed_and_an_interrupted_one(directory):
     record = RunRecord.begin(directory, algorithm="sft")
     page = page_of(directory)
     assert "A snapshot of a run in progress" in page.text
@@ -129,16 +114,10 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     assert "--run.resume" in page_of(directory).text
 
 
-def shown(folder, *samples: dict) -> list[dict]:
-    """Samples as they come to the page."""
-    directory = RunDirectory.create(folder / "run", "")
-    directory.append_samples(1, samples)
-    return sample_data(Gathered(directory.path))["steps"][1]
-
-
-def test_preferences_side_by_side(tmp_path):
+def test_preferences_side_by_side(directory):
     pair = {"chosen": "2", "rejected": "3", "margin": 0.123456, "extra": None}
-    (sample,) = shown(tmp_path, {"prompt": [{"role": "user", "content": "1+1="}], **pair})
+    directory.append_samples(1, [{"prompt": [{"role": "user", "content": "1+1="}], **pair}])
+    (sample,) = sample_data(Gathered(directory.path))["steps"][1]
     texts = {"prompt": "user: 1+1=", "chosen": "2", "rejected": "3"}
     assert sample == texts | {"chips": {"margin": "0.1235"}}
 
@@ -205,9 +184,7 @@ def test_runs_side_by_side(run, tmp_path, capsys):
     assert ["optimizer.lr0.011e-6"] in rows, "and not run.dir"
     assert [part["name"] for part in page.data["runs"]] == ["sums", "slower"]
     reward = page.data["curves"][0]["courses"]
-    assert [course[:2] for course in reward] == [
-        [name, phase] for name in ("sums", "slower") for phase in ("training", "validation")
-    ]
+    assert [course[0] for course in reward] == ["sums", "sums", "slower", "slower"]
     assert reward[2][2] == [1, 2, 3, 4, 5], "each run has its own steps"
 
 
@@ -218,8 +195,7 @@ def test_none_twice_the_same_or_too_many_runs_are_refused(tmp_path, names):
 
 
 @pytest.mark.parametrize("ending", ["finished", "Ctrl-C"])
-def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
-    directory = RunDirectory.create(tmp_path / "run", "")
+def test_a_watched_run_refreshes_until_its_end(directory, monkeypatch, ending):
     record = RunRecord.begin(directory, algorithm="sft")
     pages: list[Page] = []
 

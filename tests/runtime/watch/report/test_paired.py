@@ -16,18 +16,11 @@ def judged(
 ) -> RunDirectory:
     directory = RunDirectory.create(folder, "")
     directory.append_metrics(step, {"reward": 0.5})
-    records = [
-        {
-            "data": data,
-            "group": first + n,
-            "prompt": f"{n % texts}=",
-            "reward": reward,
-            "correct": reward >= 1,
-        }
-        for n, reward in enumerate(rewards)
-        if reward is not None
-    ]
-    directory.append_outcomes(step, records)
+    for n, reward in enumerate(rewards):
+        if reward is not None:
+            asked = {"data": data, "group": first + n, "prompt": f"{n % texts}="}
+            verdict = {"reward": reward, "correct": reward >= 1}
+            directory.append_outcomes(step, [asked | verdict])
     return directory
 
 
@@ -57,11 +50,8 @@ def test_the_report_tests_whether_two_runs_differ(tmp_path):
     runs = [judged(tmp_path / name, each) for name, each in zip("ab", rewards, strict=True)]
     (line,) = lines_of(*runs)
     (difference, half), p_value = paired(*rewards)
-    assert (line["difference"], line["difference_ci"], line["p_value"]) == (
-        difference,
-        half,
-        p_value,
-    )
+    found = line["difference"], line["difference_ci"], line["p_value"]
+    assert found == (difference, half, p_value)
     assert (line["run"], line["num_prompts"], line["first"], line["second"]) == ("b", 10, 0.3, 0.9)
     page = Page(nemorl.write_report([run.path for run in runs]).read_text())
     section = page.text.split("Do they differ?")[1].split("Curves")[0]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require, warn
 from nemorl.data.datasets import load_rows, prompt_of
@@ -35,6 +35,7 @@ from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, preset
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
+    Setting,
     construct,
     dump_yaml,
     flat,
@@ -44,6 +45,7 @@ from nemorl.runtime.config.tree import (
     require_secrets,
     unions,
     unused,
+    values,
     yaml_layer,
 )
 from nemorl.runtime.config.yaml_io import CODE, Trust, read
@@ -53,9 +55,6 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import ReceiptError, memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
 from nemorl.user_code import ExitInUserCode, module_of
-
-if TYPE_CHECKING:
-    from nemorl.runtime.config.flags import Extra
 
 Config = TypeVar("Config", bound=BaseConfig)
 PLUMBING = tuple(
@@ -335,8 +334,8 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     args = in_full(cls, raw, names_of(cls))
     for section in unions(cls):
         _refuse_other_variants(cls, section, tree[section]["name"], args)
-    usual = flat(layer(cls, {}, {}))
-    shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
+    usual = values(cls, {})
+    shown |= {key for key, value in values(cls, tree).items() if value != usual.get(key)}
     help_ = _help(command, cls, args, shown)
     prog, extra = _prog(command), _extra(cls)
     if help_ is not None:
@@ -386,29 +385,29 @@ def _config_of(command: str) -> type[Any]:
     return ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
 
 
-def _extra(cls: type) -> "list[Extra]":
+def _extra(cls: type) -> list[Setting]:
     from tyro.conf import UseAppendAction
 
     text = (
         "A YAML file with settings; flags win over it, and of several files the later one."
         " --print-config writes one."
     )
-    extra: list[Extra] = [("config", UseAppendAction[tuple[str, ...]], (), text)]
+    extra: list[Setting] = [("config", UseAppendAction[tuple[str, ...]], text, ())]
     if issubclass(cls, GRPOConfig):
         listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
         known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
-        extra.append(("preset", known, None, text))
+        extra.append(("preset", known, text, None))
     text = (
         "Print the resolved settings as YAML, with comments, and stop. Names of rewards, backends"
         " and loggers and the first rows of data files are checked, the model is not."
     )
-    extra.append(("print_config", bool, False, text))
+    extra.append(("print_config", bool, text, False))
     text = (
         "Run code that a file of settings, or of a run, names (functions, code of the model),"
         " though no flag names it."
     )
-    return [*extra, ("trust_code", bool, False, text)]
+    return [*extra, ("trust_code", bool, text, False)]
 
 
 def _require_inputs(command: str, config: object) -> None:

@@ -18,11 +18,11 @@ from nemorl.runtime.config.tree import (
     defaults,
     flat,
     key_of,
-    leaves,
     located,
     nested,
     to_dict,
     unused,
+    values,
 )
 from nemorl.runtime.config.yaml_io import Trust, read, without_secrets
 from nemorl.runtime.run.registry import ALGORITHMS
@@ -103,19 +103,14 @@ def settings_of_run(
     if not (model and directory.config.exists() and directory.holds_results()):
         return {}
     config, lines = read(directory.config)
-    theirs, usual = flat(config), flat(defaults(cls))
-    theirs["reward_kwargs"] = config.get("reward_kwargs")
-    found = {}
-    for key in OF_RUN:
-        own = known and key in OF_SET
-        if (
-            key in leaves(cls)
-            and not own
-            and not (rewarded and key.startswith(("reward", "rollout.")))
-        ):
-            value = usual[key] if theirs.get(key) is None else theirs[key]
-            found[key] = tuple(value) if isinstance(value, list) else value
-    found = {key: value for key, value in found.items() if value != usual[key]}
+    usual, skipped = values(cls, {}), {*OF_SET} if known else set[str]()
+    if rewarded:
+        skipped |= {key for key in OF_RUN if key.startswith(("reward", "rollout."))}
+    found = {
+        key: value
+        for key, value in values(cls, config).items()
+        if key in OF_RUN and key not in skipped and value not in (None, usual[key])
+    }
     with located(directory.config, lines):
         trust.require(nested(found))
     return found
@@ -128,7 +123,7 @@ def print_settings_of_run(
 
     Raises: ValueError where they are for `known` data sets and others together.
     """
-    final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
+    final = values(type(config), to_dict(config))
     kept = {key: value for key, value in of_run.items() if final[key] == value}
     both = [key for key in kept if key in OF_SET and not key.endswith("_column")]
     require(

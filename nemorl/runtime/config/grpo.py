@@ -2,7 +2,6 @@
 of them.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from nemorl.checks import at_least, require
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.spellings import algorithm_hint
-from nemorl.runtime.config.tree import OwnFunction, construct, flat, layer, to_dict
+from nemorl.runtime.config.tree import OwnFunction, construct, layer
 
 
 def _check_clip(low: float, high: float) -> None:
@@ -601,38 +600,3 @@ def preset(name: str, overrides: Mapping[str, Any] | None = None) -> GRPOConfig:
     """
     tree = layer(GRPOConfig, {}, preset_overrides(name))
     return construct(GRPOConfig, layer(GRPOConfig, tree, overrides or {}))
-
-
-def nearest_preset(config: GRPOConfig) -> str:
-    """Return a line about the preset that has the most in common with a config: loss and advantage
-    first, then single settings.
-    """
-    found = {name: _differences(config, preset(name)) for name in PRESETS}
-    variants = ("loss", "advantage")
-    name = min(found, key=lambda each: (len(found[each].keys() & variants), len(found[each])))
-    changed = [
-        f"{key} {_written(ours)} instead of {_written(theirs)}"
-        for key, (ours, theirs) in found[name].items()
-    ]
-    if not changed:
-        return f"settings of preset {name}"
-    return f"settings nearest to preset {name}, with {', '.join(changed)}"
-
-
-def _differences(config: GRPOConfig, other: GRPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Return both values of the settings that differ, of another variant its name alone."""
-    changeable = {key for changes in PRESETS.values() for key in changes}
-    ours, theirs = flat(to_dict(config)), flat(to_dict(other))
-    other_variant = {key.removesuffix(".name") for key in ours if ours[key] != theirs.get(key)}
-    found = {}
-    for key, value in ours.items():
-        section, _, name = key.partition(".")
-        if section not in changeable or value == theirs.get(key):
-            continue
-        if name == "name" or section not in other_variant:
-            found[key.removesuffix(".name")] = (value, theirs[key])
-    return found
-
-
-def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')

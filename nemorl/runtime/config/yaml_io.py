@@ -234,7 +234,8 @@ def _key(key: Any, name: str, line: str = " ") -> str:
     return text if len(text) <= 1000 else f"? {text}{line}"
 
 
-FUNCTIONS = ("reward", "loss", "advantage")
+IMPORTED = ("loss", "advantage")
+FUNCTIONS = ("reward", *IMPORTED)
 CODE = (
     *(*FUNCTIONS, "rollout.environment", "rollout.worker", "generation.python"),
     *("generation.engine", "model.trust_remote_code", "trust_remote_code"),
@@ -296,14 +297,16 @@ class Trust:
 
     given: Mapping[str, str] = field(default_factory=dict)
     runs: Literal["given", "all", "none"] = "given"
-    """none: settings are only printed or compared."""
+    """none: settings are only printed, for which a loss or advantage alone is imported."""
     typed: tuple[str, ...] = ()
     """The command line; none in Python."""
 
     def require(self, used: Mapping[str, Any]) -> None:
         """Raise ConfigError for code in the settings `used` of a file that may not run."""
-        found = {key: each for key, each in code_of(used).items() if key not in self.given}
-        if self.runs != "given" or not found:
+        runs = {"given": CODE, "all": (), "none": IMPORTED}[self.runs]
+        code = code_of(used).items()
+        found = {key: each for key, each in code if key in runs and key not in self.given}
+        if not found:
             return
         names = ", ".join(found)
         command = shlex.join([*self.typed, *(word for _, flag in found.values() for word in flag)])

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl import ClippedLoss, GRPOConfig, GSPOLoss
 from nemorl.runtime.cli.main import parse
-from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, nearest_preset, preset
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, preset
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -23,14 +23,6 @@ def test_overrides_win_and_may_choose_another_variant():
         clip_low=0.1, clip_high=0.28
     )
     assert preset("dapo", {"loss": "gspo"}).loss == GSPOLoss()
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_is_nearest_to_itself(name: str):
-    assert nearest_preset(preset(name, {"max_num_steps": 3})) == f"settings of preset {name}"
-    changed = nearest_preset(preset(name, {"kl": {"coef": 0.5}, "overlong": {"filter": True}}))
-    assert changed.startswith(f"settings nearest to preset {name}, with ")
-    assert "kl.coef 0.5 instead of " in changed
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

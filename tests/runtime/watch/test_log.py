@@ -91,7 +91,6 @@ def test_the_log_of_a_whole_run(tmp_path):
     lines = read_lines(tmp_path / "run" / "log.jsonl")
     assert [(line["event"], line["step"]) for line in lines if line["level"] == "INFO"] == [
         ("run_begin", 0),
-        ("preset", 0),
         ("train_begin", 0),
         ("checkpoint", 2),
         ("validation", 3),

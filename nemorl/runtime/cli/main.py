@@ -4,7 +4,6 @@ Nothing here imports torch before the settings are known to be good.
 """
 
 import contextlib
-import dataclasses
 import os
 import re
 import sys
@@ -31,7 +30,7 @@ from nemorl.runtime.cli.settings import (
     used_by_plan,
 )
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
-from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, preset_overrides
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, of_preset
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
@@ -61,9 +60,9 @@ PLUMBING = tuple(
     str(Path(os.__file__).parent / name)
     for name in ("asyncio", "concurrent", "contextlib.py", "threading.py")
 )
-"""Of the standard library, by which functions of the user's are called."""
+"""The standard library's, which call functions of the user's."""
 SCRIPTS: dict[str, type[BaseConfig]] = {}
-"""The configs of scripts that have called `cli`, by file name."""
+"""The configs of scripts that have called `cli`."""
 COMMON = {
     "model.path",
     "data.train",
@@ -86,7 +85,7 @@ COMMON = {
     "async.max_staleness",
     "kl.coef",
 }
-"""The settings of sections that `--help` shows."""
+"""Settings of sections that `--help` shows."""
 RARE = {
     "reward_weights",
     "reward_kwargs",
@@ -100,7 +99,7 @@ RARE = {
     "sft_reduction",
     "reference",
 }
-"""The settings in no section that it does not show."""
+"""Settings in no section that it does not show."""
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -152,15 +151,10 @@ where an error comes from.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 done, 1 failed, 2 wrong settings or input, 130
-    interrupted, 143 terminated. Under torchrun only rank 0 prints.
+    interrupted, 143 terminated. Only rank 0 prints.
     """
     if not is_follower():
-        try:
-            code, problem = _main(argv), _unprintable()
-        except OSError as error:
-            code, problem = 0, _unprintable()
-            if problem is None and not isinstance(error, BrokenPipeError):
-                raise
+        code, problem = _main(argv), _unprintable()
         return _fail("nemorl", problem, 1) if problem and code == 0 else code
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return _main(argv)
@@ -307,10 +301,7 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     # Again below, when the settings of functions of the user's are known.
     args = in_full(cls, raw, names_of(cls), lenient=True)
     preset = next(reversed(peek(args, "--preset")), None)
-    require(
-        preset is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", preset, "remove it"
-    )
-    tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
+    tree = of_preset(cls, preset)
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
     trust = _trust(args, typed)
     if len(paths) > 1:
@@ -411,7 +402,7 @@ def _extra(cls: type) -> list[Setting]:
 
 
 def _require_inputs(command: str, config: object) -> None:
-    """Refuse what is missing or in the way, without importing torch."""
+    """Refuse what is missing or in the way, without torch."""
     from nemorl.models.hub import model_folder
 
     if isinstance(config, BaseConfig):
@@ -507,14 +498,9 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
-    keys = {
-        name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
-        for name, member in unions(cls)[section].items()
-    }
-    for argument in args:
-        flag = argument.partition("=")[0]
+    for flag in (argument.partition("=")[0] for argument in args):
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
-        owners = [name for name in keys if key in keys[name]]
+        owners = [name for name, member in unions(cls)[section].items() if key in leaves(member)]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
             raise ValueError(
                 f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
@@ -532,8 +518,8 @@ def _commands(names: Sequence[str] = ()) -> str:
 
 def _fail(prog: str, message: str, code: int) -> int:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    error = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
-    print(f"{prog}: {message}" if code > 2 else f"{prog}: {error} {message}", file=sys.stderr)
+    error = "\x1b[1;31merror:\x1b[0m " if colour else "error: "
+    print(f"{prog}: {error * (code <= 2)}{message}", file=sys.stderr)
     return code
 
 

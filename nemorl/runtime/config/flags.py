@@ -25,6 +25,7 @@ from nemorl.runtime.config.spellings import advice, in_a_table, means_another
 from nemorl.runtime.config.tree import (
     Setting,
     command_of,
+    keys_named,
     kinds,
     leaves,
     nested,
@@ -56,9 +57,9 @@ def parse_flags(
     """
     selectors, fields = {f"{section}.name" for section in unions(cls)}, list[Any]()
     own = [each for each in walk(cls, tree) if not dataclasses.is_dataclass(each[1])]
-    for key, hint, _, value in [*extra, *own]:
+    for key, hint, about, value in [*extra, *own]:
         flag = flag_of(key.removesuffix(".name") if key in selectors else key)
-        hint = Annotated[hint, tyro.conf.arg(name=flag.removeprefix("--"), help="")]
+        hint = Annotated[hint, tyro.conf.arg(name=flag.removeprefix("--"), help=about)]
         usual: Any = (
             {} if value is ... else {"default_factory": functools.partial(copy.copy, value)}
         )
@@ -95,7 +96,8 @@ def help_of(
     usage = f"{prog} [OPTIONS]"
     parser: Any = argparse.ArgumentParser(prog, usage, about, more, formatter_class=form)
     groups, abouts, choices = {"": parser}, dict[str, str](), unions(cls)
-    for key, hint, text, value in [*extra, *walk(cls, tree)]:
+    switches = [(*each[:3], None) for each in extra]
+    for key, hint, text, value in [*switches, *walk(cls, tree)]:
         if dataclasses.is_dataclass(hint):
             abouts |= {} if key in choices else {key: text}
             continue
@@ -207,8 +209,7 @@ def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value:
     if name in names:
         keys = [names[name]]
     else:
-        keys = [key for key in names if _last(key) == name and not means_another(name, key)]
-        last = _last(name)
+        keys, last = keys_named(name, names), _last(name)
         if not keys and names.get(last) == last != name and not in_a_table(name):
             keys = [last]
     if keys:
@@ -320,19 +321,13 @@ def _value(text: str, members: Sequence[Any]) -> Any:
         return None
     if str in members:
         return text
-    known = {
-        str(choice): choice
-        for member in members
-        if typing.get_origin(member) is Literal
-        for choice in typing.get_args(member)
-    }
-    if bool in members:
-        known |= {"true": True, "True": True, "false": False, "False": False}
-    if text in known:
-        return known[text]
-    readers: list[Callable[[str], Any]] = [int, float] if {int, float} & {*members} else []
-    if any(typing.get_origin(member) is dict for member in members):
-        readers.append(json.loads)
+    choices: dict[str, Any] = {"True": True, "False": False}
+    for member in members:
+        if typing.get_origin(member) is Literal:
+            choices |= {str(choice): choice for choice in typing.get_args(member)}
+    if text in choices:
+        return choices[text]
+    readers: tuple[Callable[[str], Any], ...] = (int, float, json.loads)
     for read in readers:
         with contextlib.suppress(ValueError):
             return read(text)

@@ -1,6 +1,5 @@
-"""Settings from nested mappings and YAML files to frozen dataclasses, and back.
-
-A union of dataclasses is a section whose `name` chooses one. Pydantic checks keys and types.
+"""Settings from nested mappings and YAML files to frozen dataclasses, and back; a union of
+dataclasses is a section whose `name` chooses one.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, make_dataclass
 from pathlib import Path
@@ -310,10 +309,7 @@ def yaml_layer(
     *,
     used: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """Return `layer` of what is `used` of a YAML file.
-
-    Raises: ConfigError with file and line, also for code that `trust` does not allow.
-    """
+    """Return `layer` of what is `used` of a YAML file. Raises: ConfigError with file and line."""
     mapping, lines = read(path)
     with located(path, lines):
         mapping = used(mapping)
@@ -392,6 +388,12 @@ def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
             found |= leaves(variant, f"{key}.")
     hidden = unused(cls)
     return {key: hint for key, hint in found.items() if key not in hidden}
+
+
+def keys_named(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys with this last part, but for those that other libraries call otherwise."""
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    return [key for key in same if not means_another(name, key)]
 
 
 def command_of(cls: type) -> str:
@@ -475,15 +477,13 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
 
 
 def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
+    name = key.rpartition(".")[2]
     if kind == "string_type":
         return f': write "{value}", with quotes' if isinstance(value, int | float) else ""
     if value in (None, "None", "none", "null"):
-        name = key.rpartition(".")[2]
         if type(None) in kinds(typing.get_type_hints(owner)[name]):
             return ": write null"
-        usual = defaults(owner).get(name)
-        off = type(usual) in (int, float) and not usual
-        return ": write 0" if off else ""
+        return ": write 0" if defaults(owner).get(name, ...) in (0, 0.0) else ""
     if isinstance(value, str) and re.fullmatch(r"[-+.\deE]+|true|false", value):
         return ": give it without quotes"
     if kind == "dict_type":
@@ -492,17 +492,14 @@ def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
 
 
 def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
-    section, _, name = key.rpartition(".")
-    prefix = f"{section}." if section else ""
+    section, dot, name = key.rpartition(".")
     names, keys = [key_of(field.name) for field in dataclasses.fields(owner)], leaves(cls)
-    same = [each for each in keys if each.rpartition(".")[2] == name]
-    elsewhere = [each for each in same if not means_another(name, each)]
-    if elsewhere:
+    if elsewhere := keys_named(name, keys):
         hint = f"; did you mean {' or '.join(elsewhere)}?"
     else:
         if found := _foreign(cls, key, value):
             return found
-        near = [prefix + each for each in names]
+        near = [f"{section}{dot}{each}" for each in names]
         hint = advice(key, keys, command=command_of(cls), near=near) or ";"
     of = " ".join(filter(None, [section, defaults(owner).get("name")]))
     listed = f"keys{f' of {of}' if of else ''}: {', '.join(names)}"

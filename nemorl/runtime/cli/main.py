@@ -154,7 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted, 143 terminated. Only rank 0 prints.
     """
     if not is_follower():
-        code, problem = _main(argv), _unprintable()
+        try:
+            code, problem = _main(argv), _unprintable()
+        except OSError as error:
+            code, problem = 0, _unprintable()
+            if problem is None and not isinstance(error, BrokenPipeError):
+                raise
         return _fail("nemorl", problem, 1) if problem and code == 0 else code
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return _main(argv)

@@ -455,7 +455,6 @@ DATA = [
     ),
     file(r"rows\.parquet: not a Parquet file that can be read", "rows.parquet", "PAR1"),
     rows(r"data\.train must name rows to train on|holds no rows", []),
-    rows(r"data\.train must name rows to train on: add .* in Python dataset=", None),
     rows(
         r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean prompt\?",
         [ROW],
@@ -484,10 +483,6 @@ DATA = [
         r"data\.weights must be as many as there are training sets \(1\), but it is \(1\.0,"
         r" 2\.0\)",
         data={"weights": (1.0, 2.0)},
-    ),
-    sft(
-        r"data\.validation must name an existing file, but it is 'no\.jsonl': check the path",
-        data={"validation": "no.jsonl"},
     ),
     grpo(
         r"generation\.max_new_tokens must be below data\.max_total_sequence_length \(32\), but it"
@@ -522,7 +517,6 @@ MODELS = [
         {"model": tiny_model(vocab_size=8)},
     ),
     sft(r"model\.path must name a model folder.*give --model\.path", model={"path": ""}),
-    sft(r"there is no folder no/such/model\): check the path", model={"path": "no/such/model"}),
     model(
         r"model\.path must be a folder with a Hugging Face model or a hub name, but '.*' could not"
         r" be loaded",
@@ -636,7 +630,6 @@ def another_format(place: Place, run: Path) -> None:
 
 
 RUNS = [
-    sft(r"unknown logger 'wandbb'; did you mean wandb\? Valid names", run={"loggers": ("wandbb",)}),
     Case(
         r"the judge is out",
         lambda place: nemorl.run(place.grpo(max_num_steps=2), reward=FailsOnce(24 + 5)),

@@ -14,7 +14,6 @@ from nemorl.runtime.algorithms.responses import (
     compared_samples,
     minibatches,
     roll_out,
-    say_preset,
     teaches,
     trained_rows,
     with_logprobs,
@@ -31,7 +30,6 @@ def grpo(run: Run[GRPOConfig]) -> None:
     weights all the same.
     """
     config, prompts = run.config, run.prompts()
-    say_preset(config)
     shaping, advantages = make_shaping(config), make_advantages(config)
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
     for step in run.steps(config.max_num_steps):

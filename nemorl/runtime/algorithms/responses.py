@@ -14,7 +14,7 @@ from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.collect import Rollouts, join, select
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.policy_loss import Shaping
-from nemorl.runtime.config.grpo import GRPOConfig, nearest_preset
+from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.loop import PromptStream, Run, Step
 from nemorl.runtime.run.samples import (
     Samples,
@@ -24,15 +24,6 @@ from nemorl.runtime.run.samples import (
     whole_groups,
     worst_tokens,
 )
-from nemorl.runtime.watch.log import event
-
-
-def say_preset(config: GRPOConfig) -> None:
-    """Print and log the nearest preset."""
-    line = nearest_preset(config)
-    event("preset", line)
-    if config.run.display != "none":
-        print(line)
 
 
 def trained_rows(config: GRPOConfig, rollouts: Rollouts) -> Bool[Tensor, "batch"]:

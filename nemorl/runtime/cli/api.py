@@ -11,9 +11,9 @@ from nemorl.checks import require, short
 from nemorl.models.hub import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
-from nemorl.runtime.config.grpo import GRPOConfig, preset_overrides
-from nemorl.runtime.config.spellings import advice, means_another
-from nemorl.runtime.config.tree import construct, flat, layer, leaves, to_dict
+from nemorl.runtime.config.grpo import GRPOConfig, of_preset
+from nemorl.runtime.config.spellings import advice
+from nemorl.runtime.config.tree import construct, flat, keys_named, layer, leaves, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.open_run import run
@@ -47,15 +47,14 @@ def train(
 ) -> TrainResult:
     """Train a model on a data set by an algorithm.
 
-    - `model`: a folder, a hub name, or a loaded Hugging Face model (then `tokenizer` too, unless
-      the model knows where it came from)
+    - `model`: a folder, a hub name, or a loaded Hugging Face model (with `tokenizer`, unless it
+      knows where it came from)
     - `dataset`, `validation`: a file, a hub name, a list of dicts, a datasets.Dataset, a
       DataModule, or several of them
-    - `reward_fn`: fn(prompt, response) -> float, fn(prompts, responses) -> list of floats (either
-      may name columns of the data), the name of a reward, an environment, or several in a list or
-      mapping; `reward` is the same. A class with `step(response)` leads conversations itself
-    - `environment_factory`: a class with tools, whose conversations `reward_fn` judges (see
-      docs/environments.md)
+    - `reward_fn` (or `reward`): fn(prompt, response) -> float, fn(prompts, responses) -> list of
+      floats, either with columns of the data, the name of a reward, an environment, or several in a
+      list or mapping. A class with `step(response)` leads conversations itself
+    - `environment_factory`: a class with tools (docs/environments.md); `reward_fn` judges
     - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` of GRPO: "dapo", …
     - `overrides`: settings by name where that is unique (`lr=1e-6`), by section and name
       (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`)
@@ -89,15 +88,7 @@ def pop_reward(overrides: dict[str, Any], reward_fn: Reward | None) -> Reward | 
 def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) -> Any:
     """Return the config of an algorithm with overrides as `train` takes them."""
     cls = get_algorithm(algorithm).config
-    require(
-        preset is None or algorithm == "grpo",
-        "preset",
-        "is for grpo",
-        preset,
-        'remove it, or use algorithm="grpo"',
-    )
-    tree = layer(cls, {}, preset_overrides(preset) if preset is not None else {})
-    return from_keywords(cls, algorithm, overrides, tree)
+    return from_keywords(cls, algorithm, overrides, of_preset(cls, preset))
 
 
 def from_keywords(
@@ -126,8 +117,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
     if name in ("loss", "advantage") and callable(value) and cls is GRPOConfig:
         raise ConfigError(
             f"{name} must be a name, but it is a function: decorate it with"
-            f' @nemorl.register_{name}("mine"), and pass {name}="mine" (settings: {name}={{"name":'
-            ' "mine", "setting": 0.1})',
+            f' @nemorl.register_{name}("mine"), and pass {name}="mine"',
             name,
         )
     own = leaves(cls)
@@ -139,8 +129,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         return name, value
     found = [MAIN.get(name, name.replace("__", "."))]
     if found[0] not in own:
-        same = [key for key in own if key.rpartition(".")[2] == name]
-        found = [key for key in same if not means_another(name, key)]
+        found = keys_named(name, own)
     if len(found) > 1:
         spelled = " or ".join(key.replace(".", "__") for key in found)
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
@@ -201,8 +190,8 @@ TRL = {
 class Trainer:
     """A model with the settings of an algorithm, and what it is trained on.
 
-    The arguments are as in `nemorl.train`; four have TRL's names, too. Nothing is loaded before
-    `train` or `fit`. Subclasses are refused methods that nothing would call.
+    The arguments are as in `nemorl.train`, or have TRL's names. Nothing is loaded before `fit`.
+    Subclasses are refused methods that nothing would call.
     """
 
     algorithm: ClassVar[str]
@@ -219,8 +208,8 @@ class Trainer:
                 f"{cls.__name__}.{name}",
                 "must override a method of the trainers, which call no others",
                 name,
-                'name a loss of your own as loss="my_file.py:my_loss" (--loss), pass reward_fn= and'
-                " callbacks=, or write the loop yourself with nemorl.open_run",
+                'pass loss="my_file.py:my_loss", reward_fn= and callbacks=, or write the loop'
+                " yourself with nemorl.open_run",
             )
 
     def __init__(
@@ -233,9 +222,8 @@ class Trainer:
         preset: str | None = None,
         **overrides: Any,
     ) -> None:
-        require(
-            model is not None, "model", "must be given", model, "name a folder, or pass a model"
-        )
+        remedy = "name a folder, or pass a model"
+        require(model is not None, "model", "must be given", model, remedy)
         given: dict[str, Any] = {"reward_fn": reward_fn, "dataset": dataset}
         for name in ("validation", "tokenizer", "callbacks", "environment_factory", *TRL):
             value, ours = overrides.pop(name, None), TRL.get(name, name)
@@ -275,7 +263,7 @@ class Trainer:
         """Train as `nemorl.train`; what is not given here is as the trainer was made."""
         now = {"dataset": dataset, "reward_fn": reward_fn, "validation": validation}
         now |= {"callbacks": callbacks or None}
-        given = {**self.given, **{name: value for name, value in now.items() if value is not None}}
+        given = dict(self.given) | {name: value for name, value in now.items() if value is not None}
         return _run(
             self.config,
             self.model,
@@ -290,18 +278,16 @@ class Trainer:
     def train(self, **settings: Any) -> TrainResult:
         """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
         if settings:
-            raise ValueError(
-                f"train takes no {', '.join(settings)}: give settings where the trainer is made,"
-                ' run={"dir": "runs/x", "resume": True}'
-            )
+            given = f"train takes no {', '.join(settings)}: give settings where the trainer is made"
+            raise ValueError(f'{given}, run={{"dir": "runs/x", "resume": True}}')
         return self.fit()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"{type(self).__name__} has no {name}: it has train and fit, which return a result"
-                " with metrics, model and paths.hf, the folder of the trained model"
+                f"{type(self).__name__} has no {name}: train and fit return a result with metrics,"
+                " model and paths.hf, the trained model's folder"
             )
 
     def _changed(self) -> dict[str, Any]:

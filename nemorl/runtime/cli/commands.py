@@ -20,6 +20,7 @@ from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row, first_of
+from nemorl.data.sources import sources_of
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
 from nemorl.parallel.planner.config import PlanConfig
@@ -64,20 +65,19 @@ def evaluate(config: EvalConfig) -> None:
             print(f"answers written to {config.output}")
 
 
-def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int = 8) -> None:
-
+def _print_evaluation(config: EvalConfig, result: dict[str, Any]) -> None:
     answers, columns = result["answers"], ("prompt", "response", "answer")
-    title = f"the first {min(shown, len(answers))} of {len(answers)} answers"
+    shown = answers[:8]
+    title = f"the first {len(shown)} of {len(answers)} answers"
     table = _table(*columns, right=("reward",), title=title)
-    for row in answers[:shown]:
+    for row in shown:
         color = "green" if row["reward"] > 0 else "red"
         cells = (Text(_short(row[name])) for name in columns)
         table.add_row(*cells, Text(f"{row['reward']:g}", style=color))
     Console().print(table)
     temperature = config.generation.temperature
     sampling = f"temperature {temperature:g}, {config.n} per prompt" if temperature else "greedy"
-    names = config.data.validation
-    title = f"{config.model.path} on {names if isinstance(names, str) else ', '.join(names or ())}"
+    title = f"{config.model.path} on {', '.join(map(str, sources_of(config.data.validation)))}"
     lines = result["summaries"]
     once = [{name: v for name, v in line.items() if "@" not in name} for line in lines]
     _print_lines(once, f"{title} ({sampling}), with 95 % confidence intervals")
@@ -96,7 +96,6 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
 
 
 def _print_lines(lines: Sequence[dict[str, Any]], title: str) -> None:
-
     places = [name for name in PLACES if any(line[name] for line in lines)]
     every = dict.fromkeys(name for line in lines for name in line)
     names = [name for name in every if name not in PLACES and not name.endswith("_ci")]
@@ -156,10 +155,10 @@ def _print_json(lines: Iterable[Any]) -> None:
         print(json.dumps(line, ensure_ascii=False))
 
 
-def _short(value: Any, limit: int = 200) -> str:
+def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = "" if value is None else text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def generate(config: GenerateConfig) -> None:
@@ -210,11 +209,11 @@ def report(config: ReportConfig) -> None:
         watch_runs(config.runs, config.output)
 
 
-def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
+def _print_runs(runs: Sequence["Gathered"]) -> None:
     from nemorl.runtime.watch.metrics import course_of, headline, number
     from nemorl.runtime.watch.report import ends
 
-    names = headline(*(line for run in runs for line in run.metrics))[:shown]
+    names = headline(*(line for run in runs for line in run.metrics))[:3]
     table = _table("run", "status", "step", *names, box=None)
     for run in runs:
         found = [ends(course_of(run.metrics, name)) for name in names]
@@ -276,10 +275,8 @@ def example(config: ExampleConfig) -> None:
     try:
         with Path(config.file).open("x", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
-    except FileExistsError:
-        raise ValueError(f"file must be new, but {config.file} exists: name another") from None
     except OSError as error:
-        raise ValueError(f"file can't be written: {config.file}: {error.strerror}") from None
+        raise ValueError(f"file must be new, but {config.file}: {error.strerror}") from None
     print(f"{config.file}: {config.rows} rows such as {json.dumps(rows[0])}")
 
 
@@ -305,9 +302,8 @@ def check_model(config: CheckConfig) -> None:
     console = Console(highlight=False)
     with console.status(f"computing a tiny {of_model.model_type} in each way …"):
         found = proved_now(of_model)
-    rows = [(CAPABILITIES[name], proof) for name, proof in found.items()]
-    if config.vllm:
-        with console.status(f"sampling from a tiny {of_model.model_type} with vLLM …"):
+        rows = [(CAPABILITIES[name], proof) for name, proof in found.items()]
+        if config.vllm:
             rows.append(("vLLM's log-probabilities, also after an update", prove_engine(of_model)))
     title = f"{of_model.model_type}: largest difference from transformers (at most {LIMIT:g})"
     table = _table("capability", "", "difference or reason", title=title)
@@ -368,10 +364,8 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     read: Any = stream_rows if data.streaming else load_rows
     rows = first_of(read(source, split=data.split, **data.reading()))
     if tokenizer is None:
-        named, remedy = (
-            bool(model.path or model.tokenizer),
-            "add --model.path, or --model.tokenizer",
-        )
+        remedy = "add --model.path, or --model.tokenizer"
+        named = bool(model.path or model.tokenizer)
         require(named, "model.path", "must be given", model.path, remedy)
         name = model.tokenizer or model_folder(model.path)
         tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
@@ -433,7 +427,6 @@ def print_inspection(
 
 def shown(example: Example, tokenizer: Any, *, styled: bool) -> Text:
     """Return an example as text, what is trained on green if `styled`, else in brackets."""
-
     text, begin = Text(), 0
     for trained, places in groupby(range(example.num_tokens), key=lambda i: example.loss_mask[i]):
         end = begin + len(list(places))

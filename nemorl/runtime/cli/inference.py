@@ -61,11 +61,10 @@ def evaluate(
     **overrides: Any,
 ) -> dict[str, Any]:
     """Return accuracy (`Rollouts.correct`), mean rewards and length of a model's answers to data,
-    the share that a limit cut, the `metrics` of environments, the tables of `summaries`, and the
-    answers.
+    the share that a limit cut, the `metrics` of environments, tables (`summaries`) and the answers.
 
-    The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
-    model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
+    The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. A run's
+    directory as the model brings the run's columns, prompts, rewards and lengths;
     `trust_code=True` lets it name code (see `load_config`)::
 
         evaluate("runs/rl", "test.jsonl", max_new_tokens=64)["accuracy"]
@@ -104,11 +103,8 @@ def evaluate_config(
             failed += [each.reason for each in outcomes if isinstance(each, Failure)]
             metrics |= _metrics(joined, f"{part.name}/" if len(sets) > 1 else "")
     if failed:
-        count = len(failed) + len(answers)
-        warn(
-            f"{len(failed)} of {count} conversations failed and are not counted, the first with"
-            f" {short(failed[0], 300)}"
-        )
+        share = f"{len(failed)} of {len(failed) + len(answers)} conversations"
+        warn(f"{share} failed and are not counted, the first with {short(failed[0], 300)}")
     if config.generation.max_new_tokens is None:
         _warn_of_cuts(answers, config.generation.longest_response)
     parts = dict.fromkeys(name for answer in answers for name in answer.get("rewards", ()))
@@ -134,10 +130,7 @@ def _warn_of_cuts(answers: Sequence[Mapping[str, Any]], limit: int) -> None:
     cut = Counter(answer["data"] for answer in answers if answer.get("cut_by") == setting)
     most = [f"{cut[x]} of {all_of[x]} responses to {x}" for x in cut if cut[x] > all_of[x] / 100]
     if most:
-        warn(
-            f"{setting} {limit} cut {', '.join(most)}, maybe before their answer: raise it to judge"
-            " whole responses"
-        )
+        warn(f"{setting} {limit} cut {', '.join(most)}, maybe before their answer: raise it")
 
 
 @dataclass(frozen=True)
@@ -269,13 +262,10 @@ def export_config(config: ExportConfig) -> Path:
     """Return the result of `export`."""
     directory = RunDirectory.open(config.run)
     directory.require_checkpoint()
-    match config.step:
-        case None:
-            found = checkpoint.latest(directory.path)
-        case "best":
-            found = checkpoint.best(directory.path)
-        case step:
-            found = directory.checkpoints / f"step_{step}"
+    if config.step in (None, "best"):
+        found = (checkpoint.best if config.step else checkpoint.latest)(directory.path)
+    else:
+        found = directory.checkpoints / f"step_{config.step}"
     if found is None or not found.exists():
         steps = ", ".join(path.name for path in checkpoint.present(directory.path).values())
         unranked = " and no run.metric that ranks them" if config.step == "best" else ""
@@ -355,7 +345,7 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
-    """Yield slices of nearly equal size: in a small last one a few that fail would be most."""
+    """Yield slices of nearly equal size: of a small last one a few failures would be most."""
     from rich import get_console
     from rich.progress import track
 

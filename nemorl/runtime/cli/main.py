@@ -4,7 +4,6 @@ Nothing here imports torch before the settings are known to be good.
 """
 
 import contextlib
-import dataclasses
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require, warn
 from nemorl.data.datasets import load_rows, prompt_of
@@ -33,10 +32,11 @@ from nemorl.runtime.cli.settings import (
     used_by_plan,
 )
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
-from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, preset_overrides
+from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, of_preset
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
 from nemorl.runtime.config.tree import (
+    Setting,
     construct,
     dump_yaml,
     flat,
@@ -46,6 +46,7 @@ from nemorl.runtime.config.tree import (
     require_secrets,
     unions,
     unused,
+    values,
     yaml_layer,
 )
 from nemorl.runtime.config.yaml_io import CODE, Trust, read
@@ -55,17 +56,14 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import ReceiptError, memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
 
-if TYPE_CHECKING:
-    from nemorl.runtime.config.flags import Extra
-
 Config = TypeVar("Config", bound=BaseConfig)
 PLUMBING = tuple(
     str(Path(os.__file__).parent / name)
     for name in ("asyncio", "concurrent", "contextlib.py", "threading.py")
 )
-"""Of the standard library, by which functions of the user's are called."""
+"""The standard library's, which call functions of the user's."""
 SCRIPTS: dict[str, type[BaseConfig]] = {}
-"""The configs of scripts that have called `cli`, by file name."""
+"""The configs of scripts that have called `cli`."""
 COMMON = {
     "model.path",
     "data.train",
@@ -88,7 +86,7 @@ COMMON = {
     "async.max_staleness",
     "kl.coef",
 }
-"""The settings of sections that `--help` shows."""
+"""Settings of sections that `--help` shows."""
 RARE = {
     "reward_weights",
     "reward_kwargs",
@@ -102,7 +100,7 @@ RARE = {
     "sft_reduction",
     "reference",
 }
-"""The settings in no section that it does not show."""
+"""Settings in no section that it does not show."""
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -154,7 +152,7 @@ where an error comes from.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 done, 1 failed, 2 wrong settings or input, 130
-    interrupted, 143 terminated. Under torchrun only rank 0 prints.
+    interrupted, 143 terminated. Only rank 0 prints.
     """
     if not is_follower():
         try:
@@ -309,10 +307,7 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     # Again below, when the settings of functions of the user's are known.
     args = in_full(cls, raw, names_of(cls), lenient=True)
     preset = next(reversed(peek(args, "--preset")), None)
-    require(
-        preset is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", preset, "remove it"
-    )
-    tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
+    tree = of_preset(cls, preset)
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
     trust = _trust(args, typed)
     if len(paths) > 1:
@@ -336,8 +331,8 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
     args = in_full(cls, raw, names_of(cls))
     for section in unions(cls):
         _refuse_other_variants(cls, section, tree[section]["name"], args)
-    usual = flat(layer(cls, {}, {}))
-    shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
+    usual = values(cls, {})
+    shown |= {key for key, value in values(cls, tree).items() if value != usual.get(key)}
     help_ = _help(command, cls, args, shown)
     prog, extra = _prog(command), _extra(cls)
     if help_ is not None:
@@ -387,33 +382,33 @@ def _config_of(command: str) -> type[Any]:
     return ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
 
 
-def _extra(cls: type) -> "list[Extra]":
+def _extra(cls: type) -> list[Setting]:
     from tyro.conf import UseAppendAction
 
     text = (
         "A YAML file with settings; flags win over it, and of several files the later one."
         " --print-config writes one."
     )
-    extra: list[Extra] = [("config", UseAppendAction[tuple[str, ...]], (), text)]
+    extra: list[Setting] = [("config", UseAppendAction[tuple[str, ...]], text, ())]
     if issubclass(cls, GRPOConfig):
         listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
         known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
-        extra.append(("preset", known, None, text))
+        extra.append(("preset", known, text, None))
     text = (
         "Print the resolved settings as YAML, with comments, and stop. Names of rewards, backends"
         " and loggers and the first rows of data files are checked, the model is not."
     )
-    extra.append(("print_config", bool, False, text))
+    extra.append(("print_config", bool, text, False))
     text = (
         "Run code that a file of settings, or of a run, names (functions, code of the model),"
         " though no flag names it."
     )
-    return [*extra, ("trust_code", bool, False, text)]
+    return [*extra, ("trust_code", bool, text, False)]
 
 
 def _require_inputs(command: str, config: object) -> None:
-    """Refuse what is missing or in the way, without importing torch."""
+    """Refuse what is missing or in the way, without torch."""
     from nemorl.models.hub import model_folder
 
     if isinstance(config, BaseConfig):
@@ -509,14 +504,9 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
-    keys = {
-        name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
-        for name, member in unions(cls)[section].items()
-    }
-    for argument in args:
-        flag = argument.partition("=")[0]
+    for flag in (argument.partition("=")[0] for argument in args):
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
-        owners = [name for name in keys if key in keys[name]]
+        owners = [name for name, member in unions(cls)[section].items() if key in leaves(member)]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
             raise ValueError(
                 f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
@@ -534,8 +524,8 @@ def _commands(names: Sequence[str] = ()) -> str:
 
 def _fail(prog: str, message: str, code: int) -> int:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    error = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
-    print(f"{prog}: {message}" if code > 2 else f"{prog}: {error} {message}", file=sys.stderr)
+    error = "\x1b[1;31merror:\x1b[0m " if colour else "error: "
+    print(f"{prog}: {error * (code <= 2)}{message}", file=sys.stderr)
     return code
 
 

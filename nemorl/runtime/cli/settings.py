@@ -13,16 +13,16 @@ from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.rollout.config import GenerationConfig, RolloutConfig
-from nemorl.runtime.config.base import BaseConfig, DataConfig
+from nemorl.runtime.config.base import BaseConfig, DataConfig, RewardConfig
 from nemorl.runtime.config.tree import (
     defaults,
     flat,
     key_of,
-    leaves,
     located,
     nested,
     to_dict,
     unused,
+    values,
 )
 from nemorl.runtime.config.yaml_io import Trust, read, without_secrets
 from nemorl.runtime.run.registry import ALGORITHMS
@@ -45,7 +45,7 @@ PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """What `eval` and `generate` have in common: sections of a run that answering needs."""
+    """What `eval` and `generate` have in common."""
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = {
         "model": ("from_scratch",),
@@ -103,19 +103,14 @@ def settings_of_run(
     if not (model and directory.config.exists() and directory.holds_results()):
         return {}
     config, lines = read(directory.config)
-    theirs, usual = flat(config), flat(defaults(cls))
-    theirs["reward_kwargs"] = config.get("reward_kwargs")
-    found = {}
-    for key in OF_RUN:
-        own = known and key in OF_SET
-        if (
-            key in leaves(cls)
-            and not own
-            and not (rewarded and key.startswith(("reward", "rollout.")))
-        ):
-            value = usual[key] if theirs.get(key) is None else theirs[key]
-            found[key] = tuple(value) if isinstance(value, list) else value
-    found = {key: value for key, value in found.items() if value != usual[key]}
+    usual, skipped = values(cls, {}), {*OF_SET} if known else set[str]()
+    if rewarded:
+        skipped |= {key for key in OF_RUN if key.startswith(("reward", "rollout."))}
+    found = {
+        key: value
+        for key, value in values(cls, config).items()
+        if key in OF_RUN and key not in skipped and value not in (None, usual[key])
+    }
     with located(directory.config, lines):
         trust.require(nested(found))
     return found
@@ -128,7 +123,7 @@ def print_settings_of_run(
 
     Raises: ValueError where they are for `known` data sets and others together.
     """
-    final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
+    final = values(type(config), to_dict(config))
     kept = {key: value for key, value in of_run.items() if final[key] == value}
     both = [key for key in kept if key in OF_SET and not key.endswith("_column")]
     require(
@@ -136,7 +131,7 @@ def print_settings_of_run(
         "data.validation",
         f"must be known data sets, or others, but not both, with the run's {' and '.join(both)}",
         "both",
-        "evaluate the known ones by themselves, or set these for all",
+        "evaluate the known ones alone, or set these for all",
     )
     if shown := [f"{key} {without_secrets(value, key)!r}" for key, value in kept.items()]:
         print(f"settings of the run {config.model.path}: {', '.join(shown)}", file=sys.stderr)
@@ -161,7 +156,7 @@ def used_by_plan(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(AnswerConfig):
+class EvalConfig(RewardConfig, AnswerConfig):
     """Answer the rows of data.validation and judge the answers by a reward."""
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = AnswerConfig.unused | {
@@ -170,14 +165,6 @@ class EvalConfig(AnswerConfig):
 
     output: str | None = None
     """Write every answer to this .jsonl file."""
-    reward: str | tuple[str, ...] = "exact_match"
-    """Rewards by name, or module:function of your own, as in training; exact_match gives way to
-    the reward of a known data set.
-    """
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each of several rewards. Default: 1."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     max_rows: int | None = None
     """Number of rows of each data set that are answered, from the top. Default: all."""
@@ -250,10 +237,8 @@ class GenerateConfig(AnswerConfig):
         try:
             lines = Path(self.file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"file must be a readable text file, but {self.file} is not ({error}): give one"
-                " prompt per line"
-            ) from None
+            must = f"file must be a readable text file, but {self.file} is not ({error})"
+            raise ValueError(f"{must}: give one prompt per line") from None
         found = [*self.prompt, *(line for line in lines if line.strip())]
         require(bool(found), "file", "must hold a prompt", self.file, "write one prompt per line")
         return found
@@ -284,19 +269,20 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Show runs on a web page: curves, samples token by token, settings, warnings.
+    """Show runs, also unfinished ones, on a web page: curves, samples token by token, settings,
+    warnings.
 
-    The page is one file that needs no network, also for a run in progress or one that crashed.
+    The page is one file that needs no network.
     """
 
     runs: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN ...")]]
     """The run's directory; of several, the page shows them side by side."""
     output: str | None = None
-    """The .html file to write. Default: report.html in the run's directory, or of several runs
-    comparison.html in the folder that holds them.
+    """The .html file to write. Default: report.html in the run's directory, or comparison.html in
+    the folder of several.
     """
     watch: bool = False
-    """Write the page again while the run goes on, and let it refresh itself in the browser."""
+    """Write the page again while the run goes on; it refreshes itself in the browser."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +293,7 @@ class VerifyConfig:
     """
 
     run: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-    """The run's directory; the run may have ended, crashed, or still go on."""
+    """The run's directory, also of one that crashed or still goes on."""
     json: bool = False
     """Print one JSON object per receipt in place of a table."""
 
@@ -319,8 +305,8 @@ class ExampleConfig:
     file: tyro.conf.Positional[str]
     """The file to write, one JSON object a line. It must not exist."""
     kind: Literal["grpo", "sft", "dpo", "kto"] = "grpo"
-    """Prompts with an answer (grpo), with a response (sft), with a chosen and a rejected response
-    (dpo), or with a labeled response (kto).
+    """Prompts with an answer (grpo), a response (sft), a chosen and a rejected one (dpo), or a
+    labeled one (kto).
     """
     rows: int = 64
     """How many rows are written."""
@@ -338,8 +324,8 @@ class InspectConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     kind: Literal["auto", "prompt", "sft", "pairs", "labels"] = "auto"
-    """Prompts (grpo), demonstrations (sft), preference pairs (dpo), or single answers with a label
-    (dpo --loss kto). auto: what the first row looks like.
+    """Prompts (grpo), demonstrations (sft), preference pairs (dpo), or labeled answers (kto). auto:
+    what the first row looks like.
     """
     rows: int = 3
     """How many rows are shown, from the top."""
@@ -353,9 +339,8 @@ class CheckConfig:
     """Prove what a model can do here: rows padded and packed, prompts shared, caches, LoRA, FSDP2,
     tensor and context parallelism, …, each against plain transformers in value and gradient.
 
-    A tiny model with random weights is made of the configuration, so the model's own weights are
-    not needed. What does not hold is not used in runs: rows are then computed one by one, and plans
-    are refused. The result is kept, for this configuration and these versions of packages.
+    A tiny model with random weights is made of the configuration: the model's own are not needed.
+    Runs do not use what does not hold. The result is kept for these versions of packages.
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
@@ -363,6 +348,4 @@ class CheckConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     vllm: bool = False
-    """Start vLLM with the tiny model, too, and compare its log-probabilities, before and after an
-    update of its weights. Takes about a minute.
-    """
+    """Compare vLLM's log-probabilities, too, before and after an update of weights: a minute."""

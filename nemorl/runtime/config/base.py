@@ -45,15 +45,10 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         at_least(0, runtime__max_restarts=self.max_restarts)
-        at_least(
-            1,
-            runtime__cpus_per_rank=self.cpus_per_rank,
-            runtime__timeout_s=self.timeout_s,
-            runtime__start_timeout_s=self.start_timeout_s,
-        )
+        at_least(1, runtime__cpus_per_rank=self.cpus_per_rank)
         for name in ("timeout_s", "start_timeout_s"):
-            seconds, must = getattr(self, name), f"must be at most {WEEK_S}, a week"
-            require(seconds <= WEEK_S, f"runtime.{name}", must, seconds, "86400 is a day")
+            seconds, must = getattr(self, name), f"must lie in 1 … {WEEK_S}, a week"
+            require(1 <= seconds <= WEEK_S, f"runtime.{name}", must, seconds, "86400 is a day")
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -148,8 +143,7 @@ class RunConfig:
     dir: str | None = None
     """Directory of the run. Default: the first of runs/grpo, runs/grpo-2, … that is free."""
     resume: bool | Literal["auto"] = False
-    """Continue the run in `dir` from its last checkpoint. auto: or start it, where there is no run
-    yet, or one that ended before its first checkpoint.
+    """Continue the run in `dir` from its last checkpoint. auto: or start it, where there is none.
     """
     accept_changed_data: bool = False
     """Resume although the rows have changed."""
@@ -166,9 +160,7 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Checkpoints that are kept: the newest, or with `metric` the best and the newest."""
     async_save: bool = False
-    """Train while a checkpoint is written, from a copy in main memory (three times the weights).
-    Not with `metric`.
-    """
+    """Train while a checkpoint is written, from a copy in main memory (three times the weights)."""
     metric: str | None = None
     """Metric that ranks checkpoints, such as val_accuracy. The best validations get one."""
     higher_is_better: bool | None = None
@@ -180,8 +172,8 @@ class RunConfig:
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """A live table, one line a step, or nothing. auto: live in a terminal, else plain."""
     loggers: tuple[str, ...] | None = None
-    """Loggers besides metrics.jsonl: tensorboard, wandb, mlflow, or one that you registered.
-    Default: tensorboard, if installed.
+    """Loggers besides metrics.jsonl: tensorboard (the default, if installed), wandb, mlflow, or one
+    that you registered.
     """
     project: str | None = None
     """Project of W&B, experiment of MLflow. Default: by their environment variables, or nemorl."""
@@ -208,13 +200,9 @@ class RunConfig:
         higher = self.higher_is_better
         fits, remedy = self.metric is not None or higher is None, "name its metric (--run.metric)"
         require(fits, "run.higher_is_better", "needs run.metric", higher, remedy)
-        require(
-            self.metric is None or not self.async_save,
-            "run.async_save",
-            "can't be given together with run.metric, which ranks checkpoints that are written",
-            self.async_save,
-            "keep one of the two",
-        )
+        fits = self.metric is None or not self.async_save
+        must = "can't be given together with run.metric"
+        require(fits, "run.async_save", must, self.async_save, "keep one of the two")
         self.stop_condition()
 
     def ranking(self) -> Ranking | None:
@@ -243,8 +231,8 @@ class DataConfig:
     """Where the rows come from and which of their columns are used."""
 
     train: str | tuple[str, ...] | None = None
-    """Training rows: .jsonl, .json, .parquet or .csv files, or data sets on the hub (by NAME, or
-    NAME:CONFIGURATION; of known ones the columns are known, too: docs/evaluation.md).
+    """Training rows: .jsonl, .json, .parquet or .csv files, or data sets on the hub (NAME or
+    NAME:CONFIGURATION; columns of known ones: docs/evaluation.md).
     """
     weights: tuple[float, ...] = ()
     """Relative share of each of several training sets. Default: each row once an epoch."""
@@ -259,9 +247,7 @@ class DataConfig:
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     prompt_template: str | None = None
-    """Text that a prompt which is a string is put into: "Question: {prompt}", or with other columns
-    in braces.
-    """
+    """Text for prompts that are strings: "Question: {prompt}", or with other columns in braces."""
     system_prompt: str | None = None
     """System message put before chat messages that have none."""
     chat: bool = False
@@ -285,9 +271,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the rows again in every epoch, by run.seed."""
     streaming: bool = False
-    """Read training rows as they are needed, for data sets too large to list; shuffled, each is
-    drawn among the next 10,000.
-    """
+    """Read training rows as they are needed; shuffled, each is drawn among the next 10,000."""
 
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
@@ -329,11 +313,24 @@ def require_rows(rows: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig:
-    """The sections that every algorithm has.
+class RewardConfig:
+    """The settings of rewards."""
 
-    Derive your own config from this one and add its settings (see `register_algorithm`).
+    reward: str | tuple[str, ...] = "exact_match"
+    """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
+    ifeval, reasoning_gym, or of your own module:function or ./file.py:function,
+    fn(prompt, response), with any data columns as further parameters. exact_match gives way to the
+    reward of a known data set.
     """
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each of several rewards. Default: 1."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """The sections that every algorithm has; derive your own config (see `register_algorithm`)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -350,13 +347,9 @@ class BaseConfig:
         self.require_room(self.data.max_total_sequence_length, "the longest sequence")
         check_lora(self.lora, self.model)
         most, largest = self.generation.adapter_rank, self.lora.largest_rank
-        require(
-            not most or 0 < largest <= most,
-            "generation.adapter_rank",
-            f"must be 0 or as large as the largest rank of the adapters, which is {largest}",
-            most,
-            "set lora.rank, and this to the same, or remove it",
-        )
+        must = f"must be 0 or as large as the largest rank of the adapters, {largest}"
+        remedy = "set lora.rank, and this to the same, or remove it"
+        require(not most or 0 < largest <= most, "generation.adapter_rank", must, most, remedy)
         offloads = self.trainer.offload_during_generation
         for free, requirement in (
             (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
@@ -396,15 +389,12 @@ class BaseConfig:
         """Yield a sentence for each value that is allowed, but learns nothing."""
         lr = self.optimizer.lr
         if lr >= 0.1:
-            yield (
-                f"optimizer.lr is {lr:g}, about what each step adds to every weight: training will"
-                " destroy the model; 1e-6 to 1e-4 is usual"
-            )
+            doubt = "about what each step adds to every weight: training will destroy the model"
         elif lr < 1e-9:
-            yield (
-                f"optimizer.lr is {lr:g}, too little to change a float32 weight: nothing will be"
-                " learned; 1e-6 to 1e-4 is usual"
-            )
+            doubt = "too little to change a float32 weight: nothing will be learned"
+        else:
+            return
+        yield f"optimizer.lr is {lr:g}, {doubt}; 1e-6 to 1e-4 is usual"
 
     @property
     def longest_row(self) -> int:

@@ -15,7 +15,7 @@ import shutil
 import textwrap
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal
 
@@ -23,23 +23,18 @@ import tyro
 
 from nemorl.runtime.config.spellings import advice, in_a_table, means_another
 from nemorl.runtime.config.tree import (
-    by_name,
+    Setting,
     command_of,
-    defaults,
-    field_docs,
-    fields_of,
-    key_of,
+    keys_named,
     kinds,
     leaves,
-    to_dict,
+    nested,
+    plain,
     unions,
     unused,
-    variants,
+    walk,
 )
 from nemorl.runtime.config.yaml_io import ConfigError
-
-Extra = tuple[str, Any, Any, str]
-"""A flag that is not a setting: name, type, default and help."""
 
 MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir", "dir": "run.dir"}
 """The setting that a section's name alone stands for, where the section is one."""
@@ -54,24 +49,29 @@ def parse_flags(
     args: Sequence[str],
     *,
     prog: str,
-    extra: Sequence[Extra] = (),
+    extra: Sequence[Setting] = (),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `tree` with `args` laid over it, wrong types as texts, and the values of `extra`.
 
     Raises: SystemExit for bad flags.
     """
-    options = [
-        (name, Annotated[hint, tyro.conf.DisallowNone], dataclasses.field(default=default))
-        for name, hint, default, _ in extra
-    ]
-    settings = _with_defaults(cls, tree)
-    flags = dataclasses.make_dataclass(
-        cls.__name__,
-        [*options, ("settings", Annotated[settings, tyro.conf.arg(name="")])],
-        kw_only=True,
-    )
-    found: Any = tyro.cli(flags, prog=prog, args=args, registry=_REGISTRY)
-    return to_dict(found.settings), {name: getattr(found, name) for name, *_ in extra}
+    selectors, fields = {f"{section}.name" for section in unions(cls)}, list[Any]()
+    own = [each for each in walk(cls, tree) if not dataclasses.is_dataclass(each[1])]
+    for key, hint, about, value in [*extra, *own]:
+        flag = flag_of(key.removesuffix(".name") if key in selectors else key)
+        hint = Annotated[hint, tyro.conf.arg(name=flag.removeprefix("--"), help=about)]
+        usual: Any = (
+            {} if value is ... else {"default_factory": functools.partial(copy.copy, value)}
+        )
+        fields.append((_field(key), hint, dataclasses.field(**usual)))
+    flags = dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
+    found = vars(tyro.cli(flags, prog=prog, args=args, registry=_REGISTRY))
+    settings, others = ({key: found[_field(key)] for key, *_ in each} for each in (own, extra))
+    return nested(settings), others
+
+
+def _field(key: str) -> str:
+    return key.replace(".", "__")
 
 
 class _Lines(argparse.HelpFormatter):
@@ -85,7 +85,7 @@ def help_of(
     visible: Callable[[str], bool],
     *,
     prog: str,
-    extra: Sequence[Extra],
+    extra: Sequence[Setting],
     more: str,
     brief: bool,
 ) -> str:
@@ -95,22 +95,24 @@ def help_of(
     about = (inspect.getdoc(cls) or "").partition("\n\n" if brief else "\0")[0]
     usage = f"{prog} [OPTIONS]"
     parser: Any = argparse.ArgumentParser(prog, usage, about, more, formatter_class=form)
-    groups, selectors = {"": parser}, {f"{section}.name" for section in unions(cls)}
-    abouts = {
-        key_of(field.name): inspect.getdoc(hint) if dataclasses.is_dataclass(hint) else None
-        for field, hint in fields_of(cls)
-    }
-    flags = [(name, hint, text, None) for name, hint, _, text in extra]
-    for key, hint, text, value in [*flags, *_documented(cls, tree)]:
+    groups, abouts, choices = {"": parser}, dict[str, str](), unions(cls)
+    switches = [(*each[:3], None) for each in extra]
+    for key, hint, text, value in [*switches, *walk(cls, tree)]:
+        if dataclasses.is_dataclass(hint):
+            abouts |= {} if key in choices else {key: text}
+            continue
         if not visible(key):
             continue
-        section = "" if brief else key.rpartition(".")[0]
+        section, _, name = key.rpartition(".")
+        if name == "name" and section in choices:
+            key, members = section, choices[section].items()
+            text = "\n".join(f"{each}: {inspect.getdoc(member)}" for each, member in members)
+        section = "" if brief else section
         if section not in groups:
-            groups[section] = parser.add_argument_group(section, abouts[section])
+            groups[section] = parser.add_argument_group(section, abouts.get(section))
         markers = getattr(hint, "__metadata__", ())
         found = [marker for marker in markers if hasattr(marker, "aliases")]
-        aliases = [each for marker in found for each in marker.aliases or ()]
-        names = [*aliases, flag_of(key.removesuffix(".name") if key in selectors else key)]
+        names = [*(each for marker in found for each in marker.aliases or ()), flag_of(key)]
         how: dict[str, Any] = {"metavar": _metavar(hint)}
         if tyro.conf.Positional in markers:
             names, how = [key], {"metavar": found[0].metavar if found else key.upper()}
@@ -126,26 +128,6 @@ def help_of(
         text = f"{text} {usual}".strip().replace("%", "%%")
         groups[section].add_argument(*names, help=text, **how)
     return parser.format_help()
-
-
-def _documented(
-    cls: type, tree: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield key, type, docstring and value of each setting, of a union those of its variant."""
-    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
-    for name in (field.name for field in dataclasses.fields(cls)):
-        hint, key, value = hints[name], f"{prefix}{key_of(name)}", tree.get(key_of(name), ...)
-        section = variants(_plain(hint))
-        if not section:
-            yield key, hint, docs.get(name, ""), value
-        elif len(section) == 1:
-            yield from _documented(section[0], value, f"{key}.")
-        else:
-            members = by_name(section)
-            lines = [f"{each}: {inspect.getdoc(member)}" for each, member in members.items()]
-            yield f"{key}.name", Literal[tuple(members)], "\n".join(lines), value["name"]
-            others = _documented(members[value["name"]], value, f"{key}.")
-            yield from (each for each in others if each[0] != f"{key}.name")
 
 
 def names_of(cls: type) -> dict[str, str]:
@@ -227,8 +209,7 @@ def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value:
     if name in names:
         keys = [names[name]]
     else:
-        keys = [key for key in names if _last(key) == name and not means_another(name, key)]
-        last = _last(name)
+        keys, last = keys_named(name, names), _last(name)
         if not keys and names.get(last) == last != name and not in_a_table(name):
             keys = [last]
     if keys:
@@ -278,53 +259,6 @@ def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _with_defaults(
-    cls: type, tree: Mapping[str, Any], members: Mapping[str, type] | None = None
-) -> type:
-    """Return a subclass with the values of `tree` as defaults, without checks."""
-    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
-    tree, fields = defaults(cls) | dict(tree), []
-    for name in (field.name for field in dataclasses.fields(cls)):
-        hint = hints[name]
-        value: Any = tree.get(key_of(name))
-        markers = getattr(hint, "__metadata__", ())
-        section = variants(_plain(hint))
-        if section:
-            names = by_name(section) if len(section) > 1 else None
-            member = names[value["name"]] if names else section[0]
-            value = _with_defaults(member, value, names)
-            named = (tyro.conf.arg(name=key_of(name)),) if key_of(name) != name else ()
-            hint = Annotated[(value, *markers, *named)] if markers or named else value
-        else:
-            if members and name == "name":
-                hint = Annotated[Literal[tuple(members)], tyro.conf.arg(name="")]
-            value = tuple(value) if isinstance(value, list) else value
-        options: dict[str, Any] = {"metadata": {"help": docs.get(name, "")}}
-        if key_of(name) in tree and not (section and _required(value)):
-            factory = value if section else functools.partial(copy.copy, value)
-            options["default_factory"] = factory
-        fields.append((name, hint, dataclasses.field(**options)))
-    return dataclasses.make_dataclass(
-        cls.__name__,
-        fields,
-        bases=(cls,),
-        kw_only=True,
-        frozen=True,
-        namespace={"__post_init__": lambda self: None, "__doc__": cls.__doc__},
-    )
-
-
-def _plain(hint: Any) -> Any:
-    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
-
-
-def _required(cls: type) -> bool:
-    return any(
-        field.default is field.default_factory is dataclasses.MISSING
-        for field in dataclasses.fields(cls)
-    )
-
-
 def _hint(value: Any) -> str:
     if value is ...:
         return "(required)"
@@ -360,7 +294,7 @@ def _setting(
 
 
 def _metavar(hint: Any) -> str:
-    members = kinds(_plain(hint))
+    members = kinds(plain(hint))
     lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
     words = [_word(kind) for kind in members if kind is not NoneType]
     if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ()):
@@ -387,19 +321,13 @@ def _value(text: str, members: Sequence[Any]) -> Any:
         return None
     if str in members:
         return text
-    known = {
-        str(choice): choice
-        for member in members
-        if typing.get_origin(member) is Literal
-        for choice in typing.get_args(member)
-    }
-    if bool in members:
-        known |= {"true": True, "True": True, "false": False, "False": False}
-    if text in known:
-        return known[text]
-    readers: list[Callable[[str], Any]] = [int, float] if {int, float} & {*members} else []
-    if any(typing.get_origin(member) is dict for member in members):
-        readers.append(json.loads)
+    choices: dict[str, Any] = {"True": True, "False": False}
+    for member in members:
+        if typing.get_origin(member) is Literal:
+            choices |= {str(choice): choice for choice in typing.get_args(member)}
+    if text in choices:
+        return choices[text]
+    readers: tuple[Callable[[str], Any], ...] = (int, float, json.loads)
     for read in readers:
         with contextlib.suppress(ValueError):
             return read(text)

@@ -1,8 +1,5 @@
-"""The settings of GRPO and its relatives, with their losses and advantages as sections, and presets
-of them.
-"""
+"""The settings of GRPO and its relatives, and presets of them."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,9 +9,9 @@ from pydantic import Field
 
 from nemorl.checks import at_least, require
 from nemorl.rollout.config import RolloutConfig
-from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.base import BaseConfig, RewardConfig
 from nemorl.runtime.config.spellings import algorithm_hint
-from nemorl.runtime.config.tree import OwnFunction, construct, flat, layer, to_dict
+from nemorl.runtime.config.tree import OwnFunction, construct, layer
 
 
 def _check_clip(low: float, high: float) -> None:
@@ -105,14 +102,14 @@ class GroupAdvantage:
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "length_weighted"] = (
         "group_mean"
     )
-    """Baseline subtracted from a reward."""
+    """Subtracted from a reward."""
     scale: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
     """Divisor of the difference."""
     ddof: Literal[0, 1] = 1
     """A standard deviation divides by n - ddof."""
     level: Literal["conversation", "turn"] = "conversation"
-    """What is compared: rewards of whole conversations, or of each turn the discounted sum of its
-    reward and later ones, with the same turn of the group's other conversations.
+    """Compare rewards of whole conversations, or with the same turn of the group's others each
+    turn's discounted sum of its reward and later ones.
     """
 
 
@@ -190,8 +187,8 @@ class OffPolicyConfig:
     the second above it (prime-rl: 0.2 and 0.2), where the advantage moves them further away.
     """
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """π_prev with several updates per batch: computed before the first one, or estimated between
-    π_gen and π from the tokens' versions, which saves that pass (AReaL's loglinear).
+    """π_prev with several updates per batch: computed before the first, or, to save that pass,
+    estimated between π_gen and π from the tokens' versions (AReaL's loglinear).
     """
     penalty: float = 0.0
     """Weight of the penalty (log π - log π_gen)² (prime-rl: 0.001)."""
@@ -247,13 +244,13 @@ class OverlongConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GapConfig:
-    """Limits on the gap between sampler and trainer: token_mult_prob_error of a step, the mean of
-    exp |log π_trainer - log π_sampler|, 1 if they agree.
+    """Limits on a step's token_mult_prob_error, the mean of exp |log π_trainer - log π_sampler|:
+    1 if sampler and trainer agree.
     """
 
     warn: float | None = 1.05
-    """Gap from which to warn, and again whenever its excess over 1 has doubled. None: never. Steps
-    that train on tokens of older weights (async.max_staleness) do not trigger the warning.
+    """Gap from which to warn, and again whenever its excess over 1 has doubled, but for tokens of
+    older weights (async.max_staleness). None: never.
     """
     stop: float | None = None
     """Gap that ends the run with an error. None: never."""
@@ -274,12 +271,12 @@ class AsyncConfig:
     """Sampling that goes on while the trainer steps (docs/asynchrony.md)."""
 
     max_staleness: int = 0
-    """Steps by which a token's weights may be older than the step that trains on it. 0: each step
-    samples with its own weights, and the trainer waits.
+    """Steps by which a token's weights may be older than the step that trains on it. 0: the trainer
+    waits for samples of its weights.
     """
     in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What new weights do with unfinished responses. keep: they go on with the new weights; wait:
-    they end with the old ones first, and nothing begins meanwhile; abort: they are drawn again.
+    they end with the old ones first; abort: they are drawn again.
     """
 
     def __post_init__(self) -> None:
@@ -315,7 +312,7 @@ class ReceiptsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(BaseConfig):
+class GRPOConfig(RewardConfig, BaseConfig):
     """Reinforcement learning from groups of responses per prompt. Its relatives: see --preset."""
 
     loss: PolicyLossConfig = field(default_factory=ClippedLoss)
@@ -327,16 +324,6 @@ class GRPOConfig(BaseConfig):
     async_: Annotated[AsyncConfig, Field(alias="async")] = field(default_factory=AsyncConfig)
     receipts: ReceiptsConfig = field(default_factory=ReceiptsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: str | tuple[str, ...] = "exact_match"
-    """Rewards: exact_match, contains_answer, last_number, math, choice, think_format, code,
-    ifeval, reasoning_gym, or of your own module:function or ./file.py:function,
-    fn(prompt, response), with any data columns as further parameters. exact_match gives way to the
-    reward of a known data set.
-    """
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each of several rewards. Default: 1."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     reduction: Literal["token_mean", "sequence_mean", "constant", "group_mean"] = "sequence_mean"
     """Weighting of tokens (constant: divided by generation.max_new_tokens, as in Dr. GRPO)."""
     num_prompts_per_step: int = 32
@@ -352,12 +339,11 @@ class GRPOConfig(BaseConfig):
     dynamic_sampling: bool = False
     """Replace groups whose rewards, before shaping, are all equal by fresh ones (DAPO)."""
     max_sampling_rounds: int = 4
-    """Rounds after which dynamic sampling continues with the groups that it has. With none, the
-    step updates nothing; 16 such steps in a row end the run.
+    """Rounds after which dynamic sampling continues with the groups that it has. 16 steps in a row
+    with none end the run.
     """
     entropy_coef: float | None = 0.0
-    """Weight of the entropy bonus; 0 only reports the entropy. None: it is not computed, which
-    makes steps faster.
+    """Weight of the entropy bonus; 0 only reports the entropy. None: not computed, which is faster.
     """
 
     def __post_init__(self) -> None:
@@ -380,15 +366,14 @@ class GRPOConfig(BaseConfig):
                 compares_groups = isinstance(self.advantage, GroupAdvantage)
         by_turn = isinstance(self.advantage, GroupAdvantage) and self.advantage.level == "turn"
         for free, requirement in (
-            (self.overlong.buffer > 0, "is not for overlong.buffer, a part of the whole reward"),
+            (self.overlong.buffer > 0, "is not for overlong.buffer"),
             (
                 getattr(self.advantage, "baseline", "") == "length_weighted",
-                "is not for advantage.baseline length_weighted, which weights whole responses",
+                "is not for advantage.baseline length_weighted",
             ),
             (
                 isinstance(self.loss, GSPOLoss) and not self.loss.token_gradient,
-                "is not for the loss gspo without loss.token_gradient, which gives all tokens of a"
-                " sequence their mean advantage",
+                "is not for the loss gspo without loss.token_gradient",
             ),
         ):
             remedy = "change one of them"
@@ -430,27 +415,19 @@ class GRPOConfig(BaseConfig):
         require(
             self.async_.max_staleness < self.max_num_steps or not self.async_.max_staleness,
             "async.max_staleness",
-            f"must be below max_num_steps ({self.max_num_steps}): no more steps are sampled ahead",
+            f"must be below max_num_steps ({self.max_num_steps})",
             self.async_.max_staleness,
             "1 to 4 is usual",
         )
         traits = self.generation.traits
-        require(
-            self.async_.in_flight != "wait" or not (traits.embedded or traits.shares_model),
-            "async.in_flight",
-            f"must be keep or abort with generation.backend {self.generation.backend}, which"
-            " samples with the trainer's own weights: the old ones are gone",
-            "wait",
-            "use keep, or --generation.backend vllm",
-        )
-        require(
-            self.async_.in_flight != "wait" or not self.generation.colocated,
-            "async.in_flight",
-            "must be keep or abort with generation.colocated: its engines rest while the trainer"
-            " works",
-            "wait",
-            "use keep, or --generation.no-colocated",
-        )
+        waits, shares = self.async_.in_flight == "wait", traits.embedded or traits.shares_model
+        must = f"must be keep or abort with generation.backend {self.generation.backend}"
+        remedy = "use keep, or --generation.backend vllm"
+        require(not (waits and shares), "async.in_flight", must, "wait", remedy)
+        must = "must be keep or abort with generation.colocated"
+        remedy = "use keep, or --generation.no-colocated"
+        colocated = self.generation.colocated
+        require(not (waits and colocated), "async.in_flight", must, "wait", remedy)
 
     def _check_off_policy(self) -> None:
         chosen = self.off_policy
@@ -470,38 +447,35 @@ class GRPOConfig(BaseConfig):
             require(
                 bounds is None or self.off_policy_mode != "none",
                 f"off_policy.{name}",
-                "needs off_policy.mode truncate, mask or sequence_mask, as it drops tokens from a"
-                " loss with importance weights",
+                "needs off_policy.mode truncate, mask or sequence_mask",
                 bounds,
                 "set a mode, or remove it",
             )
         require(
             chosen.proximal == "recompute" or not self.needs_kl_reward,
             "off_policy.proximal",
-            "must be recompute with advantage.kl_coef above 0, which needs the logprobs before the"
-            " first update anyway",
+            "must be recompute with advantage.kl_coef above 0",
             chosen.proximal,
             "use recompute, or set kl_coef to 0",
         )
 
     def doubts(self) -> Iterator[str]:
-        """Yield as `BaseConfig`, and for engines that could sample all the time and do not."""
+        """Yield as `BaseConfig`, and for engines that pause though sampling could go on."""
         yield from super().doubts()
         if self.max_staleness and self.generation.traits.engines and self.generation.colocated:
             yield (
-                "generation.colocated is true, so that engines pause while the trainer steps and"
-                " async.max_staleness gains little: --generation.colocated false gives them devices"
-                " of their own"
+                "generation.colocated is true, so that engines pause while the trainer steps:"
+                " --generation.colocated false gives them devices of their own"
             )
 
     @property
     def max_staleness(self) -> int:
-        """Rollout batches that the policy may be ahead of the weights that sampled a token."""
+        """async.max_staleness."""
         return self.async_.max_staleness
 
     @property
     def off_policy_mode(self) -> str:
-        """What off_policy.mode means in this run: auto is truncate where samples may be stale."""
+        """off_policy.mode, with auto resolved."""
         if self.off_policy.mode != "auto":
             return self.off_policy.mode
         return "truncate" if self.max_staleness >= 1 else "none"
@@ -517,7 +491,7 @@ class GRPOConfig(BaseConfig):
         return self.updates_on(self.num_prompts_per_step * self.num_generations_per_prompt)
 
     def updates_on(self, num_responses: int) -> int:
-        """Return the number of optimizer steps on a rollout batch of that many responses."""
+        """Return the number of optimizer steps on that many responses."""
         size = self.train_global_batch_size or num_responses
         return self.num_updates_per_batch * -(-num_responses // size)
 
@@ -543,8 +517,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"name": "reinforce"},
         "reduction": "constant",
     },
-    # examples/configs/grpo_math_1B.yaml (its newest versions differentiate the penalty as
-    # kl.gradient "score" does)
+    # examples/configs/grpo_math_1B.yaml; newer ones differentiate the penalty as kl.gradient score.
     "nemo_grpo": {
         "advantage": {"name": "group", "baseline": "leave_one_out", "scale": "leave_one_out_std"},
         "reduction": "token_mean",
@@ -583,14 +556,16 @@ DESCRIPTIONS = {
 }
 
 
-def preset_overrides(name: str) -> dict[str, Any]:
-    """Return what a preset changes. Raises ValueError for an unknown name."""
-    if name not in PRESETS:
-        raise ValueError(
-            f"unknown preset {name!r}{algorithm_hint(name, PRESETS) or '.'} Valid names:"
-            f" {', '.join(PRESETS)}"
-        )
-    return PRESETS[name]
+def of_preset(cls: type, name: str | None) -> dict[str, Any]:
+    """Return the defaults of a config with what a preset changes, if one is named.
+
+    Raises: ValueError for an unknown name, or a config without presets.
+    """
+    require(name is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", name, "remove it")
+    if name is not None and name not in PRESETS:
+        hint = algorithm_hint(name, PRESETS) or "."
+        raise ValueError(f"unknown preset {name!r}{hint} Valid names: {', '.join(PRESETS)}")
+    return layer(cls, {}, PRESETS[name] if name else {})
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> GRPOConfig:
@@ -600,40 +575,4 @@ def preset(name: str, overrides: Mapping[str, Any] | None = None) -> GRPOConfig:
     >>> config.loss.clip_high, config.dynamic_sampling, config.optimizer.lr
     (0.28, True, 1e-06)
     """
-    tree = layer(GRPOConfig, {}, preset_overrides(name))
-    return construct(GRPOConfig, layer(GRPOConfig, tree, overrides or {}))
-
-
-def nearest_preset(config: GRPOConfig) -> str:
-    """Return a line about the preset that has the most in common with a config: loss and advantage
-    first, then single settings.
-    """
-    found = {name: _differences(config, preset(name)) for name in PRESETS}
-    variants = ("loss", "advantage")
-    name = min(found, key=lambda each: (len(found[each].keys() & variants), len(found[each])))
-    changed = [
-        f"{key} {_written(ours)} instead of {_written(theirs)}"
-        for key, (ours, theirs) in found[name].items()
-    ]
-    if not changed:
-        return f"settings of preset {name}"
-    return f"settings nearest to preset {name}, with {', '.join(changed)}"
-
-
-def _differences(config: GRPOConfig, other: GRPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Return both values of the settings that differ, of another variant its name alone."""
-    changeable = {key for changes in PRESETS.values() for key in changes}
-    ours, theirs = flat(to_dict(config)), flat(to_dict(other))
-    other_variant = {key.removesuffix(".name") for key in ours if ours[key] != theirs.get(key)}
-    found = {}
-    for key, value in ours.items():
-        section, _, name = key.partition(".")
-        if section not in changeable or value == theirs.get(key):
-            continue
-        if name == "name" or section not in other_variant:
-            found[key.removesuffix(".name")] = (value, theirs[key])
-    return found
-
-
-def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+    return construct(GRPOConfig, layer(GRPOConfig, of_preset(GRPOConfig, name), overrides or {}))

@@ -1,17 +1,17 @@
 """The settings of training on rows that are there: SFT, and DPO with its relatives."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from nemorl.checks import at_least, refuse_unused, require
-from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.base import BaseConfig, RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineConfig(BaseConfig):
-    """What both have: batches of rows, through all of them one or several times."""
+    """Batches of rows, through all of them one or several times."""
 
     train_global_batch_size: int = 32
     """Rows per optimizer step: sequences, pairs, or responses (kto)."""
@@ -43,20 +43,11 @@ class OfflineConfig(BaseConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(OfflineConfig):
-    """Supervised fine-tuning on demonstrations."""
+class SFTConfig(RewardConfig, OfflineConfig):
+    """Supervised fine-tuning on demonstrations. Rewards judge greedy answers to validation rows."""
 
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Weighting of the loss: every token counts the same, or every sequence."""
-    reward: str | tuple[str, ...] = "exact_match"
-    """Reward that judges greedy answers to validation rows with an answer: exact_match
-    (or a known data set's), contains_answer, last_number, math, choice, think_format, code,
-    ifeval, reasoning_gym, or module:function of your own.
-    """
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each of several rewards. Default: 1."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
 
     def generates(self, *, answers: bool) -> bool:
         """Return whether there are questions to validate on."""
@@ -176,8 +167,8 @@ class KTOLoss:
     undesirable_coef: float = 1.0
     """Weight of undesirable responses."""
     baseline: Literal["mismatched", "none"] = "mismatched"
-    """Baseline of rewards: the KL from the reference, measured on prompts with other prompts'
-    responses, or 0 (TRL's apo_zero_unpaired).
+    """Baseline of rewards: the KL from the reference on prompts with other prompts' responses, or 0
+    (TRL's apo_zero_unpaired).
     """
 
     def __post_init__(self) -> None:
@@ -201,7 +192,7 @@ class DPOConfig(OfflineConfig):
     loss: PreferenceLossConfig = field(default_factory=DPOLoss)
     reference: Literal["live", "precomputed"] = "live"
     """Source of the reference's logprobs: a frozen copy of the initial model, or one pass over all
-    data before the first step, with no second model in memory. simpo and orpo need neither.
+    data before the first step. simpo and orpo need neither.
     """
     sft_coef: float | None = None
     """Weight of an additional negative log-likelihood of the chosen (desirable) responses. None: 1

@@ -1,5 +1,5 @@
-"""Names that settings have in other libraries and that people try (coming_from.toml): refused with
-ours, or with what to do where nothing here is like it.
+"""Names that settings have in other libraries (coming_from.toml): refused with ours, or with what
+to do where nothing here is like it.
 """
 
 import functools
@@ -20,9 +20,7 @@ def table() -> dict[str, Any]:
 
 @functools.cache
 def libraries() -> dict[str, dict[str, str]]:
-    """Return what each name of each library is here: text that begins with a setting of ours, or
-    with "none: ".
-    """
+    """Return for each name of each library a text: a setting of ours first, or "none: "."""
     sentences = {f"none: {name}": f"none: {text}" for name, text in table()["sentences"].items()}
     return {
         library: {
@@ -41,9 +39,7 @@ def algorithm_hint(word: str, known: Collection[str]) -> str:
 
 
 def settings_in(text: str) -> list[str]:
-    """Return what may be keys in a text of the table: the first word, words with a dot or _, and
-    those after a colon or comma.
-    """
+    """Return what may be keys in a text of the table."""
     if text.startswith("none: "):
         return []
     return re.findall(r"(?:^|(?<=[:,] ))[\w.]+|\w+[._][\w.]+", text)
@@ -70,11 +66,7 @@ def advice(
         return hint
     if begun := [key for key in known if "." in name and key.startswith(f"{name}_")]:
         return f"; did you mean {' or '.join(map(write, begun))}?"
-    *sections, last = name.split(".")
-    theirs = {_last(each) for names in libraries().values() for each in names}
-    if hint := closest(last, sorted(theirs.difference(table()["common"]))):
-        word = hint.rpartition(" ")[2].removesuffix("?")
-        return f"{hint} {meaning_of(word, known, command, write)}"
+    sections = name.split(".")[:-1]
     meanings = (meaning_of(section, known, command, write) for section in reversed(sections))
     return next((f": {found}" for found in meanings if found), "")
 
@@ -93,8 +85,9 @@ def in_a_table(name: str) -> bool:
 def meaning_of(
     name: str, known: Collection[str], command: str, write: Callable[[str], str] = str
 ) -> str:
-    """Return a sentence about what a name is here, what to write and the page; nothing where no
-    library has it. The last part of a name is enough, unless it is a common word.
+    """Return a sentence about what a name is here, what to write and the page, if a library has it.
+
+    The last part of a name is enough, unless it is a common word.
     """
     entry = _entry(name, known)
     if not entry:

@@ -1,6 +1,5 @@
-"""Settings from nested mappings and YAML files to frozen dataclasses, and back.
-
-A union of dataclasses is a section whose `name` chooses one. Pydantic checks keys and types.
+"""Settings from nested mappings and YAML files to frozen dataclasses, and back; a union of
+dataclasses is a section whose `name` chooses one.
 """
 
 import dataclasses
@@ -11,12 +10,9 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import MISSING, asdict, dataclass, make_dataclass
-from functools import partial
-from keyword import iskeyword
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -41,20 +37,16 @@ class OwnFunction:
     function: ClassVar[Callable[..., Any]]
     takes: ClassVar[frozenset[str]] = frozenset()
     """Which of `extra` it has."""
-    _unchecked = False
 
 
 def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
-    """Return a section derived from `base`; the settings are the parameters of `function` that are
-    neither its first ones, the data of `base`, nor in `extra`.
+    """Return a section derived from `base`, with the other parameters of `function` as settings.
 
     Raises: ValueError, about `setting`, for a function with other parameters.
     """
-    wanted = f"fn({', '.join(base.data)}, *, your_setting=0.1)"
+    wanted = f"{setting} must be a function fn({', '.join(base.data)}, *, your_setting=0.1), but"
     if not callable(function) or isinstance(function, type):
-        raise ValueError(
-            f"{setting} must be a function {wanted}, but {name} is {function!r}: name a function"
-        )
+        raise ValueError(f"{wanted} {name} is {function!r}: name a function")
     try:
         signature = inspect.signature(function, eval_str=True)
     except NameError as error:
@@ -69,79 +61,49 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
     settings = [p for p in named if p.name not in base.extra]
     if not fits or any(p.default is p.empty and p.kind in by_place for p in settings):
         raise ValueError(
-            f"{setting} must be a function {wanted}, but {name} is"
-            f" fn({', '.join(signature.parameters)}): give it these parameters"
+            f"{wanted} {name} is fn({', '.join(signature.parameters)}): give it these parameters"
         )
-    for parameter in settings:
-        _check_setting(parameter, setting)
-    defaults = (MISSING if p.default is p.empty else p.default for p in settings)
-    return _derived(
-        base,
-        name,
-        [
-            (p.name, _type(p, setting), dataclasses.field(default=default))
-            for p, default in zip(settings, defaults, strict=True)
-        ],
-        __doc__=(inspect.getdoc(function) or "A function of your own.").split("\n\n")[0],
-        function=staticmethod(function),
-        takes=frozenset(p.name for p in named if p.name in base.extra),
-    )
-
-
-def _derived(base: type[Section], name: str, settings: Sequence[Any], **others: Any) -> Any:
-    chosen = ("name", Literal[name], dataclasses.field(default=name))
+    fields: list[Any] = [("name", Literal[name], dataclasses.field(default=name))]
+    for each in settings:
+        default = MISSING if each.default is each.empty else each.default
+        fields.append((each.name, _type(each, setting), dataclasses.field(default=default)))
     return make_dataclass(
         re.sub(r"\W", "_", name),
-        [chosen, *settings],
+        fields,
         bases=(base,),
         frozen=True,
         kw_only=True,
-        namespace=others,
+        namespace={
+            "__doc__": (inspect.getdoc(function) or "A function of your own.").split("\n\n")[0],
+            "function": staticmethod(function),
+            "takes": frozenset(p.name for p in named if p.name in base.extra),
+        },
     )
-
-
-def unchecked_section(base: type[Section], name: str, given: Mapping[str, Any]) -> type[Section]:
-    """Return a section with settings as given, of a function that is not imported."""
-    return _derived(
-        base,
-        name,
-        [
-            (key, Any, dataclasses.field(default_factory=partial(copy, value)))
-            for key, value in given.items()
-            if key.isidentifier() and not iskeyword(key) and key not in OwnFunction.__annotations__
-        ],
-        __doc__=f"Not checked: {name} was not imported, as only a file names it.",
-        _unchecked=True,
-    )
-
-
-def _check_setting(parameter: inspect.Parameter, setting: str) -> None:
-    reserved = [*OwnFunction.__annotations__]
-    if parameter.name in reserved:
-        raise ValueError(
-            f"{setting}.{parameter.name} can't be a setting, because {', '.join(reserved)} have"
-            " another meaning: rename the parameter"
-        )
-    if type(parameter.default).__hash__ is None:
-        raise ValueError(
-            f"{setting}.{parameter.name} must have a default that can't be changed, but it is"
-            f" {parameter.default!r}: use a tuple, or None"
-        )
 
 
 def _type(parameter: inspect.Parameter, setting: str) -> Any:
+    """Return the type of a setting. Raises: ValueError for a parameter that can't be one."""
     from pydantic import PydanticSchemaGenerationError, TypeAdapter
 
-    hint = parameter.annotation
+    key, hint, default = f"{setting}.{parameter.name}", parameter.annotation, parameter.default
+    if parameter.name in (reserved := [*OwnFunction.__annotations__]):
+        raise ValueError(
+            f"{key} can't be a setting, because {', '.join(reserved)} have another meaning: rename"
+            " the parameter"
+        )
+    if type(default).__hash__ is None:
+        raise ValueError(
+            f"{key} must have a default that can't be changed, but it is {default!r}: use a tuple,"
+            " or None"
+        )
     if hint is parameter.empty:
-        guessed = type(parameter.default)
-        return guessed if guessed in (bool, int, float, str) else Any
+        return type(default) if type(default) in (bool, int, float, str) else Any
     try:
         TypeAdapter(hint)
     except PydanticSchemaGenerationError:
         raise ValueError(
-            f"{setting}.{parameter.name} must be of a type that a setting can have, but it is"
-            f" {hint}: use bool, int, float, str, Literal or a tuple of them"
+            f"{key} must be of a type that a setting can have, but it is {hint}: use bool, int,"
+            " float, str, Literal or a tuple of them"
         ) from None
     return hint
 
@@ -180,13 +142,10 @@ def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False
     return config
 
 
-def require_secrets(settings: Any, prefix: str = "") -> None:
+def require_secrets(settings: Any) -> None:
     """Raise ConfigError for a setting from a file that a secret was left out of."""
-    for field in dataclasses.fields(settings):
-        key, value = prefix + key_of(field.name), getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
-            require_secrets(value, f"{key}.")
-        elif f'"{SECRET}"' in (text := json.dumps(value, default=str)):
+    for key, value in values(type(settings), to_dict(settings)).items():
+        if f'"{SECRET}"' in (text := json.dumps(value, default=str)):
             flag = shlex.join([f"--{key}".replace("_", "-"), text])
             raise ConfigError(
                 f"{key} must be given again, as no file keeps a secret: add {flag} with your own in"
@@ -199,28 +158,52 @@ def dump_yaml(settings: Any, *, comments: bool = False) -> str:
     """Return a config as YAML that `load_config` reads back as an equal one, but for secrets;
     `comments` explain every key.
     """
-    tree = without_secrets(to_dict(settings))
+    tree, about = without_secrets(to_dict(settings)), dict[str, str]()
     for section, names in getattr(settings, "unused", {}).items():
         tree[section] = {key: value for key, value in tree[section].items() if key not in names}
-    return dump(tree, _comments(settings) if comments else None)
+    for key, hint, doc, _ in walk(type(settings), to_dict(settings)) if comments else ():
+        literals = [part for part in kinds(hint) if typing.get_origin(part) is Literal]
+        choices = [str(each) for part in literals for each in typing.get_args(part)]
+        one_of = f"One of {', '.join(choices)}." if len(choices) > 1 else ""
+        about[key] = f"{doc} {one_of}".strip()
+    return dump(tree, about)
 
 
-def _comments(settings: Any, prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    cls: Any = type(settings)
-    docs = field_docs(cls)
-    for field, hint in fields_of(cls):
-        key = key_of(field.name)
-        value, about = getattr(settings, field.name), docs.get(field.name, "")
-        literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]
-        choices = [each for part in literals for each in typing.get_args(part)]
-        if dataclasses.is_dataclass(value):
-            about, several = inspect.getdoc(value) or "", len(variants(hint)) > 1
-            choices = [*by_name(variants(hint))] if several else []
-            found |= _comments(value, f"{prefix}{key}.")
-        one_of = f"One of {', '.join(map(str, choices))}." if len(choices) > 1 else ""
-        found[f"{prefix}{key}"] = f"{about} {one_of}".strip()
-    return found
+Setting = tuple[str, Any, str, Any]
+"""Key, type, documentation, and value or default (`...`: there is none)."""
+
+
+def walk(
+    cls: type, tree: Mapping[str, Any], prefix: str = "", names: Sequence[str] = ()
+) -> Iterator[Setting]:
+    """Yield each section and setting of a tree over the defaults, of a union those of the variant
+    that it names.
+
+    names: the variants that the setting `name` chooses from.
+    """
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    tree = defaults(cls) | dict(tree)
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], key_of(field.name)
+        key, value = prefix + name, tree.get(name, ...)
+        if section := variants(plain(hint)):
+            members = by_name(section) if len(section) > 1 else {}
+            member = members[value["name"]] if members else section[0]
+            yield key, member, inspect.getdoc(member) or "", value
+            yield from walk(member, value, f"{key}.", [*members])
+        else:
+            hint = Literal[tuple(names)] if names and name == "name" else hint
+            value = tuple(value) if isinstance(value, list) else value
+            yield key, hint, docs.get(field.name, ""), value
+
+
+def values(cls: type, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each setting of a tree that has one, by its dotted key."""
+    return {
+        key: value
+        for key, hint, _, value in walk(cls, tree)
+        if value is not ... and not dataclasses.is_dataclass(hint)
+    }
 
 
 @functools.cache
@@ -275,34 +258,19 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def layer(
-    cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any], *, printed: Collection[str] = ()
-) -> dict[str, Any]:
+def layer(cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return `mapping` laid over `tree` (over the defaults if that is empty).
 
-    Only keys and types are checked. Functions of the sections `printed` are not imported.
+    Only keys and types are checked; functions of the user's are imported.
     """
     merged = merge(tree or defaults(cls), mapping)
-    _import_own(cls, mapping, printed)
+    for section, members in own_sections(cls).items():
+        name, base = _name_in(mapping, section), members[OwnFunction.name]
+        if (":" in name or name.endswith(".py")) and members.get(name, base) is base:
+            add_own(cls, section, name, function_of(name, section))
     if mapping:
         construct(cls, merged, ignored=("value_error", "missing"))
     return merged
-
-
-def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str]) -> None:
-    for section, members in own_sections(cls).items():
-        name, base = _name_in(mapping, section), members[OwnFunction.name]
-        known = members.get(name, base)
-        if not (":" in name or name.endswith(".py")) or (
-            known is not base and (section in printed or not known._unchecked)
-        ):
-            continue
-        if section in printed:
-            chosen = mapping[section]
-            given = chosen if isinstance(chosen, Mapping) else {}
-            _add_variant(cls, section, name, unchecked_section(base, name, given))
-        else:
-            add_own(cls, section, name, function_of(name, section))
 
 
 def own_sections(cls: type) -> dict[str, dict[str, Any]]:
@@ -322,15 +290,11 @@ def add_own(cls: type, section: str, name: str, function: Any) -> None:
     base = members[OwnFunction.name]
     taken = name in members and not issubclass(members[name], base)
     require(not taken, section, "must have a name of its own", name, "choose another")
-    _add_variant(cls, section, name, section_of(base, name, function, section))
-
-
-def _add_variant(cls: type, section: str, name: str, variant: type) -> None:
     owner: Any = next(
         each for each in cls.__mro__ if section in vars(each).get("__annotations__", {})
     )
     hint = typing.get_type_hints(owner, include_extras=True)[section]
-    members = {**by_name(variants(hint.__origin__)), name: variant}
+    members = {**by_name(variants(plain(hint))), name: section_of(base, name, function, section)}
     union: Any = typing.Union.__getitem__(tuple(members.values()))
     owner.__annotations__[section] = typing.Annotated[(union, *hint.__metadata__)]
     owner.__dataclass_fields__[section].type = owner.__annotations__[section]
@@ -345,28 +309,22 @@ def yaml_layer(
     *,
     used: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """Return `layer` of what is `used` of a YAML file.
-
-    Raises: ConfigError with file and line, also for code that `trust` does not allow.
-    """
+    """Return `layer` of what is `used` of a YAML file. Raises: ConfigError with file and line."""
     mapping, lines = read(path)
     with located(path, lines):
         mapping = used(mapping)
         trust.require(mapping)
         mapping.pop("environment", None)
-        printed = set()
         for section in own_sections(cls):
             name, flag = _name_in(mapping, section), trust.given.get(section)
-            if ":" not in name:
+            if ":" not in name or flag is None:
                 continue
-            if flag is None:
-                printed |= {section} if trust.runs == "none" else set()
-            elif same_function(name, flag):
+            if same_function(name, flag):
                 chosen = mapping[section] if isinstance(mapping[section], Mapping) else {}
                 mapping[section] = {**chosen, "name": flag}
             else:
                 del mapping[section]
-        return layer(cls, tree, mapping, printed=printed)
+        return layer(cls, tree, mapping)
 
 
 @contextmanager
@@ -383,6 +341,11 @@ def fields_of(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
     """Return every field of a dataclass with its resolved type."""
     hints = typing.get_type_hints(cls)
     return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def plain(hint: Any) -> Any:
+    """Return a type without what annotates it."""
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
@@ -425,6 +388,12 @@ def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
             found |= leaves(variant, f"{key}.")
     hidden = unused(cls)
     return {key: hint for key, hint in found.items() if key not in hidden}
+
+
+def keys_named(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys with this last part, but for those that other libraries call otherwise."""
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    return [key for key in same if not means_another(name, key)]
 
 
 def command_of(cls: type) -> str:
@@ -508,15 +477,13 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
 
 
 def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
+    name = key.rpartition(".")[2]
     if kind == "string_type":
         return f': write "{value}", with quotes' if isinstance(value, int | float) else ""
     if value in (None, "None", "none", "null"):
-        name = key.rpartition(".")[2]
         if type(None) in kinds(typing.get_type_hints(owner)[name]):
             return ": write null"
-        usual = defaults(owner).get(name)
-        off = type(usual) in (int, float) and not usual
-        return ": write 0" if off else ""
+        return ": write 0" if defaults(owner).get(name, ...) in (0, 0.0) else ""
     if isinstance(value, str) and re.fullmatch(r"[-+.\deE]+|true|false", value):
         return ": give it without quotes"
     if kind == "dict_type":
@@ -525,17 +492,14 @@ def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
 
 
 def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
-    section, _, name = key.rpartition(".")
-    prefix = f"{section}." if section else ""
+    section, dot, name = key.rpartition(".")
     names, keys = [key_of(field.name) for field in dataclasses.fields(owner)], leaves(cls)
-    same = [each for each in keys if each.rpartition(".")[2] == name]
-    elsewhere = [each for each in same if not means_another(name, each)]
-    if elsewhere:
+    if elsewhere := keys_named(name, keys):
         hint = f"; did you mean {' or '.join(elsewhere)}?"
     else:
         if found := _foreign(cls, key, value):
             return found
-        near = [prefix + each for each in names]
+        near = [f"{section}{dot}{each}" for each in names]
         hint = advice(key, keys, command=command_of(cls), near=near) or ";"
     of = " ".join(filter(None, [section, defaults(owner).get("name")]))
     listed = f"keys{f' of {of}' if of else ''}: {', '.join(names)}"

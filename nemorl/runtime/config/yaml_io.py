@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from textwrap import fill
+from textwrap import wrap
 from typing import Any, Literal
 
 import yaml
@@ -34,15 +34,9 @@ class ConfigError(ValueError):
 def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
     """Return nested plain values as YAML that versions 1.1 and 1.2 read alike.
 
-    comments: lines above dotted keys. Raises: ConfigError for what `read` would refuse.
+    comments: lines above dotted keys. Raises: ConfigError for other values and keys.
     """
-    text = _section(mapping, comments or {}, "", "")
-    if len(text) > MAX_TEXT:
-        raise ConfigError(
-            f"settings must have at most {MAX_TEXT} characters of YAML: put large ones in a file of"
-            " their own and name that"
-        )
-    return text
+    return _section(mapping, comments or {}, "", "")
 
 
 def _section(
@@ -53,16 +47,10 @@ def _section(
         name = f"{prefix}{key}"
         nested = isinstance(value, Mapping) and value
         if comment := comments.get(name):
-            above = "\n" if nested and text else ""
-            text += above + fill(
-                comment,
-                100,
-                initial_indent=f"{indent}# ",
-                subsequent_indent=f"{indent}# ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            text += "\n"
+            text += "\n" if nested and text else ""
+            width = 98 - len(indent)
+            lines = wrap(comment, width, break_long_words=False, break_on_hyphens=False)
+            text += "".join(f"{indent}# {line}\n" for line in lines)
         text += indent + _key(key, name, f"\n{indent}")
         text += ":\n" if nested else f": {_inline(value, name)}\n"
         text += _section(value, comments, f"{name}.", f"{indent}  ") if nested else ""
@@ -80,11 +68,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
         if len(text) > MAX_TEXT:
             raise yaml.YAMLError(f"it has more than {MAX_TEXT} characters")
         if found := _BREAK.search(text):
-            line = text.count("\n", 0, found.start()) + 1
-            code = f"U+{ord(found[0]):04X}"
-            raise yaml.YAMLError(
-                f"line {line} has {code}, a line break in YAML 1.1 alone: escape it"
-            )
+            line, code = text.count("\n", 0, found.start()) + 1, f"U+{ord(found[0]):04X}"
+            raise yaml.YAMLError(f"line {line} has {code}, a line break in YAML 1.1: escape it")
         loader = _Loader(text)
         node = loader.get_single_node()
         _count(node, {})
@@ -181,11 +166,8 @@ def _count(node: Any, counts: dict[int, float]) -> float:
         children = list(chain.from_iterable(node.value)) if mapping else node.value
     counts[id(node)] = count = sum((_count(child, counts) for child in children), 1.0)
     if count > MAX_VALUES:
-        raise _error(
-            f"with its aliases (*name) written out it must have at most {MAX_VALUES} values, and"
-            " none may contain itself: remove aliases",
-            node.start_mark,
-        )
+        problem = f"with aliases (*name) written out it must have at most {MAX_VALUES} values, and"
+        raise _error(f"{problem} none may contain itself: remove aliases", node.start_mark)
     return count
 
 
@@ -215,11 +197,8 @@ def _inline(value: Any, name: str) -> str:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()  # not a part of a character
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name} must hold text, numbers, true, false, null, lists and mappings, but it holds"
-            f" {value!r:.80} ({error}): make that one of them",
-            name,
-        ) from None
+        must = f"{name} must hold text, numbers, true, false, null, lists and mappings"
+        raise ConfigError(f"{must}, but it holds {value!r:.80} ({error})", name) from None
     if isinstance(value, float):
         text = text.replace("Infinity", ".inf").replace("NaN", ".nan")
         return text if "." in text else text.replace("e", ".0e")
@@ -234,7 +213,8 @@ def _key(key: Any, name: str, line: str = " ") -> str:
     return text if len(text) <= 1000 else f"? {text}{line}"
 
 
-FUNCTIONS = ("reward", "loss", "advantage")
+IMPORTED = ("loss", "advantage")
+FUNCTIONS = ("reward", *IMPORTED)
 CODE = (
     *(*FUNCTIONS, "rollout.environment", "rollout.worker", "generation.python"),
     *("generation.engine", "model.trust_remote_code", "trust_remote_code"),
@@ -296,14 +276,16 @@ class Trust:
 
     given: Mapping[str, str] = field(default_factory=dict)
     runs: Literal["given", "all", "none"] = "given"
-    """none: settings are only printed or compared."""
+    """none: settings are only printed, for which a loss or advantage alone is imported."""
     typed: tuple[str, ...] = ()
     """The command line; none in Python."""
 
     def require(self, used: Mapping[str, Any]) -> None:
         """Raise ConfigError for code in the settings `used` of a file that may not run."""
-        found = {key: each for key, each in code_of(used).items() if key not in self.given}
-        if self.runs != "given" or not found:
+        runs = {"given": CODE, "all": (), "none": IMPORTED}[self.runs]
+        code = code_of(used).items()
+        found = {key: each for key, each in code if key in runs and key not in self.given}
+        if not found:
             return
         names = ", ".join(found)
         command = shlex.join([*self.typed, *(word for _, flag in found.values() for word in flag)])

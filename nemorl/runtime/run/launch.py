@@ -1,5 +1,6 @@
 """A run before its model is loaded: checked and read in order of cost."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -32,8 +33,8 @@ from nemorl.rollout.config import GenerationConfig, RolloutConfig
 from nemorl.rollout.environments import Environment, check_limits, make_environment
 from nemorl.rollout.environments.classes import Workers
 from nemorl.runtime.config.base import BaseConfig, RunConfig, require_rows
-from nemorl.runtime.config.tree import construct, dump_yaml, flat, to_dict, yaml_layer
-from nemorl.runtime.config.yaml_io import Trust, without_secrets
+from nemorl.runtime.config.tree import defaults, dump_yaml, flat, merge, to_dict
+from nemorl.runtime.config.yaml_io import read, without_secrets
 from nemorl.runtime.ranks import is_follower
 from nemorl.runtime.run.data import Reward, Rows, first_of_each, print_known, read_data, reward_for
 from nemorl.runtime.run.devices import Devices
@@ -230,15 +231,16 @@ def generation_config(
 def changes(path: str | Path, config: BaseConfig) -> list[str]:
     """Return the settings that numbers depend on and that differ from those in a file."""
     try:
-        tree = yaml_layer(type(config), {}, path, Trust(runs="none"))
+        tree = merge(defaults(type(config)), read(path)[0])
         before, now = (
-            flat(without_secrets(to_dict(each))) for each in (construct(type(config), tree), config)
+            flat(without_secrets(json.loads(json.dumps(each, default=str))))
+            for each in (tree, to_dict(config))
         )
     except ValueError as error:
         warn(f"the run's earlier settings can't be compared with the present ones: {error}")
         return []
     free = (
-        *("run.", "runtime.", "profile.", "max_num_steps", "num_epochs"),
+        *("run.", "runtime.", "profile.", "environment.", "max_num_steps", "num_epochs"),
         "trainer.offload_during_generation",
     )
     return [

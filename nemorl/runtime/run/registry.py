@@ -263,9 +263,6 @@ def require_names(config: object) -> None:
         require_environment(environment)
         if environment not in ENVIRONMENTS:
             check_function(environment, "rollout.environment")
-    for setting, section in vars(config).items():
-        if getattr(section, "_unchecked", False):
-            check_function(section.name, setting)
     if trainer := getattr(config, "trainer", None):
         _get(trainer.backend, TRAINING_BACKENDS, "training backend")
     if generation := getattr(config, "generation", None):

@@ -11,19 +11,10 @@ from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-QUIET = [
-    "--run.display",
-    "none",
-    "--run.no-plots",
-    "--trainer.device",
-    "cpu",
-    "--data.max-total-sequence-length",
-    "32",
-    "--generation.max-new-tokens",
-    "4",
-]
-
-
+QUIET = (
+    "--run.display none --run.no-plots --trainer.device cpu --data.max-total-sequence-length 32"
+    " --generation.max-new-tokens 4"
+)
 GREEDY = ["--prompt", "1+1=", "--temperature", "0", "--device", "cpu", "--json"]
 
 
@@ -39,38 +30,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_prompts_per_step: 4\nnum_generations_per_prompt: 3\nmax_num_steps: 9\nreward:"
         " contains_answer\n"
     )
-    rows = [
-        "--data.train",
-        str(folder / "rows.jsonl"),
-        "--data.validation",
-        str(folder / "rows.jsonl"),
-        "--data.prompt-column",
-        "question",
-    ]
-    sft = [
-        "--model.path",
-        str(folder / "model"),
-        "--run.dir",
-        str(folder / "sft"),
-        "--max-num-steps",
-        "120",
-        "--optimizer.lr",
-        "1e-2",
-        "--train-global-batch-size",
-        "16",
-    ]
-    assert main(["sft", *sft, *rows, *QUIET]) == 0
-    grpo = [
-        "--model.path",
-        str(folder / "sft" / "hf"),
-        "--run.dir",
-        str(folder / "grpo"),
-        "--config",
-        str(folder / "settings.yaml"),
-        "--max-num-steps",
-        "2",
-    ]
-    assert main(["grpo", "--preset", "dr_grpo", *grpo, *rows, *QUIET]) == 0
+    rows = f"--data.train {folder}/rows.jsonl --data.validation {folder}/rows.jsonl {QUIET}"
+    rows += " --data.prompt-column question"
+    sft = f"--model.path {folder}/model --run.dir {folder}/sft --optimizer.lr 1e-2 {rows}"
+    assert main(f"sft --max-num-steps 120 --train-global-batch-size 16 {sft}".split()) == 0
+    grpo = f"--model.path {folder}/sft/hf --run.dir {folder}/grpo --config {folder}/settings.yaml"
+    assert main(f"grpo --preset dr_grpo {grpo} --max-num-steps 2 {rows}".split()) == 0
     return folder
 
 

@@ -80,6 +80,7 @@ def said_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> st
         (CONFIG, "", f"--reward {REWARD} --loss {LOSS}"),
         (f"{RESUME} --reward {REWARD}", "", f"--loss {LOSS}"),
         (f"{RESUME} --trust-code --no-trust-code --reward math", "", f"--loss {LOSS}"),
+        (f"{CONFIG} --print-config", "", f"--loss {LOSS}"),
         (f"{CONFIG} --print-config --no-print-config --loss gspo", "", f"--reward {REWARD}"),
         ("grpo", "loss: {name: 'evil:fn'}", "--loss evil:fn"),
         ("sft", "{reward: '~/my f.py:fn'}", "--reward '~/my f.py:fn'"),
@@ -148,21 +149,12 @@ def test_code_runs_that_the_command_line_names_too(folder: Path, command: str, f
     [
         "report copy",
         "plan --config mine.yaml --gpus 1 --gpu-memory 80",
-        f"{RESUME} --print-config",
-        f"{CONFIG} --print-config",
         f"{RESUME} --reward exact_match --loss clipped --print-config",
     ],
 )
 def test_nothing_is_run_where_it_is_not_needed(folder: Path, command: str, capsys):
     main(command.split())
     assert "may not decide" not in capsys.readouterr().err and not Path("marker").exists()
-
-
-def test_what_is_printed_says_that_it_is_not_checked(folder: Path, capsys):
-    assert main(f"{CONFIG} --print-config".split()) == 0
-    printed = capsys.readouterr().out
-    assert "# Not checked: ./of_mine.py:loss was not imported, as only a file names" in printed
-    assert "  name: ./of_mine.py:loss\n  scale: 2.0\n" in printed.replace('"', "")
 
 
 def test_settings_without_code_need_nothing(folder: Path):

@@ -28,7 +28,7 @@ from nemorl import (
 )
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config, to_dict, unused
-from nemorl.runtime.config.yaml_io import MAX_TEXT, ConfigError, dump, read
+from nemorl.runtime.config.yaml_io import ConfigError, dump, read
 
 CONFIGS: list[Any] = [
     SFTConfig(),
@@ -72,7 +72,7 @@ def test_comments_explain_each_key():
     about = "  # Decay of the running mean of the gradient."
     assert lines[lines.index("  beta1: 0.9") - 1] == about
     text = " ".join(line.strip("# ") for line in lines)
-    assert "One of clipped, gspo, cispo, reinforce, module:function. loss: name: gspo" in text
+    assert "loss: One of clipped, gspo, cispo, reinforce, module:function. name: gspo" in text
     assert "not 0 at the last step. One of constant, linear, cosine. schedule: constant" in text
 
 
@@ -118,7 +118,6 @@ def test_an_int_is_a_float_and_a_list_a_tuple():
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"loss": "reinforced"}, r"did you mean reinforce\?"),
     ({"loss": ["gspo"]}, r"loss must be a section"),
     (
         {"max_num_steps": "3"},
@@ -145,14 +144,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_refused(mapping: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         from_dict(GRPOConfig, mapping)
-
-
-def test_unreadable_files(tmp_path: Path):
-    with pytest.raises(ValueError, match="can't read the config file"):
-        load_config(GRPOConfig, tmp_path)
-    (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xff}")
-    with pytest.raises(ValueError, match="can't read the config file"):
-        load_config(GRPOConfig, tmp_path / "latin.yaml")
 
 
 def bomb(form: str) -> str:
@@ -191,39 +182,10 @@ def test_a_config_without_end_is_refused():
         read("/dev/zero")
 
 
-SPECIAL = st.sampled_from(
-    [
-        *("1e5", "~", "a\nb", "\x7f", "\x85", "\u2028", "\ufeff", "Note: brief", "a.b", "y", "NO"),
-        *(
-            "null",
-            "12:30",
-            "=",
-            "<<",
-            "- a",
-            "---",
-            "# a",
-            "",
-            " ",
-            "{",
-            "2026-01-01",
-            ".inf",
-            "0o7",
-        ),
-        *(
-            "?",
-            "k" * 3000,
-            "🙂",
-            "\ufffe",
-            "!!int 3",
-            "&a",
-            "*a",
-            "a: b",
-            "%YAML 1.1",
-            "\t",
-            "\r\n",
-        ),
-    ]
-)
+TRAPS = ["1e5", "~", "\x7f", "a.b", "y", "NO", "null", "12:30", "=", "<<", "---", "{", "2026-01-01"]
+TRAPS += [".inf", "0o7", "?", "🙂", "\ufffe", "&a", "*a", "a\nb", "\x85", "\u2028", "\ufeff"]
+TRAPS += ["Note: brief", "- a", "# a", "", " ", "k" * 3000]
+SPECIAL = st.sampled_from([*TRAPS, "!!int 3", "a: b", "%YAML 1.1", "\t", "\r\n"])
 TEXTS = st.text() | SPECIAL
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
@@ -252,7 +214,6 @@ def test_reading_is_the_inverse_of_writing(tmp_path_factory: Any, tree: dict[str
         (Path("a"), "b.c must hold text, numbers, .* but it holds PosixPath"),
         ("\udc80", "b.c must hold text, .* surrogates not allowed"),
         ({1: 2}, "keys of b.c.1 must be text, but one is 1"),
-        ("k" * MAX_TEXT, "at most 10000000 characters"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -278,6 +239,12 @@ def test_refused_files(text: str, reason: str, tmp_path: Path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=reason):
         read(tmp_path / "a.yaml")
+
+
+def test_a_file_that_is_not_text(tmp_path: Path):
+    (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xff}")
+    with pytest.raises(ConfigError, match="can't read the config file"):
+        read(tmp_path / "latin.yaml")
 
 
 def test_types_of_version_1_2(tmp_path: Path):

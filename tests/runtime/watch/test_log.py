@@ -86,7 +86,6 @@ def test_the_log_of_a_whole_run(tmp_path):
     lines = log_of(RunDirectory(tmp_path / "run"))
     assert [(line["event"], line["step"]) for line in lines if line["level"] == "INFO"] == [
         ("run_begin", 0),
-        ("preset", 0),
         ("train_begin", 0),
         ("checkpoint", 2),
         ("validation", 3),

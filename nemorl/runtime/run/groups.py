@@ -68,19 +68,14 @@ class PromptStream:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def next(self, count: int, *, ahead: int = 0) -> Prompts:
-        """Return the next `count` prompts: of the present step, or of the next one if taken before
-        it.
-
-        ahead: how many steps later they are trained on. Until that step has ended they are open: a
-        run that is resumed from a checkpoint before gets them again, with the same numbers.
+    def next(self, count: int) -> Prompts:
+        """Return the next `count` prompts, to sample by hand (`Step.sample` takes its own): of the
+        present step, or of the next one if taken before it.
         """
         at_least(1, count=count)
-        at_least(0, ahead=ahead)
         rows, progress = self.rows, self.rows.load()
-        step = progress.state.step + 1 + ahead
-        state, groups = progress.taken.take_groups(rows.name, rows.order, count, step=step)
-        progress.taken = state
+        step = progress.state.step + 1
+        progress.taken, groups = progress.taken.take_groups(rows.name, rows.order, count, step=step)
         return self.of(groups)
 
     def of(self, groups: Sequence[Group]) -> Prompts:

@@ -218,17 +218,6 @@ class Run(Generic[Config]):
         self.progress.last_step, self.loop = last_step, Steps(self, last_step, validate)
         return self.loop
 
-    def asked(
-        self, environment: Environment | None, params: SamplingParams | None
-    ) -> tuple[Environment, SamplingParams]:
-        environment = environment or self.environment
-        if environment is None:
-            raise ValueError(
-                "environment must judge the responses, but there is none: pass one, or give"
-                " open_run a config with a reward"
-            )
-        return environment, params or self.config.generation.sampling_params()
-
     @property
     def present(self) -> "Step | None":
         """The present step; None outside of the loop over `steps`."""
@@ -350,61 +339,37 @@ class Step:
 
     def sample(
         self,
-        prompts: "PromptStream | Prompts",
+        prompts: PromptStream,
         environment: Environment | None = None,
         *,
-        count: int | None = None,
+        count: int,
         n: int = 1,
         params: SamplingParams | None = None,
     ) -> Rollouts:
-        """Return `n` conversations about each of the next `count` prompts of a stream, which this
-        step trains on, led or judged by the environment or by an episode, `async def episode(row,
-        policy) -> Outcome` (None: as the config says).
+        """Return `n` conversations about each of the next `count` prompts of `run.prompts()`, which
+        this step trains on, led or judged by the environment or by an episode, `async def
+        episode(row, policy) -> Outcome` (None: as the config says).
 
         The present weights sample them, or with `async.max_staleness` of 1 or more earlier ones, up
         to so many steps ahead. Their random numbers follow from the run's seed and the numbers of
         their groups. They are measured and logged with the step, unless the loop logs samples.
 
-        Args:
-            prompts: `run.prompts()`; or prompts taken from it, without `count`, which the present
-                weights sample. Those without a number, or sampled before, get new ones.
-            params: None for `config.generation`'s.
-        Raises: ValueError for prompts of a step that has ended; the first failure where most
-        conversations fail.
+        params: None for `config.generation`'s. Raises: ValueError for an environment that is
+        missing; the first failure where most conversations fail.
         """
-        if isinstance(prompts, PromptStream):
-            if count is None:
-                raise ValueError(
-                    "count must say how many prompts of a stream are sampled, but it is None: pass"
-                    " step.sample(prompts, count=…)"
-                )
-            at_least(1, count=count, n=n)
-            environment, params = self.run.asked(environment, params)
-            stream = self.run.sampler.stream(prompts, environment, count=count, n=n, params=params)
-            with self._generating() as generator:
-                found = stream.next(count, generator)
-            most, synced_at = stream.settings.max_staleness, self.run.sampler.synced_at
-            self._ages.add(found.conversations, self.number, synced_at, most=most)
-            return self._sampled(found)
-        environment, params = self.run.asked(environment, params)
-        with self._generating() as generator:  # in which streams may take groups
-            taken, groups = self.run.progress.taken.sample(prompts.groups, len(prompts))
-            found = collect(
-                generator,
-                environment,
-                replace(prompts, groups=groups),
-                replace(params, n=n),
-                seed=taken.seed,
+        at_least(1, count=count, n=n)
+        environment = environment or self.run.environment
+        if environment is None:
+            raise ValueError(
+                "environment must judge the responses, but there is none: pass one, or give"
+                " open_run a config with a reward"
             )
-        self.run.progress.taken = taken
-        return self._sampled(found)
-
-    @contextmanager
-    def _generating(self) -> Iterator[GenerationBackend]:
+        params, sampler = params or self.run.config.generation.sampling_params(), self.run.sampler
+        stream = sampler.stream(prompts, environment, count=count, n=n, params=params)
         with self.run.sampling() as generator, self.timed("generate"):
-            yield generator
-
-    def _sampled(self, found: Rollouts) -> Rollouts:
+            found = stream.next(count, generator)
+        most = sampler.settings.max_staleness
+        self._ages.add(found.conversations, self.number, sampler.synced_at, most=most)
         self._found.append(found)
         ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
         self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)

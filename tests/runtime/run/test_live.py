@@ -411,7 +411,7 @@ def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
         critic = run.backend("critic", model=folder)
         for step in run.steps(1):
             late = run.backend("late", trains=False)
-            step.sample(prompts.next(2))
+            step.sample(prompts, count=2)
             assert held(early) == held(late) == held(critic) == NOTHING
     probe, sample = watched
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING

@@ -70,8 +70,6 @@ class LoopState:
     """Finished steps that the engines' weights include; not saved, like what follows."""
     asked: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Groups for which the present step still waits, by stream."""
-    missed: frozenset[int] = field(default=frozenset(), compare=False)
-    """Groups that were not sampled before the end of their step."""
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any]) -> "LoopState":
@@ -112,29 +110,6 @@ class LoopState:
         taken = [replace(group, step=step, state="taken") for group in (*again, *new)]
         return replace(state, groups=self.groups + len(rows)).put(taken), taken
 
-    def sample(self, groups: Sequence[int], count: int) -> tuple["LoopState", list[int]]:
-        """Return the state after `count` prompts were sampled, and the numbers of their groups.
-
-        groups: theirs, or none. A prompt gets a new one if its own was sampled or closed before.
-        Raises: ValueError for prompts that were taken for a step that has ended.
-        """
-        if missed := self.missed.intersection(groups):
-            raise ValueError(
-                "prompts must be sampled by the end of the step for which they were taken, but"
-                f" group {min(missed)} was taken for an earlier one, and a resumed run would lose"
-                " it: take prompts for the next step by prompts.next(count, ahead=1)"
-            )
-        fresh = {group.ordinal: group for group in self.open_groups if group.state == "taken"}
-        sampled, next_number = list[Group](), self.groups
-        for number in groups or [-1] * count:
-            group = fresh.pop(number, None)
-            if group is None:
-                group = Group(ordinal=next_number, stream="", row=-1, step=self.step + 1)
-                next_number += 1
-            sampled.append(replace(group, state="given"))
-        state = replace(self, groups=next_number).put(sampled)
-        return state, [group.ordinal for group in sampled]
-
     def drop(self, groups: Sequence[int], reason: str) -> "LoopState":
         """Return the state in which no step trains on groups.
 
@@ -162,8 +137,7 @@ class LoopState:
             "dropped": {**self.dropped, **({"not sampled": missed} if missed else {})},
             "open": [group.ordinal for group in left],
         }
-        state = replace(self, step=here, open_groups=left, dropped={}, asked={})
-        return replace(state, missed=self.missed.union(missed)), found
+        return replace(self, step=here, open_groups=left, dropped={}, asked={}), found
 
     def ahead(self, stream: str) -> list[Group]:
         """Return the groups that run or have ended, and that no step has yet."""

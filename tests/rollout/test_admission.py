@@ -183,11 +183,9 @@ def test_no_group_is_lost_or_given_twice(seed: int, loop: list):
         for name, count, ahead, at_once in taken:
             state, groups = state.take_groups(name, ORDERS[name], count, step=number + ahead)
             assert all(group.row < ORDERS[name].num_rows for group in groups)
-            ordinals = [group.ordinal for group in groups]
-            given += ordinals
+            given += [group.ordinal for group in groups]
             if at_once:
-                state, sampled = state.sample(ordinals, count)
-                assert sampled == ordinals
+                state = state.put([replace(group, state="given") for group in groups])
         state, _ = state.advance()
         assert state.step == number and all(group.step > number for group in state.open_groups)
     assert sorted(given) == list(range(state.groups)) == list(range(sum(state.cursors.values())))
@@ -220,24 +218,6 @@ def test_a_checkpoint_of_groups_ahead() -> None:
     state, actions = decide(LoopState.resumed(saved), Updated(), **options)
     assert [(group.ordinal, group.begun) for group in actions.begin] == [(n, 1) for n in range(4)]
     assert state.groups == state.cursors["train"] == 4
-
-
-@pytest.mark.parametrize(
-    ("asked", "count", "found"),
-    [
-        ([], 2, [2, 3]),
-        ([0, 0, 1], 3, [0, 2, 1]),
-        ([9], 1, [2]),
-    ],
-)
-def test_a_number_is_sampled_once(asked: list[int], count: int, found: list[int]):
-    state, _ = LoopState(0).take_groups("train", ORDERS["train"], 2, step=1)
-    after, numbers = state.sample(asked, count)
-    assert numbers == found and after.groups == max([1, *found]) + 1
-    again, others = after.sample(found, len(found))
-    assert not set(others) & set(found)
-    again = again.advance()[0]
-    assert again.sample([n for n in found if n not in again.missed], 1)[1][0] == again.groups
 
 
 def test_a_group_is_dropped_once():

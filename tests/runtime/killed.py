@@ -165,27 +165,13 @@ class KillInTurn(Callback):
         return self.SIGNALS[self.seed % len(self.SIGNALS)]
 
 
-def with_prompts_ahead(run: Any, steps: Any) -> None:
-    """The first ones before the loop, and those of a step in the one before it."""
+def own_loop(run: Any, steps: Any) -> None:
+    """Of two streams of prompts, one of which is not trained on."""
     prompts, mixed = run.prompts(), run.prompts(run.rows[:9], name="mixed")
-    following = prompts.next(3)
     for step in steps:
-        now, following = following, prompts.next(3, ahead=1)
-        responses = step.sample(now, n=4)
-        step.log({"other": float(step.sample(mixed.next(2)).rewards.mean())})
+        responses = step.sample(prompts, count=3, n=4)
+        step.log({"other": float(step.sample(mixed, count=2).rewards.mean())})
         learn(step, responses)
-
-
-def with_responses_ahead(run: Any, steps: Any) -> None:
-    """Sampled at the end of the step before, by the weights that its checkpoint has."""
-    prompts, following = run.prompts(), None
-    for step in steps:
-        responses = following or step.sample(prompts.next(3), n=4)
-        learn(step, responses)
-        following = step.sample(prompts.next(3, ahead=1), n=4)
-
-
-LOOPS = {"prompts": with_prompts_ahead, "responses": with_responses_ahead}
 
 
 def talk(folder: Path, *, steps: int, seed: int | None) -> None:
@@ -235,9 +221,9 @@ def main(settings: dict[str, Any]) -> None:
     run = {"save_period": 2, "resume": settings.get("resume", False), "val_period": 3}
     config = make(folder, steps=steps, run=run, **options)
     callbacks = [Kill(settings["kill"], settings["at"])] if settings.get("kill") else []
-    if "loop" in settings:
+    if settings.get("own"):
         with opened(config, callbacks=callbacks) as run:
-            LOOPS[settings["loop"]](run, run.steps(steps))
+            own_loop(run, run.steps(steps))
     else:
         start(config, validation=validation, callbacks=callbacks)
 

@@ -111,6 +111,18 @@ def ahead(folder: Path, staleness: int, *, in_flight: str = "keep", **options: A
     return grpo_config(folder, async_=nemorl.AsyncConfig(**section), **options)
 
 
+def saved_model(folder: Path, **options: Any) -> Path:
+    """The folder of a tiny model and its tokenizer."""
+    tiny_model(**{"scale": 2.0, **options}).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def lines(folder: Path, name: str = "groups.jsonl") -> list[dict[str, Any]]:
     """The lines of a file of a run."""
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]

@@ -41,9 +41,7 @@ if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError fo
 
 @dataclass(frozen=True, kw_only=True)
 class Comparisons:
-    """What is compared, as rows of a batch: (chosen, rejected), or for KTO one response labelled by
-    its advantages.
-    """
+    """Rows of a batch: (chosen, rejected), or for KTO one response labelled by its advantages."""
 
     rows: Sequence[Together]
     mismatched: Sequence[Together] = ()
@@ -55,9 +53,8 @@ class Comparisons:
 def comparisons(
     config: DPOConfig, rows: Sequence[Any], tokenizer: Any, *, in_pairs: bool = False
 ) -> tuple[Comparisons, Sequence[Any], Lengths]:
-    """Return preferences as tokens, the row of each, and their lengths.
-
-    KTO takes pairs apart; with `in_pairs` the two responses stay next to each other.
+    """Return preferences as tokens, the row of each, and their lengths. KTO takes pairs apart; with
+    `in_pairs` their responses stay next to each other.
     """
     single = isinstance(config.loss, KTOLoss)
     paired = not single or (in_pairs and all(row.get("label") is None for row in rows))
@@ -68,10 +65,7 @@ def comparisons(
         )
         alike = sum(pair.chosen.input_ids == pair.rejected.input_ids for pair in pairs)
         if alike:
-            warn(
-                f"{alike} of {len(pairs)} pairs have the same response on both sides, which teaches"
-                " nothing: remove them"
-            )
+            warn(f"{alike} of {len(pairs)} pairs have the same response on both sides: remove them")
         found: list[Together] = [(pair.chosen, pair.rejected) for pair in pairs]
         if single:  # a row each, because the limits on a row's size are for one response
             halves = ((with_label(a, True), with_label(b, False)) for a, b in found)
@@ -138,8 +132,8 @@ def with_reference(
 
 
 def baseline(trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig) -> float:
-    """Return KTO's baseline, an estimate of KL(π‖π_ref) in nats per response: the mean of
-    log π − log π_ref over mismatched sequences.
+    """Return KTO's baseline, the mean of log π − log π_ref over mismatched sequences: an estimate
+    of KL(π‖π_ref) in nats per response.
     """
     batch = with_reference(trainer, collate_together(rows), config)
     assert batch.reference_logprobs is not None
@@ -177,8 +171,8 @@ def samples(
 def make_loss(config: DPOConfig, batch: TokenBatch, kl: float | None = None) -> LossFn:
     """Return the configured loss of a part of the step whose whole batch is `batch`.
 
-    A row is a pair, segment 1 chosen and segment 2 rejected, or for KTO responses labelled by the
-    sign of `advantages`. Each weighs 1 / their number in the step. kl: KTO's baseline.
+    A row is a pair, segment 1 chosen and segment 2 rejected, or for KTO a response labelled by the
+    sign of `advantages`. Each weighs 1 / their number. kl: KTO's baseline.
     """
     single = isinstance(config.loss, KTOLoss)
     return partial(
@@ -207,8 +201,8 @@ def preference_loss(
 ) -> LossOutput:
     """Return preference term + `sft_weight` · negative log-likelihood of a part of a step.
 
-    Each pair (`single`: each labelled response) weighs `weight`; a response's score is the sum of
-    its tokens' logprobs, or with `average` their mean.
+    Each pair (`single`: labelled response) weighs `weight`; a response's score is the sum of its
+    tokens' logprobs, or with `average` their mean.
     """
     assert part.loss_weights is not None
     # As many as there can be, in pairs: to count them the host would wait for the device.
@@ -233,11 +227,10 @@ def preference_loss(
 
 def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
     """Return the loss's function with its constants."""
-    constants = asdict(loss)
-    function = getattr(preference, constants.pop("name"))
-    for not_of_the_term in ("average_logprobs", "baseline"):
-        constants.pop(not_of_the_term, None)
-    return partial(function, **constants)
+    settings = asdict(loss)
+    function = getattr(preference, settings.pop("name"))
+    others = ("average_logprobs", "baseline")
+    return partial(function, **{k: v for k, v in settings.items() if k not in others})
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
@@ -286,16 +279,10 @@ def by_sequence(
     average: bool = False,
     num: int | None = None,
 ) -> Float[Tensor, "sequences"]:
-    """Return the sum or mean over each response's trained tokens, with zeros up to `num`."""
+    """Return the sum or mean over each response's trained tokens, with zeros up to `num` (None: as
+    many as there are, for which the host waits).
+    """
+    count = int(num_segments(part.segment_ids).sum()) if num is None else num
     return sequence_logprobs(
-        values,
-        part.loss_mask,
-        part.segment_ids,
-        num_sequences=num_sequences(part) if num is None else num,
-        average=average,
+        values, part.loss_mask, part.segment_ids, num_sequences=count, average=average
     )
-
-
-def num_sequences(part: TokenBatch) -> int:
-    """Count the responses; a GPU's host waits."""
-    return int(num_segments(part.segment_ids).sum())

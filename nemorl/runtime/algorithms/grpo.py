@@ -24,10 +24,8 @@ from nemorl.runtime.run.samples import beside, by_set, compared
 
 
 def grpo(run: Run[GRPOConfig]) -> None:
-    """Sample groups of responses, score them, compare them, and update the policy on them.
-
-    An optimizer step from which nothing can be learned is not taken: Adam's momentum would move the
-    weights all the same.
+    """Sample groups of responses, score and compare them, and update the policy on them, unless
+    there is nothing to learn: Adam's momentum would move the weights all the same.
     """
     config, prompts = run.config, run.prompts()
     shaping, advantages = make_shaping(config), make_advantages(config)

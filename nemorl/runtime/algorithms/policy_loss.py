@@ -1,7 +1,4 @@
-"""The loss of a GRPO step: its weights, its advantages, and what the model's output costs.
-
-Each function `make_…` is called once, at the start of a run. The loss holds no config object.
-"""
+"""The loss of a GRPO step, with its weights and advantages. `make_…` is called once in a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -36,7 +33,7 @@ Shaping = Callable[[Rollouts], Float[Tensor, "batch"]]
 
 
 def make_loss_weights(config: GRPOConfig) -> LossWeights:
-    """Return what weights tokens."""
+    """Return the function that weights tokens."""
     match config.reduction:
         case "token_mean":
             return lambda mask, group_id: masks.token_mean_weights(mask)
@@ -50,7 +47,7 @@ def make_loss_weights(config: GRPOConfig) -> LossWeights:
 
 
 def make_shaping(config: GRPOConfig) -> Shaping:
-    """Return what shapes rewards by length."""
+    """Return the function that shapes rewards by length."""
     overlong, limit = config.overlong, config.generation.longest_response
     if not overlong.buffer:
         return lambda rollouts: rollouts.rewards
@@ -64,7 +61,7 @@ def make_shaping(config: GRPOConfig) -> Shaping:
 
 
 def make_advantages(config: GRPOConfig) -> Advantages:
-    """Return what turns rewards into advantages."""
+    """Return the function that turns rewards into advantages."""
     choice, shaped = config.advantage, make_shaping(config)
 
     def advantages(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
@@ -152,8 +149,7 @@ def policy_loss(
     what `at_version` says; otherwise the present ones. penalty: coef of `log_ratio_penalty`.
     entropy_coef: 0 only reports the entropy; with None it is not computed.
 
-    Raises: TypeError for a constant that `term` does not have or gets from the batch, and for one
-    that it lacks.
+    Raises: TypeError for constants that do not fit `term`.
 
     >>> loss_fn = policy_loss(policy.clipped, clip_low=0.2, clip_high=0.28)
     """
@@ -163,9 +159,9 @@ def policy_loss(
         signature(term).bind(*range(4), **dict.fromkeys(computed), **constants)
     except TypeError as error:
         raise TypeError(
-            f"policy_loss must call {name_of(term)}(token_logprobs, prev_logprobs, advantages,"
-            f" loss_weights, …) with the constants {sorted(constants)}, but {error}: its parameters"
-            f" are {', '.join(signature(term).parameters)}"
+            f"policy_loss must call {name_of(term)} with four tensors and the constants"
+            f" {sorted(constants)}, but {error}: its parameters are"
+            f" {', '.join(signature(term).parameters)}"
         ) from None
     loss_fn = partial(
         _policy_loss,

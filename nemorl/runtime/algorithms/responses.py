@@ -1,4 +1,4 @@
-"""What GRPO does with a step's responses: which it trains on, their logprobs, and the log."""
+"""Which of a step's responses GRPO trains on, their logprobs, and the log."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,8 +82,8 @@ def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterato
 def roll_out(run: Run[GRPOConfig], step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
     """Return the responses to train on, and all that were sampled.
 
-    Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal
-    (`informative`) by fresh ones, in rounds. Where it finds no other, it returns the last round.
+    Dynamic sampling replaces groups that are not `informative`, before rewards are shaped, by fresh
+    ones, in rounds. Where it finds no other, it returns the last round.
     """
     config, size = run.config, run.config.num_generations_per_prompt
     wanted = config.num_prompts_per_step
@@ -117,7 +117,7 @@ def part(rollouts: Rollouts, chosen: Bool[Tensor, "batch"]) -> Rollouts:
 def compared_samples(
     run: Run[GRPOConfig], rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
 ) -> Samples:
-    """Return groups for the sample log, among them that of `worst_row` where logprobs are known."""
+    """Return groups for the sample log, with that of `worst_row` where logprobs are known."""
     groups = rollouts.group_id.tolist()
     rows = whole_groups(groups, run.config.run.samples_per_step)
     if not rows:

@@ -54,8 +54,7 @@ def validation(run: Run[SFTConfig]) -> Validate | None:
         first, columns = origin_of(rows[0], 0), ", ".join(rows[0])
         raise ValueError(
             "data.validation must have rows with a response, messages or an answer, but"
-            f" {first} has the columns {columns}: name them (data.response_column,"
-            " data.answer_column)"
+            f" {first} has {columns}: name them (data.response_column, data.answer_column)"
         )
 
     def validate() -> tuple[dict[str, float], Samples]:

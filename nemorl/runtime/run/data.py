@@ -1,4 +1,4 @@
-"""A run's rows: read, as token ids within the longest sequence, and in the order of training."""
+"""A run's rows, as token ids within the longest sequence and in the order of training."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,8 @@ DEFAULT_REWARD = "exact_match"
 def read_data(
     data: DataConfig, *, train: Rows = None, validation: Rows = None, seed: int = 0
 ) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Return the rows to train and to validate on, of `data` or of `train` and `validation`.
-
-    A `DataModule` brings its own validation rows; `data.held_out` takes training rows for it.
+    """Return the rows to train and to validate on, of `data` or of `train` and `validation`. A
+    `DataModule` brings its own validation rows; `data.held_out` takes training rows.
     """
     count = len(sources_of(data.train if train is None else train))
     require(
@@ -91,9 +90,8 @@ def print_known(*sources: Rows) -> None:
 
 
 def reward_for(reward: Any, *sources: Rows) -> Any:
-    """Return the reward of known data sets where `reward` is the default, else `reward`.
-
-    Raises: ValueError for sources that have no reward in common.
+    """Return `reward` or, for the default, that of known data sets. Raises: ValueError for sources
+    that have none in common.
     """
     known = map(known_set, _parts(*sources))
     rewards = {None if each is None else each.reward for each in known}
@@ -118,9 +116,7 @@ def _parts(*sources: Rows) -> list[Any]:
 def tokenised_prompts(
     config: BaseConfig, rows: Sequence[Any], tokenizer: Any, environment: Any = None
 ) -> tuple[Prompts, Lengths]:
-    """Return prompts, with an environment's tools, as token ids that leave room for an answer, and
-    their lengths.
-    """
+    """Return prompts, with an environment's tools, that leave room for an answer; their lengths."""
     longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
     require(
         not rows or answer < longest,
@@ -150,9 +146,8 @@ def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], token
     if found:
         warn(
             f"{origin_of(rows[found[0]], found[0])}: the prompt has unknown tokens"
-            f" ({tokenizer.unk_token}) only, like {len(found)} of {len(prompts)} prompts, so the"
-            " model can't tell them apart: use the tokenizer that the model was made with, or"
-            " prompts of its language"
+            f" ({tokenizer.unk_token}) only, like {len(found)} of {len(prompts)} prompts: use the"
+            " tokenizer that the model was made with, or prompts of its language"
         )
 
 

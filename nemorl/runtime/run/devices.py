@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemorl.checks import refuse_unused, require, warn
@@ -34,17 +34,17 @@ class Devices:
 
     plan: ParallelPlan
     """Without an open degree, and with the precision that the devices take."""
-    config: BaseConfig = field(default_factory=BaseConfig)
+    config: BaseConfig
     ranked: bool
     """Whether the model is on ranks in other processes; a single rank counts."""
-    torchrun: bool = False
+    torchrun: bool
     """Whether torchrun has started the ranks, of which this process is one."""
-    restarted: bool = False
+    restarted: bool
     """Whether it has started them again after a failure."""
-    on_gpus: bool = False
-    accelerated: bool = False
+    on_gpus: bool
+    accelerated: bool
     """Whether GPUs train, be they this machine's or a Ray cluster's."""
-    machine: Machine = field(default_factory=lambda: Machine(gpus=0))
+    machine: Machine
 
     @classmethod
     def of(
@@ -110,14 +110,15 @@ class Devices:
             restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
             on_gpus=on_gpus,
             accelerated=accelerated,
+            machine=Machine(gpus=gpus, cluster=bool(environ.get("RAY_ADDRESS"))),
         )
         if found.placed and found.shares_gpus(config.generation):
             room = num_ranks // config.generation.devices_per_replica
             check_shares(config.generation, room, f"{num_ranks} ranks")
         taken = placed + (found.local_gpus if given is None else given)
-        machine = Machine(gpus=gpus, taken=taken, cluster=bool(environ.get("RAY_ADDRESS")))
-        check_generation(config.generation, None, machine)
-        return replace(found, machine=machine)
+        found = replace(found, machine=replace(found.machine, taken=taken))
+        check_generation(config.generation, None, found.machine)
+        return found
 
     @property
     def placed(self) -> bool:
@@ -131,7 +132,7 @@ class Devices:
 
     @property
     def local_gpus(self) -> int:
-        """The number of this machine's GPUs that train without Ray knowing it."""
+        """How many of this machine's GPUs train without Ray knowing it."""
         if not self.on_gpus or self.placed:
             return 0
         if self.torchrun:
@@ -151,8 +152,8 @@ class Devices:
             if self.accelerated:
                 warn_of_quadratic_memory(self.config, model, self.plan)
 
-    def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
-        """Refuse a Ray cluster without room for ranks and engines together."""
+    def check_cluster(self, engines: GenerationConfig) -> None:
+        """Refuse a Ray cluster without room for ranks and engines."""
         if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
             return
         from nemorl.runtime.engines.replicas import engine_bundles
@@ -167,7 +168,7 @@ class Devices:
 
         connect()
         try:
-            ranks = rank_bundles(config, self.plan.num_ranks, engines) if self.placed else []
+            ranks = rank_bundles(self.config, self.plan.num_ranks, engines) if self.placed else []
             if self.placed and self.shares_gpus(engines):
                 with RayVirtualCluster({"rank": ranks}) as cluster:
                     placement, nodes = cluster.placement("rank"), list[str]()
@@ -195,8 +196,8 @@ class Devices:
         require(
             model is None or not self.ranked,
             "model",
-            f"must be a folder or a hub name, from which each of {self.plan.num_ranks} ranks loads"
-            " its part",
+            f"must be a folder or a hub name, of which each of {self.plan.num_ranks} ranks loads a"
+            " part",
             type(model).__name__,
             "save_pretrained() it, with its tokenizer, and name that folder",
         )
@@ -228,7 +229,7 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
 
 
 def check_time(config: BaseConfig, *, ranked: bool) -> None:
-    """Refuse engine timeouts by which ranks would count as hung before."""
+    """Refuse engine timeouts by which ranks would count as hung."""
     engines, limit = config.generation, config.runtime.timeout_s
     require(
         not (ranked and engines.traits.engines) or engines.timeout_s < limit,
@@ -240,7 +241,7 @@ def check_time(config: BaseConfig, *, ranked: bool) -> None:
 
 
 def check_groups(tp: int, environ: Mapping[str, str]) -> None:
-    """Refuse groups of tp consecutive ranks on several of torchrun's machines, if known."""
+    """Refuse groups of tp consecutive ranks on several machines of torchrun."""
     size, local_rank = environ.get("LOCAL_WORLD_SIZE"), environ.get("LOCAL_RANK")
     if size is None or local_rank is None:
         return
@@ -295,9 +296,9 @@ def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan)
     longest = min(longest, max_positions(model) or longest)
     gigabytes = 4 * longest**2 * heads / plan.tp / 1e9
     warn(
-        f"parallel.param_dtype float32 on a GPU takes attention memory that grows with the square"
-        f" of the length, as the model's {heads} heads share {kv_heads} of keys and values:"
-        f" {gigabytes:.3g} GB a layer for {longest} tokens. Add --parallel.param-dtype bfloat16"
+        f"attention in float32 on a GPU takes memory that grows with the square of the length, as"
+        f" the model's {heads} heads share {kv_heads} of keys and values: {gigabytes:.3g} GB a"
+        f" layer for {longest} tokens. Add --parallel.param-dtype bfloat16"
     )
 
 
@@ -307,7 +308,7 @@ def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
     require(
         runtime.cpus_per_rank <= cores,
         "runtime.cpus_per_rank",
-        f"must be at most the {cores} CPU cores that this machine has",
+        f"must be at most the {cores} CPU cores of this machine",
         runtime.cpus_per_rank,
         "lower it",
     )
@@ -323,8 +324,8 @@ def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
     require(
         num_ranks * runtime.cpus_per_rank <= cores or runtime.oversubscribe,
         "parallel",
-        f"must ask for at most as many ranks as the {cores} CPU cores that this machine has can"
-        f" run, with {runtime.cpus_per_rank} for each",
+        f"must ask for at most as many ranks as the {cores} CPU cores of this machine can run,"
+        f" with {runtime.cpus_per_rank} for each",
         num_ranks,
         "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or let them take turns"
         " (--runtime.oversubscribe)",
@@ -332,7 +333,7 @@ def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
 
 
 def this_machine() -> Machine:
-    """Return what there is for generation where nothing trains."""
+    """Return this machine, where nothing trains."""
     return Machine(gpus=_num_gpus(), cluster=bool(os.environ.get("RAY_ADDRESS")))
 
 
@@ -358,12 +359,12 @@ def _num_gpus(device: str | None = None) -> int:
 
 
 LARGE_CHUNK = 4096
-"""`trainer.logprob_chunk` where there is room: fewer times is the head's gradient added to."""
+"""`trainer.logprob_chunk` where there is room: the head's gradient is added to less often."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A run's step on GPUs of `card` bytes, with what was chosen so that training fits."""
+    """A run's step that fits on GPUs of `card` bytes, with what was chosen for it."""
 
     step: PlannedStep
     card: float
@@ -390,11 +391,11 @@ def fitted(
     *,
     card: float | None,
 ) -> Fit | None:
-    """Return a run's step with the largest default microbatch, and the least recomputation, with
+    """Return a run's step with the largest default microbatch and the least recomputation with
     which training fits; None where sizes are unknown. What the user set stays.
 
     engines: those on the ranks' GPUs. card: bytes of the smallest GPU.
-    Raises: ValueError where training needs more than a GPU has, and the user set nothing of it.
+    Raises: ValueError where nothing fits that the user did not set.
     """
     registered, shape = isinstance(limits_of(config.trainer.backend), OwnLimits), None
     with suppress(Exception):  # transformers raises what a wrong value leads to
@@ -432,7 +433,7 @@ def fitted(
 def _tries(
     step: PlannedStep, model: Any, longest: int, *, chunks: Sequence[int | None]
 ) -> Iterator[PlannedStep]:
-    """Yield a step with what may be chosen, the fastest first."""
+    """Yield what may be chosen, the fastest first."""
     trainer, plans, tokens = step.work.trainer, [step.plan], MICRO_BATCH_TOKENS
     proofs = known(model) if limits_of(trainer.backend).traits.proves else ASSUMED
     if not step.plan.activation_checkpointing and proofs and proofs["recompute"].holds:
@@ -476,7 +477,7 @@ def sharing_of(
         kind = getattr(model, "model_type", "the model")
         warn(
             f"the sizes of {kind} or of the GPUs are not known, so engines on the trainer's GPUs"
-            " take vLLM's own share of them: if memory runs out, set"
+            " take vLLM's own share: if memory runs out, set"
             """ --generation.engine '{"gpu_memory_utilization": 0.4}'"""
         )
     return None

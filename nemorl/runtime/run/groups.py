@@ -40,7 +40,7 @@ class RowStream:
     """Indices of rows in a seeded order that goes on where the last checkpoint left it."""
 
     load: Callable[[], Progress]
-    """Loads the last checkpoint, if that was not done yet."""
+    """Loads the last checkpoint on first use."""
     order: Order
     name: str
 
@@ -49,9 +49,7 @@ class RowStream:
         return self.order.num_rows
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` rows' indices, of the present step, or of the next one if taken
-        before it; a new epoch begins where one ends.
-        """
+        """Return the next `count` rows' indices; a new epoch begins where one ends."""
         at_least(1, count=count)
         progress = self.load()
         progress.taken, rows = progress.taken.take(self.name, self.order, count)
@@ -68,36 +66,32 @@ class PromptStream:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def next(self, count: int, *, ahead: int = 0) -> Prompts:
-        """Return the next `count` prompts: of the present step, or of the next one if taken before
-        it.
-
-        ahead: how many steps later they are trained on. Until that step has ended they are open: a
-        run that is resumed from a checkpoint before gets them again, with the same numbers.
+    def next(self, count: int) -> Prompts:
+        """Return the next `count` prompts, to sample by hand (`Step.sample` takes its own): of the
+        present step, or of the next one if taken before it.
         """
         at_least(1, count=count)
-        at_least(0, ahead=ahead)
         rows, progress = self.rows, self.rows.load()
-        step = progress.state.step + 1 + ahead
-        state, groups = progress.taken.take_groups(rows.name, rows.order, count, step=step)
-        progress.taken = state
+        step = progress.state.step + 1
+        progress.taken, groups = progress.taken.take_groups(rows.name, rows.order, count, step=step)
         return self.of(groups)
 
     def of(self, groups: Sequence[Group]) -> Prompts:
         """Return the prompts of groups."""
         rows, taken = self.rows, [group.row for group in groups]
-        fits = f"must have the rows of the groups that are open, up to number {max(taken) + 1}"
-        remedy = "resume with the data of that run"
-        what = f"the prompts of {rows.name!r}"
-        require(max(taken) < rows.num_rows, what, fits, rows.num_rows, remedy)
-        found = self.prompts.take(taken)
-        return replace(found, groups=[group.ordinal for group in groups])
+        require(
+            max(taken) < rows.num_rows,
+            f"the prompts of {rows.name!r}",
+            f"must have the rows of the open groups, up to number {max(taken) + 1}",
+            rows.num_rows,
+            "resume with the data of that run",
+        )
+        return replace(self.prompts.take(taken), groups=[group.ordinal for group in groups])
 
 
 class GroupStream:
-    """Groups of responses in the order of their prompts, `count` for each step.
-
-    With async.max_staleness K they are sampled up to K steps ahead.
+    """Groups of responses in the order of their prompts, `count` for each step, sampled up to
+    async.max_staleness steps ahead.
     """
 
     def __init__(
@@ -152,8 +146,7 @@ class GroupStream:
     def _wait_for(self, count: int, generator: GenerationBackend) -> tuple[int, ...]:
         if self._failed is not None:
             raise RuntimeError(
-                "step.sample must not go on after sampling ahead has failed: resume the run from"
-                " its last checkpoint"
+                "step.sample must not go on after sampling ahead has failed: resume the run"
             ) from self._failed
         ahead, taken = self.settings.max_staleness > 0, self.progress.taken
         streams = self._sampler.streams
@@ -195,7 +188,7 @@ class GroupStream:
         return self._feed(Ended(groups))
 
     def _feed(self, event: Wanted | Ended | Updated) -> tuple[int, ...]:
-        """Return the groups that the present step is given."""
+        """Return the groups for the present step."""
         rows = self.prompts.rows
         self.progress.taken, actions = decide(
             self.progress.taken,
@@ -229,17 +222,16 @@ class GroupStream:
 
 
 class Sampling:
-    """The generator of a run between the trainer's steps, and the streams that sample ahead."""
+    """A run's generator between the trainer's steps, and the streams that sample ahead."""
 
     def __init__(self, progress: Progress, config: BaseConfig, directory: Path) -> None:
         self.progress, self.directory = progress, directory
         self.settings = config.async_ if isinstance(config, GRPOConfig) else AsyncConfig()
         self.streams: list[GroupStream] = []
-        """Those that were asked for groups."""
         self.synced: dict[int, int] = {}
         """Finished steps when the generator last got a version of the weights, by version."""
         self.updates = 0
-        """How often the generator was given new weights."""
+        """How often the generator got new weights."""
         self.rests = self.settings.max_staleness > 0 and config.generation.traits.embedded
         """Whether it samples ahead with the trainer's own weights, and rests in between."""
         self._awake = False
@@ -297,14 +289,14 @@ class Sampling:
                 generator.sleep()
 
     def synced_at(self, version: int) -> int:
-        """Return the finished steps when the generator got a version of the weights; one between
-        two, of a replica that came back between minibatches, counts as the older.
+        """Return the finished steps when the generator got a version of the weights, or the one
+        before it, as a replica that came back between minibatches has one in between.
         """
         known = [each for each in self.synced if each <= version]
         if not known or version > max(self.synced):
             raise RuntimeError(
                 f"tokens must carry a version of the trainer's weights, but the engine gave"
-                f" {version}: completions have policy_versions of the last update_weights"
+                f" {version}: give completions that of the last update_weights"
             )
         return self.synced[max(known)]
 

@@ -1,4 +1,4 @@
-"""A run before its model is loaded: checked and read in order of cost."""
+"""A run before its model is loaded: its settings checked and its data read, by cost."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ def as_given(
     reward: Reward | None,
     environment: Any = None,
 ) -> Config:
-    """Return the config with the names, or notes, of what was given in Python."""
+    """Return the config with names or notes of what was given in Python."""
 
     def named(value: Any) -> Any:
         if isinstance(value, list | tuple) and value:
@@ -102,7 +102,7 @@ def _given(parts: Sequence[Any]) -> str:
 
 
 def kept(config: Config) -> Config:
-    """Return the config without what is about one start of the run."""
+    """Return the config without what is for one start of the run."""
     return replace(config, run=replace(config.run, resume=False, accept_changed_data=False))
 
 
@@ -121,8 +121,8 @@ def warn_of_spinning() -> None:
     """Warn where torch was imported before nemorl, and computes in several threads."""
     if SPINS and torch.get_num_threads() > 1:
         warn(
-            "torch was imported before nemorl, so its threads spin while they wait, and another run"
-            " on this machine can slow both 50 times: import nemorl first, or set GOMP_SPINCOUNT"
+            "torch was imported before nemorl, so its threads spin while they wait, and a second"
+            " run here can slow both 50 times: import nemorl first, or set GOMP_SPINCOUNT"
             " (KMP_BLOCKTIME on macOS) before Python starts"
         )
 
@@ -135,7 +135,7 @@ def within_positions(config: Config, of_model: Any) -> Config:
         return config
     which = "that the model has"
     if positions < of_model.max_position_embeddings:
-        which = "beyond which longrope would change the numbers of a batch's other sequences"
+        which = "beyond which longrope changes the numbers of other sequences"
     warn(
         f"data.max_total_sequence_length is lowered from {wanted} to {positions}, the positions"
         f" {which}"
@@ -190,7 +190,7 @@ def environment_of(
 
 
 def workers_of(rollout: RolloutConfig) -> Callable[[], Workers] | None:
-    """Return what makes the processes of an environment, if it needs any."""
+    """Return what makes an environment's processes, if it has any."""
     if not rollout.workers:
         return None
     try:
@@ -209,7 +209,7 @@ def _default_reward(config: BaseConfig) -> Any:
 def generation_config(
     config: BaseConfig, directory: RunDirectory, devices: Devices
 ) -> GenerationConfig:
-    """Return what an engine is set up with: the run's lengths, logs and GPUs, unless given."""
+    """Return the engine's settings: the run's lengths, logs and GPUs, unless given."""
     given, longest = config.generation, config.data.max_total_sequence_length
     if given.traits.embedded:
         return given
@@ -229,7 +229,7 @@ def generation_config(
 
 
 def changes(path: str | Path, config: BaseConfig) -> list[str]:
-    """Return the settings that numbers depend on and that differ from those in a file."""
+    """Return which settings that change numbers differ from those in a file."""
     try:
         tree = merge(defaults(type(config)), read(path)[0])
         before, now = (
@@ -252,7 +252,7 @@ def changes(path: str | Path, config: BaseConfig) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is read and checked once, also where a run begins again with new ranks."""
+    """What is read and checked once, however often a run begins again with new ranks."""
 
     config: BaseConfig
     devices: Devices
@@ -261,7 +261,7 @@ class Launch:
     """Folder or hub name of the model."""
     model: nn.Module | None
     of_model: Any
-    """The model's Hugging Face configuration; None where it can't be read."""
+    """The model's Hugging Face configuration, if it can be read."""
     tokenizer: Any
     environment: Environment | None
     rows: Sequence[Row]
@@ -289,7 +289,7 @@ def launched(
     environment: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
-    """Check and read all but the model, and hold the run's directory in the block."""
+    """Check and read all but the model, and lock the run's directory for the block."""
     require(
         model is None or not config.model.from_scratch,
         "model.from_scratch",
@@ -383,7 +383,7 @@ def _require_same_rows(
 
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
-    """Make or, to resume, find the folder of a run. Raises ValueError where it is of another."""
+    """Make the folder of a run, or find it to resume. Raises ValueError for another run's."""
     restarted = restarted or _begins_anew(RunDirectory(Path(str(config.run.dir))), config.run)
     directory = RunDirectory.create(
         str(config.run.dir),
@@ -397,7 +397,7 @@ def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> Ru
 
 
 def _begins_anew(directory: RunDirectory, run: RunConfig) -> bool:
-    """Return whether to begin a run again that ended before its first checkpoint was due."""
+    """Return whether a run ended before its first checkpoint was due, and begins again."""
     if run.resume != "auto" or directory.has_checkpoint() or not directory.holds_results():
         return False
     record, metrics = RunRecord.read(directory), directory.read_metrics()

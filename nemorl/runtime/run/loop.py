@@ -46,7 +46,6 @@ from nemorl.runtime.run.samples import (
     whole_groups,
 )
 from nemorl.runtime.run.saving import TrainResult, loop_callbacks
-from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten, check_writer, memory_advice
 from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.callbacks import (
@@ -71,8 +70,8 @@ STEP, VALIDATION = 0, 1
 class Run(Generic[Config]):
     """A run whose loop is the caller's own (`nemorl.open_run`), with settings of class Config.
 
-    environment: judges responses; None for a config without `reward`. state: the finished steps.
-    result: a `TrainResult`, once the run is closed.
+    environment: judges responses; None for a config without `reward`. result: a `TrainResult`,
+    once the run is closed.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Run(Generic[Config]):
         self.progress = Progress(LoopState(self.config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
-        """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
+        """Of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
         questions = any(row.get("answer") is not None for row in self.validation_rows)
         usual = self.config.generates(answers=questions)
@@ -121,7 +120,7 @@ class Run(Generic[Config]):
     @property
     def trainer(self) -> "FullTrainingBackend":
         """The training backend, with the weights of the last checkpoint; loaded on first use."""
-        return cast("FullTrainingBackend", self.parts().trainer)  # what it lacks is an error there
+        return cast("FullTrainingBackend", self.parts().trainer)
 
     @property
     def generator(self) -> GenerationBackend:
@@ -220,40 +219,17 @@ class Run(Generic[Config]):
         self.progress.last_step, self.loop = last_step, Steps(self, last_step, validate)
         return self.loop
 
-    def asked(
-        self, environment: Environment | None, params: SamplingParams | None
-    ) -> tuple[Environment, SamplingParams]:
-        environment = environment or self.environment
-        if environment is None:
-            raise ValueError(
-                "environment must judge the responses, but there is none: pass one, or give"
-                " open_run a config with a reward"
-            )
-        return environment, params or self.config.generation.sampling_params()
-
-    @property
-    def present(self) -> "Step | None":
-        """The present step; None outside of the loop over `steps`."""
-        return None if self.loop is None else self.loop.step
-
-    @property
-    def step(self) -> "Step":
-        """The present step. Raises RuntimeError outside of the loop over `steps`."""
-        if self.present is None:
-            raise RuntimeError("there is no step now: use it in the loop over run.steps(…)")
-        return self.present
-
     def sampling(self) -> AbstractContextManager[GenerationBackend]:
         """Have the generator awake with the trainer's present weights in the block, and asleep
         after it: the trainer needs its memory. May be nested. What is sampled ahead goes on in the
         block, and after it in an engine that does not sleep.
         """
-        timed = nullcontext() if self.present is None else self.present.timed("sync")
-        generator = self.generator
+        step, generator = self.loop and self.loop.step, self.generator
+        timed = step.timed("sync") if step else nullcontext()
         return self.sampler.awake(generator, self.trainer, make_room=self.make_room, timed=timed)
 
     def make_room(self) -> None:
-        """Free memory of the trainer's devices for the generator."""
+        """Free memory for the generator."""
         others = [*self.others.trained.values(), *self.others.frozen.values()]
         self.others.make_room([self.trainer], keep_weights=self.parts().shares_weights)
         self.others.make_room(others)
@@ -269,7 +245,7 @@ class Run(Generic[Config]):
         return sum(backend.step for backend in self.backends.values())
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell the callbacks of an error, and return the one to raise."""
+        """Notify the callbacks of an error, and return the one to raise."""
         check_writer(self.directory)
         if self.loop is not None:
             error = self.loop.leave_update(error)
@@ -312,8 +288,7 @@ def _answered(
     count, data = run.config.run.samples_per_step, run.config.data
     names = run.train_sets if data.held_out else set_names(data.validation)
     try:
-        directory, outcomes = RunDirectory(run.directory), outcomes_of(found, names)
-        directory.append_outcomes(run.state.step, outcomes)
+        run.launch.directory.append_outcomes(run.state.step, outcomes_of(found, names))
     except NotWritten as error:
         warn(f"the run continues without this record: {error}")
     return measured(found) | by_set(found, names), _shown(found, count)
@@ -332,7 +307,7 @@ class Step:
         self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
         self.updates = 0
-        """How often `train` was called."""
+        """Calls of `train`."""
         self.samples: Samples = []
         self._found, self._logs_samples = list[Rollouts](), False
         self._logged: dict[str, Metric | float] = {}
@@ -340,7 +315,7 @@ class Step:
         """What `train` returned."""
         self._receipts, self._receipt = receipts, TokenReceipt()
         self.unproved = False
-        """Whether it trained on sampled tokens that nothing proves."""
+        """Whether nothing proves tokens that it trained on."""
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._timed: set[str] = set()
         self._tokens, self._ages = 0, Ages()
@@ -352,71 +327,45 @@ class Step:
 
     def sample(
         self,
-        prompts: "PromptStream | Prompts",
+        prompts: PromptStream,
         environment: Environment | None = None,
         *,
-        count: int | None = None,
+        count: int,
         n: int = 1,
         params: SamplingParams | None = None,
     ) -> Rollouts:
-        """Return `n` conversations about each of the next `count` prompts of a stream, which this
-        step trains on, led or judged by the environment or by an episode, `async def episode(row,
-        policy) -> Outcome` (None: as the config says).
+        """Return `n` conversations about each of the next `count` prompts of `run.prompts()`, which
+        this step trains on, led or judged by the environment or by an episode, `async def
+        episode(row, policy) -> Outcome` (None: as the config says).
 
         The present weights sample them, or with `async.max_staleness` of 1 or more earlier ones, up
         to so many steps ahead. Their random numbers follow from the run's seed and the numbers of
         their groups. They are measured and logged with the step, unless the loop logs samples.
 
-        Args:
-            prompts: `run.prompts()`; or prompts taken from it, without `count`, which the present
-                weights sample. Those without a number, or sampled before, get new ones.
-            params: None for `config.generation`'s.
-        Raises: ValueError for prompts of a step that has ended; the first failure where most
-        conversations fail.
+        params: None for `config.generation`'s. Raises: ValueError for an environment that is
+        missing; the first failure where most conversations fail.
         """
-        if isinstance(prompts, PromptStream):
-            if count is None:
-                raise ValueError(
-                    "count must say how many prompts of a stream are sampled, but it is None: pass"
-                    " step.sample(prompts, count=…)"
-                )
-            at_least(1, count=count, n=n)
-            environment, params = self.run.asked(environment, params)
-            stream = self.run.sampler.stream(prompts, environment, count=count, n=n, params=params)
-            with self._generating() as generator:
-                found = stream.next(count, generator)
-            most, synced_at = stream.settings.max_staleness, self.run.sampler.synced_at
-            self._ages.add(found.conversations, self.number, synced_at, most=most)
-            return self._sampled(found)
-        environment, params = self.run.asked(environment, params)
-        with self._generating() as generator:  # in which streams may take groups
-            taken, groups = self.run.progress.taken.sample(prompts.groups, len(prompts))
-            found = collect(
-                generator,
-                environment,
-                replace(prompts, groups=groups),
-                replace(params, n=n),
-                seed=taken.seed,
+        at_least(1, count=count, n=n)
+        environment = environment or self.run.environment
+        if environment is None:
+            raise ValueError(
+                "environment must judge the responses, but there is none: pass one, or give"
+                " open_run a config with a reward"
             )
-        self.run.progress.taken = taken
-        return self._sampled(found)
-
-    @contextmanager
-    def _generating(self) -> Iterator[GenerationBackend]:
+        params, sampler = params or self.run.config.generation.sampling_params(), self.run.sampler
+        stream = sampler.stream(prompts, environment, count=count, n=n, params=params)
         with self.run.sampling() as generator, self.timed("generate"):
-            yield generator
-
-    def _sampled(self, found: Rollouts) -> Rollouts:
+            found = stream.next(count, generator)
+        most = sampler.settings.max_staleness
+        self._ages.add(found.conversations, self.number, sampler.synced_at, most=most)
         self._found.append(found)
         ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
         self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
         return found
 
     def drop(self, rollouts: Rollouts, reason: str) -> None:
-        """Count the groups of some responses as dropped: the step does not train on them. Others
-        may be sampled in their place.
-
-        reason: a word, such as "uninformative".
+        """Count the groups of some responses as dropped for a reason, a word such as
+        "uninformative": the step does not train on them. Others may be sampled in their place.
         """
         progress = self.run.progress
         progress.taken = progress.taken.drop(sorted({*rollouts.group_id.tolist()}), reason)
@@ -430,11 +379,8 @@ class Step:
         The tokens of a batch of `Rollouts.to_batch` are proved (docs/receipts.md) when the step
         ends, which raises ReceiptError where they are not the ones that were sampled.
 
-        Args:
-            batch: with `loss_weights`, which are not 0 at the tokens to train on.
-            loss_fn: such as `nemorl.policy_loss` gives, or one of your own.
-            backend: the name of the backend that trains, as `run.backend` was given it.
-        Raises: ValueError for a name of none that trains.
+        batch: with `loss_weights`, which are not 0 at the tokens to train on. backend: its name, as
+        given to `run.backend`. Raises: ValueError for a name of none that trains.
         """
         known = self.run.backends
         must = f"must name a backend that trains ({', '.join(known)})"
@@ -460,9 +406,9 @@ class Step:
         metrics: Mapping[str, Metric | float],
         samples: Rollouts | Samples | None = None,
     ) -> None:
-        """Add measurements of this step: numbers, or metrics of a training step, of which those of
-        one name are combined, and a number of that name is logged as environment/NAME. What `train`
-        returned is logged already. samples: for the sample log; `Rollouts` are measured as well.
+        """Log measurements of this step: numbers, or metrics of a training step, of which those of
+        one name are combined; a number of that name becomes environment/NAME. What `train` returned
+        is logged already. samples: for the sample log; `Rollouts` are measured as well.
         """
         self._logs_samples |= samples is not None
         ours = {id(each) for each in self._learned if isinstance(each, Metric)}
@@ -484,7 +430,7 @@ class Step:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Measure the block, or the outer one of nested blocks: adds to the metric seconds_PART."""
+        """Add the seconds of the block, if it is not in another of that part, to seconds_PART."""
         if part in self._timed:
             yield
             return
@@ -508,9 +454,7 @@ class Step:
         return bool(self.trained or self._logged) or self.run.progress.taken != self._before
 
     def end(self) -> dict[str, float]:
-        """Check the receipts, and return what was logged and learned, what the generator measured,
-        and how long it took.
-        """
+        """Check the receipts, and return the step's metrics."""
         self.unproved |= bool(self._tokens) and self.trained > self.updates
         held = {name: value for name, value in self._logged.items() if isinstance(value, Metric)}
         seen = self._receipt.seen
@@ -527,9 +471,8 @@ class Step:
             measured = self.run.generator.metrics()
             self.log({f"generation/{name}": value for name, value in measured.items()})
             if any(name.endswith("/restarts") for name in measured):  # of engines' processes
-                self.log(
-                    {"generation/weights/updates": float(self.run.sampler.updates - self._synced)}
-                )
+                updates = float(self.run.sampler.updates - self._synced)
+                self.log({"generation/weights/updates": updates})
         logged = self._logged.items()
         last = finalize({name: value for name, value in logged if isinstance(value, Metric)})
         numbers = {**self._logged, **last}  # in the order in which they were logged
@@ -581,12 +524,12 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        trained = self.run.updates > self._updates
+        taken, trained = self.run.state.step - self._first, self.run.updates > self._updates
         # A loop that counts its updates has itself decided against them.
-        if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
+        if taken and not trained and "num_updates" not in self._metrics:
             warn(
-                f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
-                " them: call step.train(batch, loss_fn)"
+                f"the loop took {taken} steps, but trained in none of them: call"
+                " step.train(batch, loss_fn)"
             )
         if self.run.sampler.settings.max_staleness and not self.run.sampler.streams:
             warn(
@@ -631,9 +574,9 @@ class Steps(Iterator[Step]):
                 if step.unproved and not self._warned:
                     self._warned = True
                     warn(
-                        f"step {step.number} trained on sampled tokens that nothing proves to be"
-                        " the ones sampled: make the batch by groups.to_batch(…) and call"
-                        " step.train(batch, loss_fn) in place of run.trainer.train_step"
+                        f"step {step.number} trained on tokens that nothing proves to be the ones"
+                        " sampled: make the batch by groups.to_batch(…), and call step.train in"
+                        " place of run.trainer.train_step"
                     )
                 self.step = None  # though a full disk may end the loop here
                 self._close_groups()
@@ -655,7 +598,7 @@ class Steps(Iterator[Step]):
         state, groups = progress.taken.advance()
         if any(groups.values()):
             self._metrics = {**self._metrics, "groups_trained": float(len(groups["trained"]))}
-            RunDirectory(self.run.directory).append_groups(state.step, groups)
+            self.run.launch.directory.append_groups(state.step, groups)
         progress.state = progress.taken = state  # which a checkpoint has after groups.jsonl
 
     def _epoch(self) -> int:

@@ -1,4 +1,4 @@
-"""What is live in a run: its backends and its generator, as the last checkpoint left them."""
+"""The backends and the generator of a run, as the last checkpoint left them."""
 
 import copy
 import os
@@ -54,23 +54,20 @@ class Parts:
     trainer: TrainingBackend
     generator: GenerationBackend | None
     state: LoopState
-    """The state in which the last checkpoint left the loop."""
+    """Of the loop, at the last checkpoint."""
     resumed_from: Path | None
-    """That checkpoint; None in a new run."""
+    """That checkpoint, if any."""
     shares_weights: bool
     """Whether the generator computes with the trainer's own weights."""
 
 
 class Backends:
-    """The backends of a run by name, on the same devices; `stack` shuts them down.
-
-    generates: whether the run samples.
-    """
+    """The backends of a run by name, on the same devices; `stack` shuts them down."""
 
     def __init__(self, launch: Launch, stack: ExitStack, *, generates: bool) -> None:
         self.launch, self.stack, self.generates = launch, stack, generates
         self.trained: dict[str, Any] = {}
-        """The ones in checkpoints, besides the policy."""
+        """Besides the policy."""
         self.frozen: dict[str, Any] = {}
         self.schedule = launch.config.optimizer.schedule
         """The policy's schedule of the learning rate; if it is constant, another model's."""
@@ -78,7 +75,7 @@ class Backends:
 
     @cached_property
     def engines(self) -> GenerationConfig | None:
-        """What the engine is set up with, before its share of the GPUs is known."""
+        """The engine's settings, but for its share of the GPUs."""
         launch = self.launch
         if not self.generates:
             return None
@@ -91,7 +88,7 @@ class Backends:
 
     @cached_property
     def fit(self) -> Fit | None:
-        """What was chosen for the memory of the GPUs, if it is known."""
+        """What was chosen for the memory of the GPUs, if that is known."""
         launch = self.launch
         if not launch.devices.accelerated:
             return None
@@ -114,7 +111,7 @@ class Backends:
 
     @cached_property
     def ranks(self) -> Any:
-        """The policy's backend on ranks, which start when it, or one beside it, is set up."""
+        """The policy's backend on ranks, which start with it or one beside it."""
         ranks = ranks_of(self.launch)
         if ranks is not None:  # they last until the run ends, whichever backend starts them
             self.stack.callback(ranks.shutdown)
@@ -199,7 +196,7 @@ class Backends:
             require_length(optimizer.schedule, num_updates)
 
     def check_last_step(self, last_step: int, updates: int, *, planned: int | None) -> None:
-        """Refuse a loop with other updates than the schedule of the learning rate is made for."""
+        """Refuse other updates than the schedule of the learning rate is made for."""
         require(
             self.schedule == "constant" or last_step * updates == planned,
             "last_step",
@@ -218,8 +215,8 @@ class Backends:
         own_ranks: bool,
         live: Parts | None,
     ) -> Any:
-        """Set up another backend, as the last checkpoint left it if it trains, without drawing a
-        random number.
+        """Set up another backend, as the last checkpoint left it, without drawing a random
+        number.
         """
         own = self._own[name] = self.stack.enter_context(ExitStack())
         if own_ranks:
@@ -247,7 +244,7 @@ class Backends:
         self._own.pop(name).close()
 
     def make_room(self, backends: Iterable[Any], *, keep_weights: bool = False) -> None:
-        """Free memory of the backends' devices for engines, before they start or wake.
+        """Free memory of the backends' devices for engines.
 
         keep_weights: the generator computes with the backends' own.
         """
@@ -260,7 +257,7 @@ class Backends:
                 backend.empty_cache()
 
     def require_all_of(self, found: Path | None) -> None:
-        """Raise ValueError where a checkpoint holds a backend that the run has not asked for."""
+        """Refuse a checkpoint of a backend that the run has not asked for."""
         here = sorted([POLICY, *self.trained])
         names = [] if found is None else checkpoint.backends_of(found)
         forgotten = [name for name in names if name not in here]
@@ -290,9 +287,7 @@ def other_setup(
     own_ranks: bool,
     live: Parts | None,
 ) -> tuple[BackendConfig, nn.Module | None]:
-    """Return what another backend is set up with, and its model if it is in memory: of the
-    policy's a copy. Nothing is loaded yet.
-    """
+    """Return the setup of another backend, and its model if in memory: of the policy's a copy."""
     launch, settings = backends.launch, backends.launch.config
     if isinstance(model, nn.Module):
         launch.devices.check_given(model)
@@ -331,7 +326,7 @@ def other_setup(
 
 
 def base_setup(backends: Backends, num_updates: int | None) -> BackendConfig:
-    """Return what all backends of a run are set up with."""
+    """Return what the setups of all backends have in common."""
     launch, config, fit = backends.launch, backends.launch.config, backends.fit
     trainer, plan = config.trainer, launch.devices.plan
     if fit is not None:
@@ -351,7 +346,7 @@ def base_setup(backends: Backends, num_updates: int | None) -> BackendConfig:
 
 
 def hf_config(config: BackendConfig, given: nn.Module | None) -> Any:
-    """Return the Hugging Face configuration of a backend's model; None where it can't be read."""
+    """Return the Hugging Face configuration of a backend's model, if it can be read."""
     trust = config.model.trust_remote_code
     return model_config_of(given or config.model.path, trust_remote_code=trust)
 
@@ -375,7 +370,7 @@ def live_parts(
     statistics = show_lengths(lengths, quiet=launch.quiet)
     engines, sharing = backends.engines, backends.sharing
     if engines is not None:
-        launch.devices.check_cluster(config, engines)
+        launch.devices.check_cluster(engines)
     if backends.fit is not None:
         show(backends.fit, quiet=launch.quiet)
     if engines is not None and sharing is not None:
@@ -384,7 +379,9 @@ def live_parts(
         engines = replace(engines, engine={**share, **engines.engine})
     in_turns = backends.share_gpus or bool(config.trainer.offload_during_generation)
     trainer = backends.policy(num_updates)
-    shared = engines is not None and shares_weights(launch, engines.traits)
+    shared = engines is not None and (
+        engines.traits.on_trainer if launch.devices.ranked else engines.traits.shares_model
+    )
     # To ask for the model ends `offload`: once, before.
     model: Any = getattr(trainer, "model", None) if generates else None
     vocab_size = model.config.vocab_size if generates else 0
@@ -445,7 +442,7 @@ def set_up(
 
 
 def check_copy(head: str, *, policy_is_live: bool) -> None:
-    """Refuse a copy of a policy's model that was given in memory where it would not be right."""
+    """Refuse a copy of a model in memory that has another head, or trains by now."""
     require(
         head == "lm",
         "model",
@@ -463,7 +460,7 @@ def check_copy(head: str, *, policy_is_live: bool) -> None:
 
 
 def require_methods(config: BaseConfig, needs: Mapping[str, tuple[str, bool]]) -> None:
-    """Raise ValueError for a method that is needed for something, and that the backend lacks."""
+    """Refuse a backend that lacks a method which is needed for something."""
     for method, (what, needed) in needs.items():
         if needed and not has_method(config, method):
             raise ValueError(
@@ -474,7 +471,7 @@ def require_methods(config: BaseConfig, needs: Mapping[str, tuple[str, bool]]) -
 
 
 def proofs_of(of_model: Any, quiet: bool) -> Proofs:
-    """Return what is proved of models with a configuration, checking them now if need be."""
+    """Return what is proved of models with a configuration, now if need be."""
     check_supported(of_model)
     if (proofs := known(of_model)) is not None:
         return proofs
@@ -484,7 +481,7 @@ def proofs_of(of_model: Any, quiet: bool) -> Proofs:
 
 
 def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of the policy's backend."""
+    """Return what shows that the policy's backend is set up."""
     devices = launch.devices
     if devices.ranked:
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
@@ -495,7 +492,7 @@ def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
 
 
 def ranks_of(launch: Launch, name: str = "") -> Any:
-    """Return a backend on ranks, none started yet; None in one process. name: not the policy's."""
+    """Return a backend on ranks, not started; None in one process. name: not the policy's."""
     if not launch.devices.ranked:
         return None
     make = training_backend_class(launch.config.trainer.backend)
@@ -550,7 +547,7 @@ def check_sampling(config: BaseConfig, *, generates: bool) -> None:
 
 
 def smallest_gpu(launch: Launch) -> int | None:
-    """Return the bytes of the smallest GPU of this process, or of Ray's ranks; None if unknown."""
+    """Return the bytes of the smallest GPU of this process or of Ray's ranks, if known."""
     devices, config = launch.devices, launch.config
     if devices.placed and os.environ.get("RAY_ADDRESS"):
         from nemorl.runtime.ranks.actors import rank_bundles
@@ -567,23 +564,18 @@ def smallest_gpu(launch: Launch) -> int | None:
 
 
 def show(found: object, *, quiet: bool) -> None:
-    """Print how training fits, how engines share GPUs, or how new weights get to them."""
+    """Print what was chosen."""
     if not quiet:
         from rich.console import Console
 
         Console(highlight=False).print(str(found))
 
 
-def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:
-    """Return whether the engine computes with the trainer's own weights."""
-    return engine.on_trainer if launch.devices.ranked else engine.shares_model
-
-
 @contextmanager
 def live_generator(
     backends: Backends, engines: GenerationConfig | None, trainer: TrainingBackend, model: Any
 ) -> Iterator[GenerationBackend | None]:
-    """Set up the engine that the run samples with, if any, for the block."""
+    """Set up the engine, if any, for the block."""
     if engines is None:
         yield None
         return
@@ -592,16 +584,14 @@ def live_generator(
     if engines.traits.on_trainer:
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
-        replays = config.trainer.router_replay
-        devices = launch.devices
-        shares = devices.placed and devices.shares_gpus(engines)
-        beside = {"beside": backends.ranks.places} if shares else {}
+        options: Any = {"records_experts": True} if config.trainer.router_replay else {}
+        if launch.devices.placed and launch.devices.shares_gpus(engines):
+            options["beside"] = backends.ranks.places
         generator = backend(
             model=engine_source(launch.devices, engines.traits, model),
             tokenizer=launch.tokenizer,
             precision=config.parallel.precision,
-            **({"records_experts": True} if replays else {}),
-            **beside,
+            **options,
         )
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):
@@ -613,21 +603,18 @@ def live_generator(
 
 def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> ModelSource:
     """Return the model as engines get it: a copy of one on ranks, on a free GPU if there is one."""
-    config = devices.config
-    name = devices.plan.precision
-    dtype = DTYPES[name]
+    config, name = devices.config, devices.plan.precision
     # Where the ranks have GPUs, this machine may have none.
-    device = "cpu" if config.trainer.device == "cpu" else None
+    dtype, device = DTYPES[name], "cpu" if config.trainer.device == "cpu" else None
     if devices.ranked and devices.on_gpus and engine.shares_model:
         if devices.free_gpu is not None:
             device = f"cuda:{devices.free_gpu}"
         else:
             size = sum(each.numel() for each in model.parameters()) * dtype.itemsize / 1e9
             warn(
-                f"the engine of generation.backend {config.generation.backend} keeps a whole copy"
-                f" of the model, {size:.3g} GB in {name}, on the first GPU beside a rank, because"
-                " all GPUs train: add --generation.backend vllm, whose engines can split the"
-                " model, or leave a GPU free"
+                f"generation.backend {config.generation.backend} keeps a whole copy of the model,"
+                f" {size:.3g} GB in {name}, on the first GPU beside a rank, because all GPUs train:"
+                " add --generation.backend vllm, which can split it, or leave a GPU free"
             )
     return ModelSource(model, device=device, dtype=dtype)
 

@@ -22,7 +22,6 @@ from nemorl.losses.types import (
     Metric,
     Metrics,
     Sum,
-    in_main_memory,
     merge,
     needs_of,
 )
@@ -43,9 +42,7 @@ class Receipts:
         self._failures = Counter[str]()
 
     def require(self, holds: bool, name: str, step: int, found: str, remedy: str) -> None:
-        """Raise ReceiptError unless a receipt holds, or warn of the first, second, fourth, … such
-        step.
-        """
+        """Unless a receipt holds raise ReceiptError, or warn of such steps 1, 2, 4, …"""
         if holds:
             return
         self._failures[name] += 1
@@ -58,7 +55,7 @@ class Receipts:
 
 
 def with_receipts(loss_fn: LossFn, *, compares: bool = True) -> LossFn:
-    """Return the loss with the metrics that `TokenReceipt` reads, of each microbatch.
+    """Return the loss with the metrics that `TokenReceipt` reads.
 
     compares: whether sampler and trainer are compared, too: not after updates on the step's
         samples, unless the batch has `prev_logprobs`.
@@ -90,9 +87,9 @@ class TokenReceipt:
 
     def __init__(self) -> None:
         self.hash = self.tokens = 0
-        """Of what was sampled and given to train on."""
+        """Of what was sampled to train on."""
         self.seen: Metrics = {}
-        """What the loss had."""
+        """What the loss had, by the end of the step in main memory."""
 
     def expect(self, batch: TokenBatch) -> None:
         """Add the tokens that a batch trains on, as they were sampled."""
@@ -111,12 +108,11 @@ class TokenReceipt:
         return {name: each for name, each in metrics.items() if not name.startswith(PREFIX)}
 
     def check(self, receipts: Receipts, step: int, *, stale: bool = False) -> dict[str, float]:
-        """Return the step's metrics; where tokens or support are not the sampler's, do what the
-        settings say.
+        """Return the step's metrics, and require that tokens and support are the sampler's.
 
         stale: older weights sampled some tokens, so there is no support to compare.
         """
-        seen = in_main_memory(self.seen)
+        seen = self.seen
         if f"{PREFIX}hash" not in seen:  # nothing was trained on, or by a backend of another kind
             return {}
         numbers = {
@@ -132,9 +128,9 @@ class TokenReceipt:
             step,
             f"the loss was computed from {trained} tokens whose hash is {found & BITS:08x}, but"
             f" {self.tokens} were sampled for it, of hash {self.hash & BITS:08x}",
-            "A token, its place, what is before it or its log-probability changed between sampling"
-            " and loss: look for what changes the batch (a loop, training backend or callback of"
-            " your own), and resume from the last checkpoint",
+            "A token, its place, what is before it or its log-probability changed: look for what"
+            " changes the batch (a loop, training backend or callback of your own), and resume from"
+            " the last checkpoint",
         )
         numbers[f"{PREFIX}tokens"] = float(trained if same else 0)
         numbers[f"{PREFIX}tokens_unproved"] = float(0 if same else trained)
@@ -150,10 +146,9 @@ class TokenReceipt:
             "support",
             step,
             f"the mean of π_trainer/π_sampler is {ratio:.4g} ± {error:.2g}, not within"
-            f" {limit or 0:g} of 1, so that the sampler draws from other tokens than the trainer"
-            " keeps",
-            "Look at how the engine applies generation.top_p, top_k and min_p and whether its"
-            " logprobs are of the filtered distribution, or turn them off",
+            f" {limit or 0:g} of 1: the sampler draws from other tokens than the trainer keeps",
+            "Look how the engine applies generation.top_p, top_k and min_p and whether its logprobs"
+            " are of the filtered distribution, or turn them off",
         )
         return numbers | {f"{PREFIX}support_ratio": ratio, f"{PREFIX}support_error": error}
 
@@ -191,8 +186,7 @@ class Ages:
         if self.oldest > most:
             raise RuntimeError(
                 f"no token of step {step} may be older than {most} steps (async.max_staleness), but"
-                f" one is {self.oldest} steps old: resume the run from its last checkpoint, and"
-                " report this"
+                f" one is {self.oldest} steps old: resume from the last checkpoint, and report this"
             )
 
     @property

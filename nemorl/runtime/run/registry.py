@@ -1,4 +1,4 @@
-"""What is chosen by name: algorithms, backends, loggers. Yours join by a decorator."""
+"""Algorithms, backends and loggers by name. Yours join by a decorator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ Loop = Callable[[Any], None]
 @dataclass(frozen=True)
 class Algorithm:
     config: type[BaseConfig]
-    """The dataclass of its settings; its docstring is shown by --help."""
+    """Its settings; the docstring is shown by --help."""
     loop: str | Loop
     """loop(run), or its place: "module:function"."""
 
@@ -64,11 +64,8 @@ LOGGERS: dict[str, Any] = {
 
 
 def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop], Loop]:
-    """Register an algorithm for `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and the
-    command `nemorl NAME`.
-
-    The decorated function is a training loop of an open run: loop(run), as in the block of
-    `open_run`.
+    """Register a training loop, loop(run) as in the block of `open_run`, for
+    `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and the command `nemorl NAME`.
     """
     derived = isinstance(config, type) and issubclass(config, BaseConfig)
     require(
@@ -84,10 +81,9 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
                 f"config must belong to one algorithm, but {config.__name__} belongs to {other!r}:"
                 " derive one of its own"
             )
-    register = _register(name, ALGORITHMS)
 
     def decorate(loop: Loop) -> Loop:
-        register(Algorithm(config, loop))
+        ALGORITHMS[name] = Algorithm(config, loop)
         return loop
 
     return decorate
@@ -122,8 +118,8 @@ def register_training_backend(name: str) -> Callable[[type[Registered]], type[Re
     """Register a class with the methods of `TrainingBackend` that its docstring names as
     `trainer.backend=name`.
 
-    It says what it can do by the class attribute `traits`, a `TrainingTraits`, and what it refuses
-    by the static method `check(config, model, plan)` (see `TrainingLimits`); it may have neither.
+    It may say what it can do by the class attribute `traits`, a `TrainingTraits`, and what it
+    refuses by the static method `check(config, model, plan)` (see `TrainingLimits`).
     """
     from nemorl.parallel.backend import check_training_backend
 
@@ -139,8 +135,8 @@ def register_generation_backend(name: str) -> Callable[[type[Registered]], type[
     """Register a class with the methods of `GenerationBackend` that its docstring names as
     `generation.backend=name`.
 
-    It says what it can do by the class attribute `traits`, a `GenerationTraits`, and what it
-    refuses by the static method `check(config, model, machine)`; it may have neither.
+    It may say what it can do by the class attribute `traits`, a `GenerationTraits`, and what it
+    refuses by the static method `check(config, model, machine)`.
     """
     from nemorl.rollout.wrapped import as_generation_backend
 
@@ -148,10 +144,9 @@ def register_generation_backend(name: str) -> Callable[[type[Registered]], type[
         _require_description(cls, GenerationTraits)
         as_generation_backend(cls)
         TRAITS[name] = getattr(cls, "traits", GenerationTraits())
+        GENERATION_CHECKS.pop(name, None)
         if getattr(cls, "check", None) is not None:
             GENERATION_CHECKS[name] = cls.check
-        else:
-            GENERATION_CHECKS.pop(name, None)
 
     return _register(name, GENERATION_BACKENDS, check)
 
@@ -201,9 +196,7 @@ def loop_of(config: object) -> Loop:
 
 def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
     """Return a new training backend, of a loaded model or of what `setup(BackendConfig(…))` names.
-
-    One with few methods counts its steps and returns `Logprobs`; a method that it lacks is an
-    AttributeError.
+    A method that it lacks is an AttributeError.
 
     >>> backend = get_training_backend("dtensor")
     >>> backend.step
@@ -287,7 +280,7 @@ def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported; W&B's folder `wandb/` is none."""
+    """Return whether a package can be imported; a run's folder `wandb/` is none."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 

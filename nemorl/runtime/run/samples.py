@@ -1,4 +1,4 @@
-"""What is shown of a step's responses: samples for the log, and their measurements."""
+"""Samples for the log and measurements of a step's responses."""
 
 import heapq
 import math
@@ -26,8 +26,8 @@ MOST_FAILURES = 4
 
 
 def measured(rollouts: Rollouts) -> dict[str, float]:
-    """Return rewards, accuracy, tokens and turns of conversations on average, the reward of each
-    turn of several, the share that failed and their number by error, and what environments measure.
+    """Return mean rewards, accuracy, tokens and turns of conversations, the reward of each turn of
+    several, the share that failed, their number by error, and what environments measure.
     """
     ends = [each.outcome for each in rollouts.failed]
     failed = [type(end.error).__name__ for end in ends if isinstance(end, Failure)]
@@ -59,7 +59,7 @@ def beside(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, 
 
 
 def by_set(rollouts: Rollouts, names: Sequence[str]) -> dict[str, float]:
-    """Return rewards and accuracy for each of several data sets (`Row.source`), and for each
+    """Return rewards and accuracy of each of several data sets (`Row.source`), and of each
     environment that rows name (column `environment`), as NAME/metric.
     """
     sets = _sets_of(rollouts, names)
@@ -96,8 +96,8 @@ def outcomes_of(rollouts: Rollouts, names: Sequence[str]) -> Samples:
 
 
 def informative(rollouts: Rollouts, config: BaseConfig | None = None) -> Bool[Tensor, "batch"]:
-    """Return whether the responses to each one's prompt differ in the reward, or with
-    `advantage.level` turn in the return of a turn.
+    """Return whether responses to the same prompt differ in the reward, or with `advantage.level`
+    turn in the return of a turn.
     """
     if getattr(getattr(config, "advantage", None), "level", None) != "turn":
         return informative_groups(rollouts.rewards, rollouts.group_id)
@@ -131,9 +131,8 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def whole_groups(groups: Sequence[int], count: int) -> list[int]:
-    """Return the rows of evenly spaced whole groups: at most `count` rows, but one group at least.
-
-    groups: the group of each row. A `count` of 0 takes none.
+    """Return the rows of evenly spaced whole groups: at most `count` rows, but, unless that is 0,
+    one group at least. groups: the group of each row.
 
     >>> whole_groups([0, 0, 1, 1, 2, 2], 5), whole_groups([7, 7, 7], 2), whole_groups([7], 0)
     ([0, 1, 2, 3], [0, 1, 2], [])
@@ -150,13 +149,12 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]
     """Return conversations as rows of the sample log; with a batch also their tokens' advantages
     and the trainer's logprobs, and which sampled ones are trained on, if not all.
     """
-    values: dict[str, Any] = {}
-    if batch is not None:
-        values = {
-            "advantages": batch.advantages,
-            "trainer_logprobs": batch.prev_logprobs,
-            "trained": batch.loss_mask,
-        }
+    names = {
+        "advantages": "advantages",
+        "trainer_logprobs": "prev_logprobs",
+        "trained": "loss_mask",
+    }
+    values = {name: getattr(batch, of_batch, None) for name, of_batch in names.items()}
     samples: Samples = []
     for i in rows:
         sample, answer = _row(rollouts.conversations[i]), rollouts.answers[i]
@@ -175,9 +173,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]
 
 
 def failures_of(rollouts: Rollouts, count: int) -> Samples:
-    """Return the first failed conversation of each reason, at most `count` and MOST_FAILURES, as
-    rows of the sample log.
-    """
+    """Return the first failed conversation of each reason, at most `count` and MOST_FAILURES."""
     first: dict[str, Conversation] = {}
     for each in rollouts.failed:
         if isinstance(each.outcome, Failure):
@@ -187,7 +183,6 @@ def failures_of(rollouts: Rollouts, count: int) -> Samples:
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:
-    """Return what the log has of a conversation, however it ended."""
     turns, row = conversation.turns, conversation.row
     begin, examples = len(turns[0].prompt) if turns else 0, examples_of(turns)
     ids, logprobs, sampled = (
@@ -210,8 +205,8 @@ def _row(conversation: Conversation) -> dict[str, Any]:
 
 
 def said(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return of each turn what was given since the turn before, the response, its reward and
-    tokens; `rewritten` where what was given is the whole prompt.
+    """Return of each turn what was given since the turn before (`rewritten`: the whole prompt), the
+    response, its reward and tokens.
     """
     rewards = getattr(conversation.outcome, "turn_rewards", ()) or [None] * len(conversation.turns)
     turns, before, end = list[dict[str, Any]](), list[int](), -len(conversation.turns[0].prompt)

@@ -1,4 +1,4 @@
-"""What a run leaves: checkpoints, an exported model and a result; and callbacks that write them."""
+"""What a run leaves: checkpoints, an exported model and a result, and what writes them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ class TrainResult:
     """The result of a run in memory, in every process under torchrun."""
 
     metrics: dict[str, float]
-    """Metrics of the last step, and of the last validation as val_…"""
+    """Of the last step, and of the last validation as val_…"""
     history: list[dict[str, Any]]
     """The lines of metrics.jsonl, of steps and validations."""
     paths: RunDirectory
     """Where the rest is: paths.path, paths.hf, paths.metrics, paths.plots, paths.checkpoints, …"""
     model: nn.Module | None
-    """The trained model, live; None where it was spread over ranks: load it from paths.hf."""
+    """The trained model; None where it was spread over ranks: load it from paths.hf."""
     tokenizer: Any
 
     def _shown(self) -> dict[str, str]:
@@ -60,7 +60,7 @@ class TrainResult:
 
 
 SHOWN = ("reward", "val_reward", "accuracy", "val_accuracy", "loss", "val_loss")
-"""The metrics that a result shows of itself, if it has them; all are in `metrics`."""
+"""The metrics that a result shows of itself."""
 
 
 def html_table(title: str, values: Mapping[str, Any]) -> str:
@@ -77,7 +77,7 @@ def html_table(title: str, values: Mapping[str, Any]) -> str:
 
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the last step's metrics, and the last validation's with `val_` before their names.
+    """Return the metrics of the last step, and of the last validation as val_NAME.
 
     >>> train = {"step": 1, "phase": "train", "loss": 2.0}
     >>> final_metrics([train, {"step": 1, "phase": "validation", "accuracy": 0.5}])
@@ -93,7 +93,7 @@ def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class EarlyStop(Callback):
-    """End the run after the step in which a metric meets the condition, also when resumed there."""
+    """End the run after a step in which a metric meets the condition, also when resumed there."""
 
     def __init__(
         self, condition: Condition, directory: RunDirectory, *, quiet: bool = False
@@ -132,7 +132,6 @@ class WholeStep:
 
     step: int
     updates: int
-    """Optimizer steps by then."""
     generators: RandomState
     metrics: dict[str, float]
 
@@ -143,7 +142,7 @@ class CheckpointCallback(Callback):
 
     The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
     validation is among the best is saved, too. With `background`, without a ranking, the run goes
-    on while a checkpoint is written, and learns of its end when a later step begins or ends.
+    on while a checkpoint is written.
     """
 
     def __init__(
@@ -243,9 +242,7 @@ class CheckpointCallback(Callback):
         self.thread.shutdown()
 
     def settle(self, trainer: RunView, *, wait: bool) -> None:
-        """Notify observers of a checkpoint that has been written. Raises CheckpointError if it
-        failed.
-        """
+        """Notify observers of a checkpoint that has been written. Raises: what failed in it."""
         if self.pending is None:
             return
         step, previous, writing = self.pending
@@ -289,9 +286,7 @@ class CheckpointCallback(Callback):
 
 
 class ExportCallback(Callback):
-    """Write the trained models, or with `adapter` their adapters alone: the policy's to hf/, others
-    to hf-NAME/.
-    """
+    """Write the policy to hf/ and others to hf-NAME/, or with `adapter` their adapters alone."""
 
     def __init__(
         self, directory: RunDirectory, models: Mapping[str, nn.Module], *, adapter: bool = False
@@ -351,7 +346,7 @@ def loop_callbacks(
         found.append(GapWatch(gap, directory))
     if config.run.export and POLICY not in exported:
         warn(
-            f"{directory.hf} will not be written, because the training backend"
+            f"{directory.hf} will not be written, because trainer.backend"
             f" {config.trainer.backend!r} has no attribute model or no weights to export"
         )
     elif config.run.export:

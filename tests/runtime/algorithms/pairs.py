@@ -65,13 +65,8 @@ def random_batch(config: DPOConfig, *, seed: int = 0, count: int = 7, untrained:
     for i in range(count):
         lengths = torch.randint(2, 21, (2,), generator=random).tolist()
         if isinstance(config.loss, KTOLoss):
-            rows.append(
-                (
-                    random_example(
-                        lengths[0], random, label=float((-1) ** i), trained=i != untrained
-                    ),
-                )
-            )
+            label, kept = float((-1) ** i), i != untrained
+            rows.append((random_example(lengths[0], random, label=label, trained=kept),))
         else:
             rows.append(
                 tuple(

@@ -13,10 +13,7 @@ import nemorl
 from nemorl import DPOConfig, DPOLoss, HingeLoss, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.algorithms.comparisons import (
-    baseline,
-    comparisons,
-)
+from nemorl.runtime.algorithms.comparisons import baseline, comparisons
 from tests.runtime.runs import TRAINER, dpo_config, of_phase, preference_rows, samples_at, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -58,9 +55,8 @@ def test_it_learns_what_is_preferred(tmp_path: Path, name: str):
     assert before["accuracy"] < 0.6
     assert after["accuracy"] > 0.9
     assert after["margin"] > before["margin"] + 0.2
-    assert after["margin"] == pytest.approx(
-        after["chosen_reward"] - after["rejected_reward"], abs=1e-4
-    )
+    margin = after["chosen_reward"] - after["rejected_reward"]
+    assert after["margin"] == pytest.approx(margin, abs=1e-4)
     assert after["loss"] < before["loss"]
 
 
@@ -127,10 +123,8 @@ def test_no_second_model_where_none_is_needed(config, live, tmp_path: Path, monk
 
     monkeypatch.setattr(DTensorBackend, "setup", watched)
     monkeypatch.setattr(DTensorBackend, "shutdown", ended)
-    start(
-        dpo_config(tmp_path, steps=1, loss=config.loss, reference=config.reference),
-        rows=preference_rows(4),
-    )
+    mine = dpo_config(tmp_path, steps=1, loss=config.loss, reference=config.reference)
+    start(mine, rows=preference_rows(4))
     before = [False, "shutdown"] if config.reference == "precomputed" else []
     assert seen == [*before, live, "shutdown"]
 
@@ -157,17 +151,12 @@ def test_ktos_baseline_by_hand(tmp_path: Path, size):
         for i, model in enumerate(models):
             ids = torch.tensor([example.input_ids])
             with torch.no_grad():
-                logprobs = (
-                    model(ids, use_cache=False)
-                    .logits[0, :-1]
-                    .log_softmax(-1)
-                    .gather(-1, ids[0, 1:, None])[:, 0]
-                )
+                every = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            logprobs = every.gather(-1, ids[0, 1:, None])[:, 0]
             total[i] += float(logprobs[torch.tensor(example.loss_mask[1:])].sum())
     assert abs(total[0] - total[1]) > 1
-    assert baseline(trainer, data.mismatched, config) == pytest.approx(
-        (total[0] - total[1]) / 12, rel=1e-4
-    )
+    found = baseline(trainer, data.mismatched, config)
+    assert found == pytest.approx((total[0] - total[1]) / 12, rel=1e-4)
 
 
 def test_kto_takes_labelled_rows_and_pairs_apart(tmp_path: Path):
@@ -196,36 +185,27 @@ def test_kto_takes_labelled_rows_and_pairs_apart(tmp_path: Path):
 
 
 def test_kto_with_labels_of_one_kind(tmp_path: Path):
-    config = dpo_config(tmp_path, loss=KTOLoss())
-    with pytest.warns(
-        UserWarning, match="all responses are undesirable, so kto has nothing to compare them with"
-    ):
-        comparisons(
-            config, [{"prompt": "a=", "response": "24", "label": False}] * 4, tiny_tokenizer()
-        )
-
-
-def first_loss(tmp_path: Path, **options) -> float:
-    return start(
-        dpo_config(tmp_path / str(len(list(tmp_path.iterdir()))), steps=1, **options)
-    ).history[0]["loss"]
+    config, rows = dpo_config(tmp_path, loss=KTOLoss()), [{"prompt": "a=", "response": "24"}] * 4
+    message = "all responses are undesirable, so kto has nothing to compare them with"
+    with pytest.warns(UserWarning, match=message):
+        comparisons(config, [{**row, "label": False} for row in rows], tiny_tokenizer())
 
 
 def test_the_likelihood_term_counts(tmp_path: Path):
-    plain, added, by_sequence = (
-        first_loss(tmp_path, **options)
-        for options in ({}, {"sft_coef": 0.5}, {"sft_coef": 0.5, "sft_reduction": "sequence_mean"})
+    ways = (
+        {},
+        {"sft_coef": 0.5},
+        {"sft_coef": 0.5, "sft_reduction": "sequence_mean"},
+        {"loss": ORPOLoss()},
+        {"loss": ORPOLoss(), "sft_coef": 0.0},
     )
-    nll = start(dpo_config(tmp_path / "nll", steps=1)).history[0]["nll"]
-    assert added == pytest.approx(plain + 0.5 * nll, rel=1e-4)
-    assert abs(by_sequence - added) > 1e-4
-    assert (
-        abs(
-            first_loss(tmp_path, loss=ORPOLoss())
-            - first_loss(tmp_path, loss=ORPOLoss(), sft_coef=0.0)
-        )
-        > 1
-    )
+    first = [
+        start(dpo_config(tmp_path / str(n), steps=1, **options)).history[0]
+        for n, options in enumerate(ways)
+    ]
+    plain, added, by_sequence, orpo, bare = (line["loss"] for line in first)
+    assert added == pytest.approx(plain + 0.5 * first[0]["nll"], rel=1e-4)
+    assert abs(by_sequence - added) > 1e-4 and abs(orpo - bare) > 1
 
 
 def test_several_sets_have_their_shares(tmp_path: Path):
@@ -264,12 +244,9 @@ def test_a_pair_goes_whole(tmp_path: Path):
 
 def test_pairs_that_teach_nothing(tmp_path: Path):
     rows = preference_rows(3)
+    alike = {**rows[0], "chosen": rows[0]["rejected"]}
     with pytest.warns(UserWarning, match="1 of 4 pairs have the same response on both sides"):
-        comparisons(
-            dpo_config(tmp_path),
-            [*rows, {**rows[0], "chosen": rows[0]["rejected"]}],
-            tiny_tokenizer(),
-        )
+        comparisons(dpo_config(tmp_path), [*rows, alike], tiny_tokenizer())
 
 
 def test_ranked_completions_and_samples(tmp_path: Path):
@@ -287,13 +264,11 @@ def test_ranked_completions_and_samples(tmp_path: Path):
     result = start(config, rows=rows, validation=rows)
     assert result.history[0]["num_tokens"] == 9 * 2 * 6
     samples = samples_at(tmp_path, 2)
-    assert [(sample["prompt"], sample["chosen"], sample["rejected"]) for sample in samples] == [
-        (f"{word}=", "00<eos>", "11<eos>") for word in ("ab", "cd", "ef")
-    ]
+    assert [sample["prompt"] for sample in samples] == ["ab=", "cd=", "ef="]
     for sample in samples:
-        assert sample["margin"] == pytest.approx(
-            sample["chosen_reward"] - sample["rejected_reward"], abs=1e-6
-        )
+        assert (sample["chosen"], sample["rejected"]) == ("00<eos>", "11<eos>")
+        margin = sample["chosen_reward"] - sample["rejected_reward"]
+        assert sample["margin"] == pytest.approx(margin, abs=1e-6)
     assert result.metrics["val_margin"] != 0
 
 

@@ -29,7 +29,7 @@ from nemorl.runtime.config.offline import (
     SimPOLoss,
 )
 from tests.runtime.algorithms.pairs import CONFIGS, random_batch
-from tests.runtime.runs import TIMES
+from tests.runtime.runs import numbers
 from tests.tiny_models import tiny_model
 
 LAYOUTS = {
@@ -51,17 +51,11 @@ def evaluated(config, batch, logprobs, layout: TrainerConfig):
     loss_fn, total = make_loss(config, batch, KL), None
     for part in cut(carried, layout).parts():
         assert part.prev_logprobs is not None
-        output = loss_fn(
-            ForwardOutput(part.prev_logprobs),
-            replace(part, prev_logprobs=None),
-        )
+        output = loss_fn(ForwardOutput(part.prev_logprobs), replace(part, prev_logprobs=None))
         total = output if total is None else total + output
     assert total is not None
-    return (
-        total.loss.detach(),
-        torch.autograd.grad(total.loss, logprobs)[0],
-        finalize(total.metrics),
-    )
+    (gradient,) = torch.autograd.grad(total.loss, logprobs)
+    return total.loss.detach(), gradient, finalize(total.metrics)
 
 
 KL = 0.8
@@ -99,13 +93,7 @@ def test_a_step_of_the_model_does_not_depend_on_the_layout(name):
             BackendConfig(trainer=replace(layout, device="cpu"), optimizer=OptimizerConfig(lr=1e-3))
         )
         batch = random_batch(config)
-        metrics = {
-            name: value
-            for name, value in finalize(
-                trainer.train_step(batch, make_loss(config, batch, KL))
-            ).items()
-            if name not in TIMES
-        }
+        metrics = numbers(finalize(trainer.train_step(batch, make_loss(config, batch, KL))))
         found.append((metrics, trainer.get_logprobs(batch).values))
     for metrics, logprobs in found[1:]:
         assert metrics == pytest.approx(found[0][0], rel=2e-4, abs=2e-5)
@@ -202,18 +190,9 @@ def test_nothing_at_all_to_train_on():
 
 
 def test_rewards_by_hand():
-    one = Example(
-        input_ids=[2, 3, 4],
-        loss_mask=[False, True, True],
-        response_mask=[False, True, True],
-        reference_logprobs=[9.0, -1.0, -2.0],
-    )
-    two = Example(
-        input_ids=[2, 5],
-        loss_mask=[False, True],
-        response_mask=[False, True],
-        reference_logprobs=[9.0, -4.0],
-    )
+    masks = [{"loss_mask": m, "response_mask": m} for m in ([False, True, True], [False, True])]
+    one = Example(input_ids=[2, 3, 4], reference_logprobs=[9.0, -1.0, -2.0], **masks[0])
+    two = Example(input_ids=[2, 5], reference_logprobs=[9.0, -4.0], **masks[1])
     batch = pack(collate_together([(one, two), (two, one)]), ((1, 0),))
     logprobs = torch.tensor([[9.0, -5.0, 9.0, -1.0, -1.0, 9.0, -1.0, -1.0, 9.0, -5.0]])
     assert rewards(DPOLoss(beta=0.5), logprobs, batch).tolist() == [-0.5, 0.5, 0.5, -0.5]

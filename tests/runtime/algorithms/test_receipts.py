@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nemorl
 from nemorl.data.batch import TokenBatch, take
@@ -56,24 +55,25 @@ def conversations() -> Rollouts:
         said = completion(draw, 6)
         turns = [Turn(prompt=prompt, completion=said)]
         if i == 2:
-            turns.append(
-                Turn(prompt=[*prompt, *said.token_ids, 3, 4], completion=completion(draw, 4))
-            )
+            after = [*prompt, *said.token_ids, 3, 4]
+            turns.append(Turn(prompt=after, completion=completion(draw, 4)))
         if i == 3:
             turns.append(Turn(prompt=[*prompt[1:], 15], completion=completion(draw, 3)))
-        found.append(
-            Conversation(
-                row={}, group=i // 2, member=i % 2, turns=tuple(turns), outcome=Outcome(reward=1.0)
-            )
-        )
+        place: Any = {"row": {}, "group": i // 2, "member": i % 2, "turns": tuple(turns)}
+        found.append(Conversation(**place, outcome=Outcome(reward=1.0)))
     return Rollouts(conversations=found, rewards=torch.ones(4), kind=LogprobKind())
 
 
-def exchanged(values: Tensor, one: tuple[int, int], other: tuple[int, int]) -> Tensor:
-    changed = values.clone()
-    changed[one], changed[other] = values[other], values[one]
-    assert not torch.equal(changed, values)
-    return changed
+def exchanged(
+    batch: TokenBatch, one: tuple[int, int], other: tuple[int, int], *names: str
+) -> TokenBatch:
+    found = {}
+    for name in names:
+        values = getattr(batch, name)
+        found[name] = changed = values.clone()
+        changed[one], changed[other] = values[other], values[one]
+        assert not torch.equal(changed, values)
+    return replace(batch, **found)
 
 
 def prompts_exchanged(batch: TokenBatch) -> TokenBatch:
@@ -82,32 +82,10 @@ def prompts_exchanged(batch: TokenBatch) -> TokenBatch:
     return replace(batch, input_ids=ids)
 
 
-def places_exchanged(batch: TokenBatch) -> TokenBatch:
-    """Two tokens of a response, with their logprobs."""
-    assert batch.generation_logprobs is not None
-    places = (0, 4), (0, 6)
-    return replace(
-        batch,
-        input_ids=exchanged(batch.input_ids, *places),
-        generation_logprobs=exchanged(batch.generation_logprobs, *places),
-    )
-
-
-def logprobs_exchanged(batch: TokenBatch) -> TokenBatch:
-    assert batch.generation_logprobs is not None
-    values = exchanged(batch.generation_logprobs, (0, 5), (1, 5))
-    return replace(batch, generation_logprobs=values)
-
-
 def position_moved(batch: TokenBatch) -> TokenBatch:
     positions = batch.position_ids.clone()
     positions[0, 8] -= 1
     return replace(batch, position_ids=positions)
-
-
-def logprob_rounded(batch: TokenBatch) -> TokenBatch:
-    assert batch.generation_logprobs is not None
-    return replace(batch, generation_logprobs=batch.generation_logprobs.bfloat16().float())
 
 
 def one_token_untrained(batch: TokenBatch) -> TokenBatch:
@@ -116,16 +94,19 @@ def one_token_untrained(batch: TokenBatch) -> TokenBatch:
     return replace(batch, loss_mask=mask)
 
 
+IDS, LOGPROBS = "input_ids", "generation_logprobs"
 FAULTS: dict[str, Callable[[TokenBatch], TokenBatch]] = {
     "none": lambda batch: batch,
-    "token": lambda batch: replace(batch, input_ids=exchanged(batch.input_ids, (0, 5), (1, 5))),
-    "places": places_exchanged,
+    "token": lambda batch: exchanged(batch, (0, 5), (1, 5), IDS),
+    "places": lambda batch: exchanged(batch, (0, 4), (0, 6), IDS, LOGPROBS),
     "position": position_moved,
     "all positions": lambda batch: replace(
         batch, position_ids=batch.position_ids + (batch.segment_ids > 0)
     ),
-    "logprob": logprobs_exchanged,
-    "rounding": logprob_rounded,
+    "logprob": lambda batch: exchanged(batch, (0, 5), (1, 5), LOGPROBS),
+    "rounding": lambda batch: replace(
+        batch, generation_logprobs=batch.generation_logprobs.bfloat16().float()
+    ),
     "prompt": prompts_exchanged,
     "mask": one_token_untrained,
     "a row twice": lambda batch: take(batch, [0, 0, 2, 3]),
@@ -246,12 +227,8 @@ def test_a_run_stops_or_warns(exchanging: None, tmp_path: Path):
     trainer = nemorl.TrainerConfig(device="cpu", backend="exchanging")
     with pytest.raises(ReceiptError, match=r"^step 1: the receipt tokens does not hold: .*warn c"):
         start(grpo_config(tmp_path / "stops", steps=2, trainer=trainer))
-    config = grpo_config(
-        tmp_path / "warns",
-        steps=3,
-        trainer=trainer,
-        receipts=nemorl.ReceiptsConfig(on_failure="warn"),
-    )
+    receipts = nemorl.ReceiptsConfig(on_failure="warn")
+    config = grpo_config(tmp_path / "warns", steps=3, trainer=trainer, receipts=receipts)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         lines = of_phase(start(config), "train")

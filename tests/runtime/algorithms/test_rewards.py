@@ -2,7 +2,6 @@
 logged of each.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,16 @@ from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.evaluation import comparison
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.store.directory import read_lines
-from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import (
+    addition_rows,
+    digits,
+    grpo_config,
+    rows_file,
+    samples_at,
+    saved_model,
+    sft_config,
+    start,
+)
 
 
 def lengths(prompts, responses):
@@ -48,10 +55,8 @@ class Begun(nemorl.Callback):
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A model and rows on disk, for the command line."""
     folder = tmp_path_factory.mktemp("saved")
-    tiny_model(scale=2.0).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows(12)))
-    return {"model": str(folder / "model"), "rows": str(folder / "rows.jsonl")}
+    rows = rows_file(folder / "rows.jsonl", addition_rows(12))
+    return {"model": str(saved_model(folder / "model")), "rows": rows}
 
 
 def test_each_of_several_rewards_is_logged(tmp_path: Path):
@@ -68,14 +73,11 @@ def test_each_of_several_rewards_is_logged(tmp_path: Path):
         )
         assert line["reward/plain"] == 0.5
     assert {"reward/digits", "val_reward/long"} <= set(result.metrics)
-    for path in result.paths.samples.glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            sample = json.loads(line)
-            assert list(sample["rewards"]) == ["digits", "long", "plain"]
-            assert sample["rewards"]["digits"] == pytest.approx(digits("", sample["response"]))
-            assert sample["reward"] == pytest.approx(
-                sample["rewards"]["digits"] - 0.5 * sample["rewards"]["long"], abs=1e-6
-            )
+    for sample in samples_at(tmp_path, 1):
+        each = sample["rewards"]
+        assert list(each) == ["digits", "long", "plain"]
+        assert each["digits"] == pytest.approx(digits("", sample["response"]))
+        assert sample["reward"] == pytest.approx(each["digits"] - 0.5 * each["long"], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,9 @@ def test_what_an_environment_took_for_the_answer_is_in_the_samples(tmp_path: Pat
             )
 
     for reward in (FirstCharacter(digits), [plain, FirstCharacter(digits)]):
-        result = start(grpo_config(tmp_path / type(reward).__name__, steps=1), reward=reward)
-        samples = [
-            json.loads(line)
-            for path in result.paths.samples.glob("*.jsonl")
-            for line in path.read_text().splitlines()
-        ]
+        folder = tmp_path / type(reward).__name__
+        start(grpo_config(folder, steps=1), reward=reward)
+        samples = samples_at(folder, 1)
         assert samples
         assert all(sample["extracted_answer"] == sample["response"][:1] for sample in samples)
 
@@ -133,40 +132,15 @@ def test_what_validation_needs_is_checked_before_training(tmp_path: Path):
 
 
 def test_evaluation_with_several_rewards(saved, tmp_path: Path, capsys):
-    options = [
-        "--reward",
-        "exact_match",
-        "tests.runtime.algorithms.test_rewards:plain",
-        "--reward-weights",
-        "1",
-        "0.2",
-        "--max-new-tokens",
-        "4",
-    ]
-    output = tmp_path / "answers.jsonl"
-    assert (
-        main(
-            [
-                "eval",
-                "--model",
-                saved["model"],
-                "--validation",
-                saved["rows"],
-                "--device",
-                "cpu",
-                "--output",
-                str(output),
-                *options,
-            ]
-        )
-        == 0
+    output, own = tmp_path / "answers.jsonl", "tests.runtime.algorithms.test_rewards:plain"
+    command = (
+        f"eval --model {saved['model']} --validation {saved['rows']} --device cpu"
+        f" --output {output} --reward exact_match {own} --reward-weights 1 0.2 --max-new-tokens 4"
     )
+    assert main(command.split()) == 0
     answers = read_lines(output)
     assert len(answers) == 12
-    assert all(
-        answer["reward"] == pytest.approx(answer["rewards"]["exact_match"] + 0.1)
-        for answer in answers
-    )
+    for answer in answers:
+        assert answer["reward"] == pytest.approx(answer["rewards"]["exact_match"] + 0.1)
     shown = capsys.readouterr().out
-    assert "reward/plain" in shown
-    assert "0.5000" in shown
+    assert "reward/plain" in shown and "0.5000" in shown

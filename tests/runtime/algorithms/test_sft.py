@@ -7,8 +7,10 @@ import torch
 
 import nemorl
 from nemorl.data.datasets import to_examples
+from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.algorithms.sft import validation_loss
-from tests.runtime.runs import addition_rows, of_phase, sft_config, start
+from tests.runtime.runs import addition_rows, of_phase, rows_file, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -24,17 +26,10 @@ def test_it_learns_its_demonstrations(tmp_path: Path):
     assert result.metrics["val_accuracy"] > 0.9
     assert result.metrics["loss"] < result.history[0]["loss"] / 5
     assert (tmp_path / "hf" / "model.safetensors").exists()
-    answers = nemorl.evaluate(tmp_path, rows_file(tmp_path), device="cpu")
+    rows = rows_file(tmp_path / "rows.jsonl", addition_rows(35))
+    answers = nemorl.evaluate(tmp_path, rows, device="cpu")
     assert answers["accuracy"] == pytest.approx(result.metrics["val_accuracy"])
     assert answers["num_rows"] == len(answers["answers"]) == 35
-
-
-def rows_file(folder: Path) -> Path:
-    import json
-
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in addition_rows(35)))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -47,20 +42,13 @@ def rows_file(folder: Path) -> Path:
 )
 def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options):
     def losses(name: str, **trainer) -> list[float]:
-        return [
-            line["loss"]
-            for line in start(
-                sft_config(tmp_path / name, trainer=nemorl.TrainerConfig(device="cpu", **trainer))
-            ).history
-        ]
+        own = nemorl.TrainerConfig(device="cpu", **trainer)
+        return [line["loss"] for line in start(sft_config(tmp_path / name, trainer=own)).history]
 
     assert losses("cut", **options) == pytest.approx(losses("whole"), abs=2e-5)
 
 
 def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
-    from nemorl.parallel.config import BackendConfig, TrainerConfig
-    from nemorl.parallel.dtensor.backend import DTensorBackend
-
     examples = to_examples(addition_rows(9), tiny_tokenizer())
     trainer = DTensorBackend(tiny_model(scale=2.0))
     trainer.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
@@ -80,9 +68,8 @@ def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
 
 
 def test_epochs_or_steps():
-    assert (
-        nemorl.SFTConfig(num_epochs=3, train_global_batch_size=8).planned_steps(20) == 7
-    )  # 60 rows, of which the last 4 don't fill a batch
+    epochs = nemorl.SFTConfig(num_epochs=3, train_global_batch_size=8)
+    assert epochs.planned_steps(20) == 7  # 60 rows, of which the last 4 don't fill a batch
     assert nemorl.SFTConfig(max_num_steps=5).planned_steps(20) == 5
     assert nemorl.SFTConfig().planned_steps(20) == 1
 

@@ -190,11 +190,12 @@ def test_ranks_and_engines_that_do_not_fit_together_are_refused_before_the_model
 ):
     ray_cpus()
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    devices, config = Devices(plan=ParallelPlan(dp_shard=2), ranked=True), BaseConfig()
-    devices.check_cluster(config, GenerationConfig(backend="vllm", num_replicas=1))
+    config = BaseConfig(parallel=ParallelPlan(dp_shard=2))
+    devices = Devices.of(config, {}, num_gpus=0)
+    devices.check_cluster(GenerationConfig(backend="vllm", num_replicas=1))
     message = r"^parallel and generation\.num_replicas must leave room for all: bundles must fit"
     with pytest.raises(ResourcesError, match=message):
-        devices.check_cluster(config, GenerationConfig(backend="vllm", num_replicas=NUM_CPUS - 1))
+        devices.check_cluster(GenerationConfig(backend="vllm", num_replicas=NUM_CPUS - 1))
 
 
 @pytest.fixture

@@ -17,9 +17,8 @@ import nemorl
 from nemorl.runtime.watch.callbacks import Callback
 from nemorl.runtime.workers import cluster
 from nemorl.runtime.workers.cluster import Bundle, RayVirtualCluster
-from tests.runtime.runs import addition_rows, digits, grpo_config
+from tests.runtime.runs import addition_rows, digits, grpo_config, saved_model
 from tests.runtime.workers.nodes import cluster_of
-from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 class Look(Callback):
@@ -67,8 +66,7 @@ def main(folder: Path) -> None:
     size = {"num_cpus": 4, "num_gpus": 2}
     cluster, nodes = cluster_of({"num_cpus": 1, "num_gpus": 0}, size, size)
     os.environ["RAY_ADDRESS"] = cluster.address
-    tiny_model(hidden_size=128, head_dim=32).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    saved_model(folder / "model", scale=1.0, hidden_size=128, head_dim=32)
     look, data = Look(), {"train": addition_rows(), "reward": digits}
     refused = ""
     try:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,9 @@ from tests.runtime.runs import (
     grpo_config,
     learn,
     lines,
-    numbers,
     of_phase,
     opened,
     prove,
-    samples_at,
     sft_config,
     start,
 )
@@ -56,34 +55,9 @@ def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
     oldest = [line["staleness/max"] for line in of_phase(found, "train")]
     assert all(age <= min(step, staleness) for step, age in enumerate(oldest))
     assert in_flight == "abort" or max(oldest) > 0
-    assert {line["staleness/limit"] for line in of_phase(found, "train")} == {staleness}
-    shares = [
-        sum(line[key] for key in line if key.removeprefix("staleness/").isdigit())
-        for line in of_phase(found, "train")
-    ]
-    assert shares == pytest.approx([1.0] * steps)
-
-
-def test_nothing_ahead_is_the_synchronous_run(tmp_path: Path):
-    """Bit for bit: a loop that samples from a stream, and one from prompts that it took."""
-    for name in ("groups", "sample"):
-        with opened(grpo_config(tmp_path / name, steps=4)) as run:
-            prompts = run.prompts()
-            for step in run.steps(4):
-                if name == "groups":
-                    learn(step, step.sample(prompts, count=6, n=4))
-                else:
-                    learn(step, step.sample(prompts.next(6), n=4))
-    history = [
-        [
-            {key: value for key, value in numbers(line).items() if "staleness" not in key}
-            for line in lines(tmp_path / name, "metrics.jsonl")
-        ]
-        for name in ("groups", "sample")
-    ]
-    assert history[0] == history[1]
-    samples = [samples_at(tmp_path / name, 4) for name in ("groups", "sample")]
-    assert samples[0] == samples[1]
+    for line in of_phase(found, "train"):
+        shares = [line[key] for key in line if key.removeprefix("staleness/").isdigit()]
+        assert line["staleness/limit"] == staleness and sum(shares) == pytest.approx(1.0)
 
 
 @pytest.mark.slow
@@ -124,20 +98,6 @@ def test_a_resume_with_less_staleness_leaves_the_receipt_of_older_steps(tmp_path
     assert receipt.holds, receipt.found
 
 
-def test_a_group_is_dropped_once(tmp_path: Path):
-    with opened(ahead(tmp_path, 1)) as run:
-        prompts, earlier = run.prompts(), None
-        for step in run.steps(2):
-            found = step.sample(prompts, count=2, n=2)
-            step.log({"mine": 1.0})
-            if earlier is not None:
-                with pytest.raises(ValueError, match="groups to drop must be open: neither "):
-                    step.drop(earlier, "late")
-            earlier = found
-    receipt = {each.name: each for each in verify_run(tmp_path)}["prompts"]
-    assert receipt.holds, receipt.found
-
-
 def test_conversations_that_fail_leave_their_groups(tmp_path: Path):
     """A group of which all fail is dropped by name; others have fewer members."""
 
@@ -165,24 +125,37 @@ def test_groups_that_taught_nothing_are_dropped(staleness: int, tmp_path: Path):
 
 
 class Epochs(Callback):
-    """The epochs that begin and end, and the steps at which they do."""
+    """The epochs that begin and end, each with the last finished step."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[int, int]] = []
-        self.ended: list[tuple[int, int]] = []
+        self.seen: list[str] = []
 
     def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
-        self.begun.append((epoch, trainer.state.step))
+        self.seen.append(f"begin {epoch} at {trainer.state.step}")
 
     def on_epoch_end(self, trainer: Any, epoch: int, metrics: Any) -> None:
-        self.ended.append((epoch, trainer.state.step))
+        self.seen.append(f"end {epoch} at {trainer.state.step}")
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_epochs_are_those_of_what_was_trained_on(staleness: int, tmp_path: Path):
+THREE = "begin 0 at 0, end 0 at 2, begin 1 at 2, end 1 at 4, begin 2 at 4, end 2 at 6"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (partial(ahead, staleness=0, steps=6), THREE),
+        (partial(ahead, staleness=2, steps=6), THREE),
+        (
+            partial(sft_config, steps=2, train_global_batch_size=25),
+            "begin 0 at 0, end 0 at 1, begin 1 at 1, end 1 at 1, begin 2 at 1, end 2 at 2, begin 3"
+            " at 2, end 3 at 2",
+        ),
+    ],
+)
+def test_epochs_are_those_of_what_was_trained_on(config: Any, expected: str, tmp_path: Path):
     seen = Epochs()
-    start(ahead(tmp_path, staleness, steps=6), rows=addition_rows(12), callbacks=[seen])
-    assert seen.begun == [(0, 0), (1, 2), (2, 4)] and seen.ended == [(0, 2), (1, 4), (2, 6)]
+    start(config(tmp_path), rows=addition_rows(12), callbacks=[seen])
+    assert ", ".join(seen.seen) == expected
 
 
 def test_an_engine_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -221,14 +194,8 @@ def test_tokens_carry_the_version_that_sampled_them(
     monkeypatch.setattr("nemorl.rollout.torch_backend.STEP_S", 0.0)  # it stops where it is told
     versions = list[tuple[int, ...]]()
 
-    with opened(
-        ahead(
-            tmp_path,
-            2,
-            steps=6,
-            generation=nemorl.GenerationConfig(max_new_tokens=20, max_batch_size=8),
-        )
-    ) as run:
+    generation = nemorl.GenerationConfig(max_new_tokens=20, max_batch_size=8)
+    with opened(ahead(tmp_path, 2, steps=6, generation=generation)) as run:
         prompts = run.prompts()
         for step in run.steps(6):
             found = step.sample(prompts, count=6, n=4)
@@ -299,16 +266,14 @@ def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
     """The embedded engine, which has the same model, waits meanwhile."""
     with opened(ahead(tmp_path, 1, steps=3)) as run:
         prompts, mixed = run.prompts(), run.prompts(name="mixed")
-        few = mixed.next(2)
         for step in run.steps(3):
-            step.sample(few, n=2)  # again and again, by new numbers
             with run.sampling():
                 found = step.sample(prompts, count=6, n=4)
                 for _ in range(2):
                     run.trainer.get_logprobs(found.to_batch())
-                assert len(step.sample(mixed.next(2), n=2)) == 4
+                assert len(step.sample(mixed, count=2, n=2)) == 4
             learn(step, found)
-    prove(tmp_path, 3, count=10)
+    prove(tmp_path, 3, count=8)
 
 
 def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
@@ -376,7 +341,11 @@ def test_a_loop_that_samples_by_itself_is_told(tmp_path: Path):
     ):
         prompts = run.prompts()
         for step in run.steps(2):
-            learn(step, step.sample(prompts.next(3), n=2))
+            step.log({"mine": float(len(prompts.next(3)))})
+    assert [line["dropped"] for line in lines(tmp_path)] == [
+        {"not sampled": [0, 1, 2]},
+        {"not sampled": [3, 4, 5]},
+    ]
 
 
 def test_refusals(tmp_path: Path):

@@ -25,15 +25,9 @@ WITH_REFERENCE = {
 
 
 def go(config, model) -> nemorl.TrainResult:
-    dpo = isinstance(config, nemorl.DPOConfig)
-    options = {"reward": digits} if isinstance(config, nemorl.GRPOConfig) else {}
-    return nemorl.run(
-        config,
-        model=model,
-        tokenizer=tiny_tokenizer(),
-        train=preference_rows() if dpo else addition_rows(),
-        **options,
-    )
+    dpo, grpo = (isinstance(config, k) for k in (nemorl.DPOConfig, nemorl.GRPOConfig))
+    rows, reward = preference_rows() if dpo else addition_rows(), digits if grpo else None
+    return nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=rows, reward=reward)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +72,7 @@ def test_an_error_in_setup_leaves_the_model_as_it_was(rank, tmp_path: Path, monk
         with pytest.raises(IndexError):
             go(config, model)
     assert not has_adapters(model)
-    assert (model.config._attn_implementation, model.is_gradient_checkpointing, model.training) == (
-        attention,
-        False,
-        False,
-    )
+    assert model.config._attn_implementation == attention
+    assert not model.is_gradient_checkpointing and not model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert go(config, model).metrics["loss"] > 0

@@ -1,6 +1,5 @@
 """What `nemorl.run` refuses before it starts, what it loads by name, and export."""
 
-import json
 import shutil
 import warnings
 from dataclasses import replace
@@ -19,6 +18,8 @@ from tests.runtime.runs import (
     grpo_config,
     numbers,
     of_phase,
+    rows_file,
+    saved_model,
     sft_config,
     start,
 )
@@ -28,10 +29,8 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 @pytest.fixture
 def saved(tmp_path: Path) -> dict[str, str]:
     """A model folder and a file of rows."""
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows()))
-    return {"model": str(tmp_path / "model"), "rows": str(tmp_path / "rows.jsonl")}
+    rows = rows_file(tmp_path / "rows.jsonl", addition_rows())
+    return {"model": str(saved_model(tmp_path / "model")), "rows": rows}
 
 
 def by_name(config, saved: dict[str, str]):
@@ -58,14 +57,10 @@ def test_export_of_a_checkpoint(saved, tmp_path: Path):
         by_name(sft_config(tmp_path / "run", steps=2, run={"save_period": 1}), saved)
     )
     for step in (1, None):
-        folder = nemorl.export(
-            run=str(tmp_path / "run"), output=str(tmp_path / f"out{step}"), step=step
-        )
-        exported = AutoModelForCausalLM.from_pretrained(folder)
-        same = all(
-            torch.equal(a, b)
-            for a, b in zip(exported.parameters(), result.model.parameters(), strict=True)
-        )
+        output = str(tmp_path / f"out{step}")
+        folder = nemorl.export(run=str(tmp_path / "run"), output=output, step=step)
+        exported = AutoModelForCausalLM.from_pretrained(folder).parameters()
+        same = all(map(torch.equal, exported, result.model.parameters()))
         assert same is (step is None)
 
 
@@ -180,14 +175,9 @@ def told_of_lengths(run) -> tuple[list[str], str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run()
-    told = [
-        str(w.message)
-        for w in caught
-        if str(w.message).startswith(
-            ("generation.max_new_tokens", "data.max_total_sequence_length")
-        )
-    ]
-    return told, (result.paths.path / "config.yaml").read_text()
+    names = ("generation.max_new_tokens", "data.max_total_sequence_length")
+    told = [str(w.message) for w in caught if str(w.message).startswith(names)]
+    return told, result.paths.config.read_text()
 
 
 @pytest.mark.parametrize(("positions", "longest"), [(32, 2048), (256, 32)])
@@ -211,16 +201,11 @@ def test_answers_of_a_length_that_was_not_given_leave_room_for_the_prompt(
 
 
 def test_a_length_that_was_given_stays_or_is_refused(tmp_path: Path):
-    config = grpo_config(
-        tmp_path / "a", steps=1, generation=nemorl.GenerationConfig(max_new_tokens=20)
-    )
+    given = nemorl.GenerationConfig(max_new_tokens=20)
+    config = grpo_config(tmp_path / "a", steps=1, generation=given)
     told, text = told_of_lengths(lambda: start(config))
     assert told == [] and "max_new_tokens: 20\n" in text
-    config = grpo_config(
-        tmp_path / "b",
-        generation=nemorl.GenerationConfig(max_new_tokens=20),
-        data=nemorl.DataConfig(),
-    )
+    config = grpo_config(tmp_path / "b", generation=given, data=nemorl.DataConfig())
     with (
         pytest.warns(UserWarning, match="is lowered from 2048 to 16"),
         pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below"),
@@ -258,14 +243,10 @@ def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
     config = grpo_config(tmp_path / "run", steps=1, model=nemorl.ModelConfig(path=saved["model"]))
     nemorl.run(config, train=Path(saved["rows"]), reward=[digits, "contains_answer"])
     kept = nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml")
-    assert (kept.data.train, kept.reward) == (
-        saved["rows"],
-        "given in Python (digits, contains_answer)",
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"reward must be given again, .* given in Python \(digits, contains_answer\): pass",
-    ):
+    assert kept.data.train == saved["rows"]
+    assert kept.reward == "given in Python (digits, contains_answer)"
+    message = r"reward must be given again, .* given in Python \(digits, contains_answer\): pass"
+    with pytest.raises(ValueError, match=message):
         nemorl.run(replace(kept, run=replace(kept.run, resume=True), max_num_steps=2))
     nemorl.run(
         replace(config, run=replace(config.run, resume=True), max_num_steps=2),

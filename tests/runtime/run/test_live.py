@@ -29,7 +29,14 @@ from tests.parallel.offloaded import held
 from tests.rollout.updates import update
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
+from tests.runtime.runs import (
+    addition_rows,
+    digits,
+    grpo_config,
+    numbers,
+    saved_model,
+    sft_config,
+)
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
 
 
@@ -243,10 +250,8 @@ def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path
     straight = go(alone(config), reward=noisy)
     np.random.seed(5)
     ranks["deaths"][when] = killed
-    with pytest.warns(
-        UserWarning,
-        match="the run starts again, without a checkpoint yet, with new ranks",
-    ):
+    message = "the run starts again, without a checkpoint yet, with new ranks"
+    with pytest.warns(UserWarning, match=message):
         result = go(config, reward=noisy)
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
 
@@ -411,7 +416,7 @@ def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
         critic = run.backend("critic", model=folder)
         for step in run.steps(1):
             late = run.backend("late", trains=False)
-            step.sample(prompts.next(2))
+            step.sample(prompts, count=2)
             assert held(early) == held(late) == held(critic) == NOTHING
     probe, sample = watched
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
@@ -421,9 +426,8 @@ def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks, monke
     """A run that can't is refused before its ranks start."""
     monkeypatch.setitem(TRAITS, "forgetful", GenerationTraits(embedded=True))
     monkeypatch.setitem(registry.GENERATION_BACKENDS, "forgetful", TorchGenerationBackend)
-    tiny_model("mixtral", head_dim=32).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
+    model = saved_model(tmp_path / "model", kind="mixtral", head_dim=32)
+    config = on_ranks(grpo_config(tmp_path / "run"), model)
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)
     engines = nemorl.GenerationConfig(backend="forgetful", max_new_tokens=4)
     config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan(), generation=engines)

@@ -37,7 +37,7 @@ from tests.tiny_models import tiny_model
 
 def learn(step, prompts) -> Any:
     """A step that samples and trains; its batch."""
-    return runs.learn(step, step.sample(prompts.next(4), n=2))
+    return runs.learn(step, step.sample(prompts, count=4, n=2))
 
 
 def whole(config, steps: int = 4, **given) -> list[dict[str, Any]]:
@@ -109,35 +109,18 @@ def test_several_orders_go_on_after_a_resume(tmp_path: Path):
 
 
 def test_groups_are_numbered_through_the_run(tmp_path: Path):
-    """Whatever step samples them; a prompt that is sampled once more is another group."""
-    found, config = [], grpo_config(tmp_path, steps=2, run={"val_period": 1, "save_period": 1})
-
-    def sampled(step, prompts) -> list[int]:
-        responses = step.sample(prompts, n=2)
-        found.extend(c.token_ids for c in responses.completions[::2])
-        return responses.group_id[::2].tolist()
-
+    """Whatever stream they are of, and whether or not a step samples them."""
+    config = grpo_config(tmp_path, steps=2, run={"val_period": 1, "save_period": 1})
     with opened(config, validation=addition_rows(3)) as run:
-        prompts = run.prompts()
-        early = prompts.next(2)
+        prompts, other, found = run.prompts(), run.prompts(name="other"), list[int]()
+        assert prompts.next(2).groups == [0, 1]
         for step in run.steps(2):
-            if step.number == 1:
-                assert sampled(step, prompts.next(2)) == [2, 3]  # not yet the early ones
-                assert sampled(step, early) == [0, 1]
-                assert sampled(step, early) == [4, 5]
-                assert sampled(step, replace(early, groups=())) == [6, 7]
-                assert sampled(step, early.take([0, 0])) == [8, 9]
-                late = prompts.next(1)
-                assert late.groups == [10]
-            else:
-                with pytest.raises(ValueError, match="group 10 was taken for an earlier one"):
-                    sampled(step, late)
-                assert sampled(step, early.take([0])) == [11]  # once more
-                assert sampled(step, prompts.next(1)) == [12]
+            for each, count in ((prompts, 2), (other, 1), (prompts, 1)):
+                found += step.sample(each, count=count, n=2).group_id[::2].tolist()
             step.log(run.trainer.train_step(BATCH, LOSS))
-        assert (run.state.groups, run.state.open_groups) == (13, ())
-        assert run.state.cursors == {"train": 6}
-    assert len({(tuple(row), i) for i, row in enumerate(found)}) == 12
+        assert found == [*range(2, 10)]
+        assert (run.state.groups, run.state.open_groups) == (10, ())
+        assert run.state.cursors == {"train": 8, "other": 2}
 
 
 def test_a_step_samples_episodes(tmp_path: Path):
@@ -147,7 +130,7 @@ def test_a_step_samples_episodes(tmp_path: Path):
 
     with opened(grpo_config(tmp_path, steps=1), reward=None, generates=True) as run:
         for step in run.steps(1):
-            responses = step.sample(run.prompts().next(2), digit, n=2)
+            responses = step.sample(run.prompts(), digit, count=2, n=2)
             step.log(run.trainer.train_step(BATCH, LOSS), samples=responses)
     assert responses.answers == ["none"] * 4
     assert run.result.metrics["reward"] == responses.rewards.mean()

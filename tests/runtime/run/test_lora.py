@@ -22,6 +22,8 @@ from tests.runtime.runs import (
     dpo_config,
     grpo_config,
     preference_rows,
+    rows_file,
+    saved_model,
     sft_config,
     start,
 )
@@ -40,9 +42,7 @@ def logits(model: nn.Module) -> Tensor:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A model's folder, as a user has one."""
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return saved_model(tmp_path / "base")
 
 
 def by_name(config: Any, base: Path) -> nemorl.TrainResult:
@@ -65,9 +65,8 @@ def test_grpo_learns_with_adapters(tmp_path: Path):
     rewards, kl = ([line[name] for line in result.history] for name in ("reward", "kl"))
     assert sum(rewards[-3:]) / 3 > 0.8 > 0.4 > rewards[0]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 0.1
-    assert (
-        max(abs(line["token_mult_prob_error"] - 1) for line in result.history) < 1e-4
-    )  # the sampler has the adapters, too
+    gaps = [abs(line["token_mult_prob_error"] - 1) for line in result.history]
+    assert max(gaps) < 1e-4, "the sampler has the adapters, too"
     torch.testing.assert_close(
         logits(load_causal_lm(str(result.paths.hf))), logits(result.model), atol=1e-5, rtol=0
     )
@@ -135,8 +134,7 @@ def test_adapter_export(tmp_path: Path, base: Path):
     assert_equal_logits(PeftModel.from_pretrained(plain, hf), expected)
     assert_equal_logits(AutoPeftModelForCausalLM.from_pretrained(hf), expected)
     assert AutoTokenizer.from_pretrained(hf).get_vocab() == tiny_tokenizer().get_vocab()
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in addition_rows(4)))
+    rows = rows_file(tmp_path / "rows.jsonl", addition_rows(4))
     of_run, of_folder = (
         nemorl.evaluate(path, rows, device="cpu") for path in (tmp_path / "run", hf)
     )
@@ -185,9 +183,8 @@ def test_export_when_the_base_has_moved_or_changed(tmp_path: Path, base: Path):
     result = by_name(sft_config(tmp_path / "run", lora=LORA), base)
     moved = str(base.rename(tmp_path / "elsewhere"))
     options: dict[str, Any] = {"run": str(tmp_path / "run"), "output": str(tmp_path / "out")}
-    with pytest.raises(
-        ValueError, match=r"base_model must name .*base' could not be loaded.*--base-model"
-    ):
+    message = r"base_model must name .*base' could not be loaded.*--base-model"
+    with pytest.raises(ValueError, match=message):
         nemorl.export(**options)
     found = nemorl.export(**options, base_model=moved)
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(found), logits(result.model))
@@ -202,9 +199,8 @@ def test_export_when_the_base_has_moved_or_changed(tmp_path: Path, base: Path):
 def test_export_of_a_model_that_came_in_memory(tmp_path: Path, base: Path):
     result = start(sft_config(tmp_path / "run", lora=LORA))
     options: dict[str, Any] = {"run": str(tmp_path / "run"), "output": str(tmp_path / "out")}
-    with pytest.raises(
-        ValueError, match=r"base_model must name the model that .*in memory.*--base-model"
-    ):
+    message = r"base_model must name the model that .*in memory.*--base-model"
+    with pytest.raises(ValueError, match=message):
         nemorl.export(**options)
     merged = nemorl.export(**options, base_model=str(base))
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(merged), logits(result.model))

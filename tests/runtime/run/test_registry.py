@@ -30,11 +30,8 @@ def test_what_is_registered_is_found():
 
     assert nemorl.register_training_backend("mine")(Training) is Training
     assert type(get_training_backend("mine")) is Training
-    assert (
-        nemorl.register_generation_backend("mine")(Generation)
-        is Generation
-        is get_generation_backend("mine")
-    )
+    assert nemorl.register_generation_backend("mine")(Generation) is Generation
+    assert get_generation_backend("mine") is Generation
     assert nemorl.register_algorithm("mine", config=MyConfig)(loop) is loop
     assert nemorl.get_algorithm("mine").loop is loop
     assert registry.algorithm_of(MyConfig()) == "mine"

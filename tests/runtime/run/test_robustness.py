@@ -67,10 +67,11 @@ def outcome(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 def assert_same(a: Path, b: Path) -> None:
     (metrics, tensors), (other_metrics, other_tensors) = outcome(a), outcome(b)
     assert metrics == other_metrics
-    assert all(
-        torch.equal(tensors[name], other_tensors[name])
-        for name in tensors.keys() | other_tensors.keys()
-    )
+    assert_same_tensors(tensors, other_tensors)
+
+
+def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
 
 
 def resumed(config: Any) -> Any:
@@ -86,26 +87,28 @@ OPTIONS: dict[str, Any] = {"save_period": 0, "val_period": 2}
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("calls", "error", "missed"),
     [
-        (RuntimeError("the judge is out"), RuntimeError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (None, RuntimeError),
+        (2 * PER_STEP + 8 + 5, RuntimeError("the judge is out"), None),
+        (2 * PER_STEP + 8 + 5, KeyboardInterrupt(), None),
+        (2 * PER_STEP + 5, RuntimeError("the judge is out"), (2, "validation")),
     ],
 )
-def test_a_reward_that_raises_costs_no_step(tmp_path: Path, error, kind):
-    """In the rollout of step 3; in step 4 the run is as if nothing had happened."""
+def test_a_reward_that_raises_costs_no_step(tmp_path: Path, calls, error, missed):
+    """In the rollout of step 3, or the validation before, which is not made up for; in step 4 the
+    run is as if nothing had happened.
+    """
     start(grpo_config(tmp_path / "straight", run=OPTIONS), validation=addition_rows(8))
     config = grpo_config(tmp_path / "run", run=OPTIONS)
-    with pytest.raises(kind) as caught:
-        start(config, validation=addition_rows(8), reward=FailsOnce(2 * PER_STEP + 8 + 5, error))
+    with pytest.raises(type(error)) as caught:
+        start(config, validation=addition_rows(8), reward=FailsOnce(calls, error))
     assert steps_of(tmp_path / "run") == [2]
-    assert (
-        f"has a checkpoint of step 2: resume from it with --run.dir {tmp_path / 'run'}"
-        " --run.resume" in "".join(caught.value.__notes__)
-    )
+    note = f"has a checkpoint of step 2: resume from it with --run.dir {tmp_path / 'run'} --run.res"
+    assert note in "".join(caught.value.__notes__)
     start(resumed(config), validation=addition_rows(8))
-    assert_same(tmp_path / "straight", tmp_path / "run")
+    (metrics, tensors), (found, others) = (outcome(tmp_path / name) for name in ("straight", "run"))
+    assert found == {key: line for key, line in metrics.items() if key != missed}
+    assert_same_tensors(tensors, others)
 
 
 def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
@@ -120,31 +123,20 @@ def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
     assert_same(tmp_path / "straight", tmp_path / "run")
 
 
-def test_a_validation_that_raises_costs_no_step(tmp_path: Path):
-    start(grpo_config(tmp_path / "straight", run=OPTIONS), validation=addition_rows(8))
-    config = grpo_config(tmp_path / "run", run=OPTIONS)
-    with pytest.raises(RuntimeError, match="the judge is out"):
-        start(config, validation=addition_rows(8), reward=FailsOnce(2 * PER_STEP + 5))
-    assert steps_of(tmp_path / "run") == [2]
-    start(resumed(config), validation=addition_rows(8))
-    (metrics, tensors), (found, others) = (outcome(tmp_path / name) for name in ("straight", "run"))
-    assert found == {key: line for key, line in metrics.items() if key != (2, "validation")}
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors.keys() | others.keys())
-
-
 @pytest.mark.parametrize(
-    ("hook", "saved"),
-    [("on_step_end", 3), ("on_step_begin", 2), ("on_validation_end", 4), ("on_epoch_end", 3)],
+    ("hook", "at", "saved"),
+    [
+        ("on_step_end", 3, 3),
+        ("on_step_begin", 3, 2),
+        ("on_validation_end", 4, 4),
+        ("on_epoch_end", 1, 4),
+    ],
 )
-def test_a_callback_that_raises_costs_no_step(tmp_path: Path, hook, saved):
+def test_a_callback_that_raises_costs_no_step(tmp_path: Path, hook, at, saved):
+    config = sft_config(tmp_path, run=OPTIONS, train_global_batch_size=20)
     with pytest.raises(RuntimeError, match="a mishap"):
-        start(
-            sft_config(tmp_path, run=OPTIONS, train_global_batch_size=20),
-            validation=addition_rows(8),
-            callbacks=[At(hook, {"on_validation_end": 4, "on_epoch_end": 1}.get(hook, 3), fails())],
-        )
-    found = steps_of(tmp_path)
-    assert found == ([4] if hook == "on_epoch_end" else [saved])
+        start(config, validation=addition_rows(8), callbacks=[At(hook, at, fails())])
+    assert steps_of(tmp_path) == [saved]
 
 
 def test_a_loss_that_is_not_a_number_leaves_the_weights(tmp_path: Path, monkeypatch):
@@ -239,10 +231,8 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
         save(self, path)
 
     monkeypatch.setattr(DTensorBackend, "save_checkpoint", full)
-    with pytest.raises(
-        checkpoint.CheckpointError,
-        match=r"step_2 could not be written .*No space left on device.*GB are free there",
-    ) as caught:
+    message = r"step_2 could not be written .*No space left on device.*GB are free there"
+    with pytest.raises(checkpoint.CheckpointError, match=message) as caught:
         start(sft_config(tmp_path, run={"save_period": 1}))
     assert steps_of(tmp_path) == [1]
     assert "has a checkpoint of step 1: resume from it" in caught.value.__notes__[0]
@@ -266,9 +256,8 @@ def test_damage_that_is_met_while_loading_costs_a_checkpoint(
         content[-4:] = bytes(4) if damage == "zeroed" else bytes(b ^ 1 for b in content[-4:])
     path.write_bytes(content)
     monkeypatch.setattr(checkpoint, "SMALL", 0)  # as of a larger model's files
-    with pytest.warns(
-        UserWarning, match=rf"step_2 is not used: .*{file}.*Trying an older one"
-    ) as warned:
+    message = rf"step_2 is not used: .*{file}.*Trying an older one"
+    with pytest.warns(UserWarning, match=message) as warned:
         start(resumed(config))
     assert sum("is not used" in str(each.message) for each in warned) == 1
     assert_same(tmp_path / "straight", tmp_path / "run")
@@ -326,64 +315,11 @@ def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.Signals[name], done.stderr
     word = {"SIGTERM": "terminated", "SIGINT": "interrupted"}[name]
-    assert (
-        f"nemorl sft: {word}\n{folder} has a checkpoint of step {saved}: resume from it with"
-        f" --run.dir {folder} --run.resume" in done.stderr
-    )
+    assert f"nemorl sft: {word}\n{folder} has a checkpoint of step {saved}: resume" in done.stderr
     assert steps_of(folder) == [saved]
     steps = [line["step"] for line in RunDirectory(folder).read_metrics()]
     assert steps == [*range(1, saved + 1)]
     assert not (folder / ".lock").exists()
-
-
-class Epochs(Callback):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def on_epoch_begin(self, trainer, epoch):
-        self.told.append(f"begin {epoch}")
-
-    def on_epoch_end(self, trainer, epoch, metrics):
-        self.told.append(f"end {epoch}")
-
-
-@pytest.mark.parametrize(
-    ("batch", "steps", "expected"),
-    [
-        (5, 3, "begin 0, end 0, begin 1"),
-        (25, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2, begin 3, end 3, begin 4, end 4"),
-    ],
-)
-def test_every_epoch_is_told_in_its_turn(tmp_path: Path, batch, steps, expected):
-    epochs = Epochs()
-    start(
-        sft_config(tmp_path, steps=steps, train_global_batch_size=batch),
-        rows=addition_rows(10),
-        callbacks=[epochs],
-    )
-    assert ", ".join(epochs.told) == expected
-
-
-BEST: dict[str, Any] = {
-    "save_period": 2,
-    "val_period": 3,
-    "metric": "val_loss",
-    "keep_checkpoints": 1,
-}
-
-
-def test_the_validation_at_an_early_end_is_ranked_and_kept(tmp_path: Path):
-    """Step 4 is saved before the run's last validation, which no period had foreseen."""
-
-    def stop():
-        raise nemorl.StopTraining
-
-    config = sft_config(tmp_path, steps=8, run=BEST)
-    result = start(config, validation=addition_rows(8), callbacks=[At("on_step_end", 4, stop)])
-    losses = {line["step"]: line["loss"] for line in of_phase(result, "validation")}
-    assert sorted(losses) == [3, 4] and losses[4] < losses[3]
-    assert checkpoint.best(tmp_path).name == "step_4"
-    assert checkpoint.metrics_by_step(tmp_path)[4]["val_loss"] == losses[4]
 
 
 def test_a_run_that_has_learned_enough_ends_and_stays_ended(tmp_path: Path):

@@ -39,19 +39,12 @@ def found(
     gpus: int = 1,
     *,
     plan: dict[str, Any] | None = None,
-    environ: dict[str, str] | None = None,
     **options: Any,
 ) -> Any:
     """For a run with defaults on GPUs of 80 GB."""
     generation = nemorl.GenerationConfig(backend="vllm", **options.pop("generation", {}))
-    fit = fit_of(
-        nemorl.GRPOConfig,
-        model,
-        gpus,
-        plan=plan,
-        environ=environ,
-        **{"reward": "exact", "generation": generation, **options},
-    )
+    given = {"reward": "exact", "generation": generation, **options}
+    fit = fit_of(nemorl.GRPOConfig, model, gpus, plan=plan, **given)
     return sharing_of(fit, generation, model, can_offload=True, can_empty=True)
 
 
@@ -117,16 +110,11 @@ def test_the_heads_chunk_is_large_where_there_is_room():
 
 def test_what_the_user_set_stays():
     """If it does not fit, that is a warning; with nothing set, an error."""
-    pair, long = (
-        {"gpus": 2, "plan": {"dp_shard": 2}},
-        nemorl.DataConfig(max_total_sequence_length=32768),
-    )
-    said = (
-        r"take 82\.0 of each GPU's 80\.0 GB, with parallel\.activation_checkpointing full and mic"
-    )
-    with pytest.raises(
-        ValueError, match=said + r".*; or lower --data\.max-total-sequence-length, or"
-    ):
+    pair: dict[str, Any] = {"gpus": 2, "plan": {"dp_shard": 2}}
+    long = nemorl.DataConfig(max_total_sequence_length=32768)
+    said = r"take 82\.0 of each GPU's 80\.0 GB, with parallel\.activation_checkpointing full and mi"
+    refused = said + r".*; or lower --data\.max-total-sequence-length, or"
+    with pytest.raises(ValueError, match=refused):
         fit_of(nemorl.SFTConfig, **pair, data=long)
     mine = nemorl.TrainerConfig(micro_batch_tokens=32768)
     with pytest.warns(UserWarning, match=said):
@@ -335,8 +323,7 @@ def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
 
 def test_a_model_whose_sizes_are_not_known_leaves_the_share_to_the_engine():
     assert found(None) is None  # it is read, and refused, elsewhere
-    with pytest.warns(
-        UserWarning, match="sizes of gpt2 or of the GPUs are not known, so engines on the trainer"
-    ):
+    message = "sizes of gpt2 or of the GPUs are not known, so engines on the trainer"
+    with pytest.warns(UserWarning, match=message):
         assert found(GPT2Config()) is None
     assert found(LlamaConfig(num_hidden_layers=8)) is not None

@@ -1,6 +1,5 @@
 """A backend of a third party says what it is and what it refuses, and works with everything."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,16 @@ from nemorl.rollout.generation import Completion, GenerationTraits, Machine
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run import registry
 from nemorl.runtime.run.devices import Devices
-from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import (
+    addition_rows,
+    digits,
+    grpo_config,
+    rows_file,
+    saved_model,
+    sft_config,
+    start,
+)
+from tests.tiny_models import tiny_model
 
 
 def trained_by(name: str, plan: dict | None = None, **options) -> nemorl.SFTConfig:
@@ -168,10 +175,8 @@ class Silent:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [{"prompt": "1+1=", "answer": "2"}] * 3
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved_model(tmp_path / "model", scale=1.0)
+    rows_file(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 3)
     return tmp_path
 
 

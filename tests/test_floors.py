@@ -46,15 +46,15 @@ ONLY_IN = {
 ONLY_ONE_FILE = ("torchtitan", "megatron")
 
 BOUNDS = {
-    "words": 211_000,
-    "words of runtime": 85_000,
-    "files": 190,
-    "imports among files": 1_030,
+    "words": 204_000,
+    "words of runtime": 80_500,
+    "files": 185,
+    "imports among files": 1_010,
     "lines of a class": 250,
     "lines of a function": 75,
     "files directly in runtime": 1,
     "longest line": 100,
-    "words of tests": 194_500,
+    "words of tests": 191_000,
     "words of docs": 30_000,
     "pages of docs": 18,
     "words of README": 900,

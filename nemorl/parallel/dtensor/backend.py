@@ -89,6 +89,7 @@ class DTensorBackend(Accumulating):
         self._given = model
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
+        self._forward: dict[nn.Module, Forward] = {}
         self._writer: CheckpointWriter | None = None
 
     def setup(self, config: BackendConfig) -> None:
@@ -122,9 +123,8 @@ class DTensorBackend(Accumulating):
         self._mixtures = mixtures if mixtures.routers or mixtures.blocks else None
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
-        self._outputs = self._reference_outputs = _outputs_of(self, self.model)
-        if self._reference is not None:
-            self._reference_outputs = _outputs_of(self, self._reference)
+        models = [each for each in (self.model, self._reference) if each is not None]
+        self._forward = {model: _outputs_of(self, model) for model in models}
         self._writer = CheckpointWriter(self.world)
         sizes = self.model.config, self.device, self.world.plan
         self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
@@ -214,8 +214,7 @@ class DTensorBackend(Accumulating):
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
-                found = self._outputs(rows, work, needs)
-                output = loss_fn(found, rows)
+                output = loss_fn(self._forward[model](rows, work, needs), rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         if world.data_group is not None:
@@ -296,6 +295,7 @@ class DTensorBackend(Accumulating):
         if self._model is not None and not self.world.sharded and not shared:
             _give_back(self.model, self._found, self.config)
         self._model = self._reference = self._given = self.optimizer = None
+        self._forward = {}
         self._away = Offloaded()
         self._settings.close()
 
@@ -303,8 +303,7 @@ class DTensorBackend(Accumulating):
         self, batch: TokenBatch, needs: Needs, *, reference: bool = False
     ) -> ForwardOutput:
         model = self._reference if reference and self._reference is not None else self.model
-        forward = self._reference_outputs if reference else self._outputs
-        was_training = model.training
+        forward, was_training = self._forward[model], model.training
         model.eval()
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
@@ -358,7 +357,9 @@ def _balance(
         mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):
         empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
-        passes = (backend._outputs(*_next(backend, *each), Needs()) for each in empty)
+        passes = (
+            backend._forward[backend.model](*_next(backend, *each), Needs()) for each in empty
+        )
         mixtures.weigh(batch.num_tokens, passes)
 
 

@@ -133,7 +133,8 @@ def test_settings_are_checked_written_and_read(tmp_path: Path, capsys):
     flags = "--config mine.yaml --trust-code --model.path m --loss.scale 0.5 --loss.no-on --shift 3"
     assert cli.main(["grpo", *flags.split(), "--print-config"]) == 0
     printed = capsys.readouterr().out
-    assert "  # Plain" not in printed and "# Plain REINFORCE, scaled. One of clipped, " in printed
+    assert "  # Plain" not in printed
+    assert "# Plain REINFORCE, scaled.\nloss:\n  # One of clipped, " in printed
     assert "  scale: 0.5\n" in printed and '  "on": false\n' in printed and "shift: 3" in printed
     assert cli.main(["grpo", "--loss", "my_pieces:plain", "--help", "loss"]) == 0
     shown = capsys.readouterr().out

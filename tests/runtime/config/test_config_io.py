@@ -73,7 +73,7 @@ def test_comments_explain_each_key():
     assert lines[lines.index("  beta1: 0.9") - 1] == about
     text = " ".join(line.strip("# ") for line in lines)
     assert "loss: One of clipped, gspo, cispo, reinforce, module:function. name: gspo" in text
-    assert "not 0 at the last step. One of constant, linear, cosine. schedule: constant" in text
+    assert "one step after the end. One of constant, linear, cosine. schedule: constant" in text
 
 
 def test_empty_is_the_default(tmp_path: Path):

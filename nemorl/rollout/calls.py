@@ -209,6 +209,12 @@ def end_fork(place: str = "") -> None:
             os._exit(1)
 
 
+def forget_error(task: asyncio.Task) -> None:
+    """Keep asyncio from logging an interrupt in a task, which has ended its event loop's run."""
+    if not task.cancelled():
+        task.exception()
+
+
 class EventLoop:
     """An event loop in a daemon thread of its own, with the CUDA device of the one that made it."""
 
@@ -522,6 +528,7 @@ class BatchCalls:
         self._waiting.append(batch)
         if self._task is None:
             self._task = asyncio.create_task(self._work(seconds, merged))
+            self._task.add_done_callback(forget_error)
 
     async def _work(self, seconds: float, merged: bool) -> None:
         try:

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemorl.models.hub import max_positions
+from nemorl.rollout.calls import forget_error
 from nemorl.rollout.generation import (
     Completion,
     SamplingParams,
@@ -100,7 +101,9 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             awaited: list[_Awaited] = []
-            self._loops[loop] = (loop.create_task(self._take_turns(awaited)), awaited)
+            task = loop.create_task(self._take_turns(awaited))
+            task.add_done_callback(forget_error)
+            self._loops[loop] = task, awaited
         answer = loop.create_future()
         self._loops[loop][1].append((request, answer))
         try:

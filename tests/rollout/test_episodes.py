@@ -1,6 +1,7 @@
 """Conversations: episodes, environments as episodes, and their tokens."""
 
 import asyncio
+import gc
 import inspect
 import pickle
 from dataclasses import replace
@@ -183,13 +184,15 @@ def test_a_function_is_not_an_episode(generator):
         collect(generator, first_digit, PROMPTS, SAMPLING, seed=1)
 
 
-def test_an_interrupt_ends_all_at_once(generator):
+def test_an_interrupt_ends_all_at_once(generator, caplog):
     class Interrupted(FunctionalRewardWrapper):
         def step(self, message_log_batch, metadata):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         collect(generator, Interrupted(first_digit), PROMPTS, SAMPLING, seed=1)
+    gc.collect()
+    assert not caplog.records, "asyncio logs errors that nobody has seen"
 
 
 def test_tokens_of_a_conversation_keep_the_experts_that_computed_them_first():

@@ -480,6 +480,10 @@ DATA = [
         data={"held_out": 4},
     ),
     sft(
+        r"data\.validation must name an existing file, but it is 'no\.jsonl': check the path",
+        data={"validation": "no.jsonl"},
+    ),
+    sft(
         r"data\.weights must be as many as there are training sets \(1\), but it is \(1\.0,"
         r" 2\.0\)",
         data={"weights": (1.0, 2.0)},
@@ -630,6 +634,7 @@ def another_format(place: Place, run: Path) -> None:
 
 
 RUNS = [
+    sft(r"unknown logger 'wandbb'; did you mean wandb\? Valid names", run={"loggers": ("wandbb",)}),
     Case(
         r"the judge is out",
         lambda place: nemorl.run(place.grpo(max_num_steps=2), reward=FailsOnce(24 + 5)),

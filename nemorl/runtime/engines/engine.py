@@ -255,7 +255,11 @@ class VLLMEngine:
         arrived = [each for i, each in enumerate(workers) if each not in workers[:i]] or [[]]
         self._take_adapters(adapters)
         self._llm.set_weight_version(str(version))
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError(
+                "the engine's cache must be empty before new weights are used, but vLLM keeps a"
+                " part of it: start it again"
+            )
         self.usable = True
         return [each + own for each in arrived]
 

@@ -118,6 +118,7 @@ def test_an_int_is_a_float_and_a_list_a_tuple():
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss": "reinforced"}, r"did you mean reinforce\?"),
     ({"loss": ["gspo"]}, r"loss must be a section"),
     (
         {"max_num_steps": "3"},

@@ -69,10 +69,16 @@ def test_entry(theirs: str, capsys):
         ),
         ("sft --beta 0.1", ": sft has no kl.coef, as TRL's beta is called here (docs/"),
         ("grpo actor_rollout_ref.actor.mine=3", "nemorl has no actor_rollout_ref: "),
+        ("grpo --optimizer.lrr 3", "unknown setting --optimizer.lrr; did you mean --optimizer.lr?"),
+        (
+            "grpo --learning-rat 3",
+            "did you mean learning_rate? TRL's learning_rate is optimizer.lr",
+        ),
         (
             "export --output-dir x",
             "TRL's output_dir is run.dir (export, report: output); write --o",
         ),
+        ("grpo --optimzer.lr 3", "--optimzer.lr; did you mean --optimizer.lr?"),
         ("grpo --loss.clip 3", "--loss.clip; did you mean --loss.clip-low or --loss.clip-high?"),
         (
             "grpo --generation.gpu-memory-utilization 0.5",
@@ -89,6 +95,10 @@ def test_examples(args: str, message: str, capsys):
 
 
 def test_rewards_in_python():
+    with pytest.raises(
+        ValueError, match=r"TRL's reward_funcs is reward .*; write reward_fn= \(docs"
+    ):
+        make_config("grpo", reward_funcs=[len])
     with pytest.raises(ValueError, match=r"reward must be a name here, .* pass it as reward_fn="):
         make_config("grpo", reward=len)
 

@@ -187,3 +187,20 @@ def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     assert isinstance(raised(engine.begin([2, 41])), FloatingPointError)
     assert engine.do(lambda engines: engines.engine.partial) == 0
     assert engine.sample(LONG) == expected
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_emptied_ends_an_update():
+    engine = SharedEngine(small_model(scale=3.0))
+
+    def break_cache(engines):
+        llm = engines.engine._llm
+        llm.reset_prefix_cache, llm.collective_rpc = lambda **_: False, lambda *args: []
+        try:
+            engines.begin_weights()
+            engines.finish_weights(0)
+        finally:
+            del llm.reset_prefix_cache, llm.collective_rpc
+
+    error = raised(engine.actor.call.remote("apply", break_cache))
+    assert "the engine's cache must be empty" in str(error)

@@ -22,6 +22,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
 from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, require_loss_weights
+from nemorl.parallel.checkpoint import CheckpointWriter
 from nemorl.parallel.config import BackendConfig, OptimizerConfig
 from nemorl.parallel.layout import Cutting
 from nemorl.parallel.measure import StepMeter, of_step, profiled
@@ -194,6 +195,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+NO_MODEL = "the training backend has no model: call setup() first, and nothing after shutdown()"
+
+
 class Accumulating(InTurns, ABC):
     """`train_step` and its halves, and `compute` and its cases, of a rank or a process."""
 
@@ -214,6 +218,7 @@ class Accumulating(InTurns, ABC):
         self._copied = 0
         """Tokens that they did not compute again."""
         self._away = Offloaded()
+        self._writer: CheckpointWriter | None = None
         self.step = 0
 
     @property
@@ -246,6 +251,10 @@ class Accumulating(InTurns, ABC):
     @abstractmethod
     def _held(self, *, keep_weights: bool) -> Iterable[Tensor]:
         """Yield what is kept from call to call, with or without the parameters."""
+
+    def wait_for_checkpoint(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
 
     @property
     def _reducing(self) -> bool:

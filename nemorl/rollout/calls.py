@@ -210,7 +210,7 @@ def end_fork(place: str = "") -> None:
 
 
 def forget_error(task: asyncio.Task) -> None:
-    """Keep asyncio from logging an interrupt in a task, which has ended its event loop's run."""
+    """Keep asyncio from logging an interrupt in a task, which its event loop has raised."""
     if not task.cancelled():
         task.exception()
 

@@ -61,8 +61,8 @@ class Driver:
     ) -> None:
         """most_failed: share of a cohort that may fail; with more none begins again.
 
-        ahead: whether an engine in this process computes while nobody waits, in the driver's
-        thread; else the thread that waits computes.
+        ahead: whether an engine in this process computes in the driver's thread, also while nobody
+        waits.
         """
         check_environment(environment)
         self.generator, self.environment = generator, environment

@@ -30,7 +30,7 @@ PAUSE_S = 0.01
 WAITING: ContextVar[Callable[[Callable[[], None]], None] | None] = ContextVar(
     "WAITING", default=None
 )
-"""Has a function called by the thread that waits for an event loop's tasks; None: there is none."""
+"""Runs a function in the thread that waits for an event loop; None: no thread does."""
 
 
 @dataclass(eq=False)
@@ -61,9 +61,9 @@ class Scheduler:
     """The one place from which an engine is stepped.
 
     `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
-    is finished. An event loop with open requests has one step after the other done by the thread
-    that waits for it, or does them itself, as `generate` does. PyTorch has threads of its own for
-    each that computes: an engine in another thread than the trainer takes the cores from it.
+    is finished. For requests of an event loop, the thread that waits for it computes (`WAITING`),
+    or the loop itself. PyTorch has a pool of threads for each thread that computes: the pools of
+    an engine and a trainer in two threads would compete for cores.
     """
 
     def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
@@ -163,7 +163,7 @@ class Scheduler:
                 request.fail(error)
 
     async def _take_turns(self, awaited: list[_Awaited]) -> None:
-        """Have steps done, and give all answers of a step at once: they are judged together."""
+        """Do steps, and pass on all results of a step at once: they are judged together."""
         loop = asyncio.get_running_loop()
         try:
             while awaited:
@@ -221,7 +221,7 @@ class Scheduler:
 
 
 def _settled(request: Request, answer: asyncio.Future[list[Completion]]) -> bool:
-    """Give who awaits a request its answer. Return whether that was done, or nobody awaits it."""
+    """Pass on a request's result. Return whether nobody awaits it any more."""
     if not answer.done() and request.future.done():
         if request.future.cancelled():
             answer.cancel()

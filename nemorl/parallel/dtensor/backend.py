@@ -23,7 +23,7 @@ from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.capabilities import known
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported, loading, read_config
-from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
+from nemorl.parallel.accumulation import NO_MODEL, Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import (
     ATTENTION_NAME,
     kernel_of,
@@ -90,7 +90,6 @@ class DTensorBackend(Accumulating):
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
         self._forward: dict[nn.Module, Forward] = {}
-        self._writer: CheckpointWriter | None = None
 
     def setup(self, config: BackendConfig) -> None:
         check_training(config, None, config.parallel, limits)
@@ -184,10 +183,7 @@ class DTensorBackend(Accumulating):
 
     def _loaded(self) -> nn.Module:
         if self._model is None:
-            raise RuntimeError(
-                "the training backend has no model: call setup() first, and nothing after"
-                " shutdown()"
-            )
+            raise RuntimeError(NO_MODEL)
         return self._model
 
     @property
@@ -265,10 +261,6 @@ class DTensorBackend(Accumulating):
             self._away.restore()
         contents = contents_of(self.model, self.optimizer, self.world)
         self._writer.save(contents, path, state=state, background=background)
-
-    def wait_for_checkpoint(self) -> None:
-        if self._writer is not None:
-            self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
         self._require_training()

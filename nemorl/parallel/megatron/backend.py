@@ -29,7 +29,7 @@ from nemorl.models.causal_lm import (
 )
 from nemorl.models.hub import CONFIG, loading, weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, sampled, stored_names
-from nemorl.parallel.accumulation import Accumulating, Offloaded, storage_of
+from nemorl.parallel.accumulation import NO_MODEL, Accumulating, Offloaded, storage_of
 from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
@@ -75,7 +75,6 @@ class MegatronBackend(Accumulating):
         self._stages: Any = None
         self._reference: Any = None
         self._engine: MegatronEngine | None = None
-        self._writer: CheckpointWriter | None = None
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
@@ -144,10 +143,7 @@ class MegatronBackend(Accumulating):
     def model(self) -> Any:
         """The Hugging Face model on the meta device; the weights are megatron-core's."""
         if self._stages is None:
-            raise RuntimeError(
-                "the training backend has no model: call setup() first, and nothing after"
-                " shutdown()"
-            )
+            raise RuntimeError(NO_MODEL)
         return self._model
 
     @property
@@ -270,10 +266,6 @@ class MegatronBackend(Accumulating):
         )
         state = {"step": self.step, "base": self._base}
         self._writer.save(contents, path, state=state, background=background)
-
-    def wait_for_checkpoint(self) -> None:
-        if self._writer is not None:
-            self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
         """Restore what `save_checkpoint`, of any plan, or the dtensor backend wrote."""

@@ -87,7 +87,7 @@ class Run(Generic[Config]):
         self.rows, self.validation_rows = launch.rows, launch.validation_rows
         self.directory = launch.directory.path
         self.train_sets = set_names(self.config.data.train)
-        """Names of the data sets that are trained on."""
+        """Names of the training sets."""
         self.progress = Progress(LoopState(self.config.run.seed))
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
@@ -342,8 +342,8 @@ class Step:
         to so many steps ahead. Their random numbers follow from the run's seed and the numbers of
         their groups. They are measured and logged with the step, unless the loop logs samples.
 
-        params: None for `config.generation`'s. Raises: ValueError for an environment that is
-        missing; the first failure where most conversations fail.
+        params: None for `config.generation`'s. Raises: ValueError for a missing environment; the
+        first failure where most conversations fail.
         """
         at_least(1, count=count, n=n)
         environment = environment or self.run.environment

@@ -131,7 +131,8 @@ class ShardedAdamW:
                 nn.utils.clip_grads_with_norm_(part.get_parameters(), limit, norm, foreach=True)
             for group in part.param_groups:
                 group["lr"] = lr
-            # DistributedOptimizer's own would gather all parameters for each part.
+        for part in self.parts:
+            # Its own step would gather all parameters for each part.
             core.MixedPrecisionOptimizer.step_with_ready_grads(part)
         if self._gathering is not None:
             self._gathering.start()

@@ -206,10 +206,10 @@ def as_stored(
     """Yield live tensors as files have them; parts of fused ones are views."""
     for name, tensor in tensors:
         groups = stored.get(name, ((name,),))
-        if len(groups) == 1 and len(groups[0]) == 1:
+        if groups == ((groups[0][0],),):
             yield groups[0][0], tensor
-            continue
-        yield from of_experts(groups, tensor)
+        else:
+            yield from of_experts(groups, tensor)
 
 
 def of_experts(groups: Groups, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -87,6 +87,9 @@ State = dict[nn.Parameter, dict[str, Tensor]]
 class Optimizers:
     """Several optimizers as one, each of parameters of its own."""
 
+    reducing = False
+    """Whether ranks have begun to sum gradients in a backward pass, and have not waited yet."""
+
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
@@ -101,6 +104,8 @@ class Optimizers:
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad()
+
+    free_gradients = zero_grad
 
     def set_lr(self, lr: float) -> None:
         for group in self.param_groups:
@@ -132,10 +137,6 @@ class Offloaded:
 
     def __init__(self) -> None:
         self._away: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(copy) for _, copy in self._away.values())
 
     def __contains__(self, tensor: Tensor) -> bool:
         return storage_of(tensor) in self._away
@@ -388,11 +389,6 @@ class Accumulating(InTurns, ABC):
         self._away = Offloaded()
         self._settings.close()
 
-    @property
-    def _reducing(self) -> bool:
-        """Whether ranks have begun to sum gradients in a backward pass, and have not waited yet."""
-        return False
-
     @abstractmethod
     def _grad_norm(self) -> Tensor:
         """Return the whole gradient's norm, once it is summed over ranks, before clipping."""
@@ -424,7 +420,6 @@ class Accumulating(InTurns, ABC):
         require(self.config.trains, "trains", requirement, False, remedy)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take an optimizer step on a batch alone."""
         self._away.restore()
         self._restart()
         self._is_whole = True
@@ -435,9 +430,8 @@ class Accumulating(InTurns, ABC):
         return {**metrics, **self.optim_step()}
 
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Add the gradient of a batch's loss; an error drops what was added since the last step.
-
-        Raises: RanksLost for an error while ranks sum gradients.
+        """Raises: RanksLost for an error while ranks sum gradients; any other drops what was added
+        since the last step.
         """
         self._require_training()
         self._away.restore()
@@ -453,7 +447,7 @@ class Accumulating(InTurns, ABC):
                 metrics, loss = self._gradients(batch, loss_fn, needs)
             merged = merged_metrics(metrics, {}, self.world)
         except BaseException as error:
-            if self._reducing:
+            if self.optimizer.reducing:
                 raise RanksLost(
                     "the step failed while gradients were summed over ranks"
                     f" (parallel.overlap_grad_reduce), which ends the ranks: {error!r}"
@@ -464,10 +458,7 @@ class Accumulating(InTurns, ABC):
         return merged
 
     def optim_step(self) -> Metrics:
-        """Take an optimizer step along the gradients added since the last one.
-
-        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
-        """
+        """Raises: FloatingPointError, with unchanged weights, if loss or gradient is not finite."""
         self._require_training()
         if not self._batches:
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
@@ -486,20 +477,18 @@ class Accumulating(InTurns, ABC):
         return {**metrics, **of_step(batches, loss, grad_norm, lr)}
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move what `_held` yields to main memory, until a method other than `weights`."""
         self._drop_gradients()
         held, kind = self._held(keep_weights=keep_weights), self.world.device.type
         self._away.take(tensor for tensor in held if tensor.device.type == kind)
 
     def empty_cache(self) -> None:
-        """Free gradients along which a step was taken, and what PyTorch caches of the GPU."""
         self._drop_gradients()
         if is_accelerator(self.world.device):
             module_of(self.world.device).empty_cache()
 
     def _drop_gradients(self) -> None:
-        if not self._batches:
-            self._zero_grad()
+        if self.optimizer is not None and not self._batches:
+            self.optimizer.free_gradients()
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:

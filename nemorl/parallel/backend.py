@@ -139,7 +139,7 @@ class FullTrainingBackend(TrainingBackend, Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name, tied ones once, adapters merged. With
-        generation.adapter_rank it gets `adapters`, apart or alone, as `DTensorBackend.weights`.
+        generation.adapter_rank it gets `adapters`, apart or alone, as in `merged_tensors`.
         """
 
     def offload(self, *, keep_weights: bool = False) -> None:

@@ -1,13 +1,11 @@
 """Checkpoints of a model and its optimizer as safetensors, in one form for every plan.
 
-    config.json              and generation_config.json: with model.safetensors a folder that
-                             `transformers` loads as it is
-    model.safetensors        or, of n ranks, weights-0000k-of-0000n.safetensors: the pieces of the
-                             weights that rank k holds (with LoRA: PEFT's two files instead)
-    optimizer.safetensors    or optimizer-0000k-of-0000n.safetensors: in the same way, the pieces
-                             of `<name in files>.<what>`
+    config.json              and generation_config.json: `transformers` loads the folder of one rank
+    model.safetensors        or, of n ranks, weights-0000k-of-0000n.safetensors: the pieces that
+                             rank k holds (with LoRA: PEFT's two files)
+    optimizer.safetensors    or optimizer-0000k-of-0000n.safetensors: of `<name in files>.<what>`
     backend.json             the optimizer's steps, and the fingerprint of the initial weights
-    manifest.json            sizes and CRC-32 of all of these, written last by rank 0
+    manifest.json            sizes and CRC-32 of all of these, written last
 
 A rank writes what it holds; what several ranks hold, one of them writes. Each reads all headers,
 of any plan, and its own pieces of the data, and checks them. An export makes whole tensors.

@@ -93,7 +93,8 @@ class Stages:
         if left >= others and (others or not left):
             return None
         if not given:
-            return f"parallel.{self._degrees()} has more stages than {of_model}"
+            vpp = f" · vpp {self.vpp}" * (self.vpp > 1)
+            return f"parallel.pp {self.pp}{vpp} has more stages than {of_model}"
         settings = " and ".join(f"{field} {layers}" for field, layers in given.items())
         stages = f"the other {others} stages" if others else "no other stage"
         return f"{settings} leave {left} of {of_model} for {stages}"
@@ -110,9 +111,6 @@ class Stages:
     def _given(self) -> dict[str, int]:
         settings = {FIRST: self.first, LAST: self.last}
         return {field: layers for field, layers in settings.items() if layers is not None}
-
-    def _degrees(self) -> str:
-        return f"pp {self.pp}" + f" · vpp {self.vpp}" * (self.vpp > 1)
 
 
 def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
@@ -138,6 +136,7 @@ def _shared(num_layers: int, costs: list[int]) -> Iterator[int]:
 Precision = Literal["float32", "bfloat16"]
 Recomputation = Literal["none", "selective", "full"]
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
 TRAITS = TrainingTraits()
 """Traits of a backend that says nothing."""
 
@@ -214,11 +213,7 @@ class ParallelPlan:
     """
 
     def __post_init__(self) -> None:
-        degrees = {
-            name: getattr(self, name)
-            for name in ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
-        }
-        at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
+        at_least(1, **{f"parallel__{name}": getattr(self, name) for name in DEGREES})
         self.stages.check()
         gathers, fits = self.overlap_param_gather, self.overlap_grad_reduce
         requirement, remedy = "needs parallel.overlap_grad_reduce", "add that, or remove it"
@@ -247,11 +242,6 @@ class ParallelPlan:
         """The stages of the pipeline; a device of pp has every pp-th one."""
         ends = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         return Stages(self.pp, self.vpp, *ends)
-
-    @property
-    def num_stages(self) -> int:
-        """Parts of the layers that a microbatch goes through one after the other."""
-        return self.pp * self.vpp
 
     @cached_property
     def min_microbatches(self) -> int:

@@ -135,7 +135,6 @@ def test_what_layers_ask_of_attention_is_done(kind: str):
 def test_new_tokens_see_the_window_of_cached_ones():
     rule = Rule(window=3, scaling=0.3, softcap=2.0, sinks=torch.randn(4))
     query, key, value = (torch.randn(1, heads, 7, 8) for heads in (4, 2, 2))
-    expected = attend(query, key, value, rule=rule, causal=True)
     visible = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
     for one in (rule, replace(rule, softcap=None, sinks=None), replace(rule, window=None)):
         expected = attend(query, key, value, rule=one, causal=True)

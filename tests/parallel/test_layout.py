@@ -150,14 +150,14 @@ def test_routes_of_another_layout_are_refused():
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 def test_stages_of_all_sizes_have_each_layer_once(pp: int, vpp: int):
     plan = ParallelPlan(pp=pp, vpp=vpp)
-    for layers in range(plan.num_stages, 130):
+    for layers in range(plan.pp * plan.vpp, 130):
         stages = plan.stages.layers(layers)
         counts = [len(stage) for stage in stages]
         assert [layer for stage in stages for layer in stage] == list(range(layers))
-        assert len(stages) == plan.num_stages and min(counts) > 0
-        assert layers % plan.num_stages or len(set(counts)) == 1
+        assert len(stages) == plan.pp * plan.vpp and min(counts) > 0
+        assert layers % (plan.pp * plan.vpp) or len(set(counts)) == 1
         # No device waits for another for more than an end's layer's worth.
-        assert max(counts) <= -(-(layers + 2) // plan.num_stages)
+        assert max(counts) <= -(-(layers + 2) // (plan.pp * plan.vpp))
         of_devices = [sum(counts[rank::pp]) for rank in range(pp)]
         assert max(of_devices) - min(of_devices) <= 2
 

@@ -24,10 +24,10 @@ from nemorl.parallel.dtensor import pieces
 from nemorl.parallel.dtensor.limits import settled
 from nemorl.parallel.dtensor.lora import write_adapter_config
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.proving import LIMIT, on_one_device, on_ranks
+from nemorl.parallel.proving import LIMIT, on_one_device, on_ranks, sampled_differ, samples
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.cli.main import main
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model as trained_model
 from tests.tiny_models import tiny_tokenizer
@@ -187,16 +187,7 @@ def test_sampling_without_a_cache_gives_the_models_own_logprobs():
         UserWarning, match=r"qwen3_next is sampled from without a cache \(.*cache wi"
     ):
         engine.setup(GenerationConfig(max_batch_size=3))
-    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
-    params = SamplingParams(n=2, max_new_tokens=9, ignore_eos=True, seed=1)
-    answers = engine.generate(prompts, params)
-    for index, answer in enumerate(answers):
-        ids = torch.tensor([[*prompts[index // 2], *answer.token_ids]])
-        with torch.no_grad():
-            every = model(ids, use_cache=False).logits[0].log_softmax(-1)
-        start = len(prompts[index // 2])
-        own = every[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(answer.logprobs), own, atol=1e-5, rtol=0)
+    assert sampled_differ(engine, model, samples(config.vocab_size)) < 1e-5
 
 
 def folder_of(kind: str, path: Path) -> str:
@@ -225,27 +216,19 @@ def test_a_run_checks_a_type_that_is_not_in_the_table_once(tmp_path: Path, cache
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("kind", "message"),
     [
-        ("t5", {}, "the model's type must have a causal language model .*, but it is 't5'"),
-        (
-            "qwen2_vl",
-            {},
-            "the model must be of text alone, but it is 'qwen2_vl with vision_config'",
-        ),
+        ("t5", "the model's type must have a causal language model in transformers, but it is 't5"),
+        ("qwen2_vl", "the model must be of text alone, but it is 'qwen2_vl with vision_config'"),
     ],
 )
-def test_what_can_not_be_trained_is_refused_by_name(kind, options, message, tmp_path, capsys):
-    from nemorl.runtime.cli.main import main
-
-    AutoConfig.for_model(kind, **options).save_pretrained(tmp_path)
+def test_what_can_not_be_trained_is_refused_by_name(kind, message, tmp_path, capsys):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
     assert main(["models", "check", str(tmp_path)]) == 2
-    assert message.split(".*")[0] in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_shows_what_holds_and_why_not(tmp_path: Path, cache: Path, capsys, monkeypatch):
-    from nemorl.runtime.cli.main import main
-
     found = {name: replace(proof, worst=2e-6) for name, proof in proofs("cp").items()}
     monkeypatch.setattr(proving, "prove", lambda config: found)
     trained_model("llama").config.save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,6 @@ from nemorl.parallel.layout import Cutting, Layout
 from nemorl.parallel.tokens import Work, plain_outputs, planned, sharded_outputs
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A given model before `setup`."""
-
-    attention: str
-    training: bool
-    trainable: list[nn.Parameter]
-
 
 Forward = Callable[[TokenBatch, Work, Needs], ForwardOutput]
 """Computes a model's outputs of a microbatch."""
@@ -124,11 +114,8 @@ class DTensorBackend(Accumulating):
         model: Any = load_whole(config) if self._given is None else self._given
         quantized = config.lora.quantize != "none"
         model = model.to(device=None if quantized else self.device, dtype=torch.float32)
-        self._found = Found(
-            attention=model.config._attn_implementation,
-            training=model.training,
-            trainable=[p for p in model.parameters() if p.requires_grad],
-        )
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self._before = model.config._attn_implementation, model.training, trainable
         self._model = model
         self._base = fingerprint(model)
         if quantized:
@@ -206,11 +193,7 @@ class DTensorBackend(Accumulating):
     def weights(
         self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the live tensors; adapted ones are merged copies. A sharded model's are gathered
-        one by one: all ranks go through them together.
-
-        adapters: apart: matrices as they are, and then the adapters; alone: the adapters only.
-        """
+        """Yield tensors as `merged_tensors`; of a sharded model in a collective call."""
         self._drop_gradients()
         options: Any = {"dtype": dtype, "present": self._away.present, "adapters": adapters}
         yield from merged_tensors(self._loaded(), **options)
@@ -235,7 +218,7 @@ class DTensorBackend(Accumulating):
         """Restore a given model but for its weights, which stay trained and in float32."""
         shared = self._model is not None and leave_base(self)
         if self._model is not None and not self.world.sharded and not shared:
-            _give_back(self.model, self._found, self.config)
+            _give_back(self.model, *self._before, self.config)
         self._reference, self._forward = None, {}
         super().shutdown()
 
@@ -251,7 +234,6 @@ class DTensorBackend(Accumulating):
 
 
 def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = False) -> ExitStack:
-    """Return the contexts of passes through the model."""
     stack = ExitStack()
     if backend.world.sharded:
         stack.enter_context(gathering(model))
@@ -342,15 +324,17 @@ def _outputs_of(backend: DTensorBackend, model: nn.Module) -> Forward:
     return forward
 
 
-def _give_back(model: Any, found: Found, config: BackendConfig) -> None:
+def _give_back(
+    model: Any, attention: str, training: bool, trainable: list[nn.Parameter], config: BackendConfig
+) -> None:
     if config.lora.rank:
         adapters.merge_adapters(model)
-    for parameter in found.trainable:
+    for parameter in trainable:
         parameter.requires_grad_(True)
-    model.set_attn_implementation(found.attention)
+    model.set_attn_implementation(attention)
     if config.parallel.recomputes == "full":
         model.gradient_checkpointing_disable()
-    model.train(found.training)
+    model.train(training)
     model.zero_grad(set_to_none=True)
 
 

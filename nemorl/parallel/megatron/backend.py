@@ -148,14 +148,6 @@ class MegatronBackend(Accumulating):
         if not keep_weights:
             yield from parameters
 
-    def _drop_gradients(self) -> None:
-        if self.optimizer is not None and not self._batches:
-            self.optimizer.free_gradients()
-
-    @property
-    def _reducing(self) -> bool:
-        return self.optimizer.reducing
-
     def _grad_norm(self) -> Tensor:
         with self._runtime():
             return self.optimizer.reduce()

@@ -133,7 +133,7 @@ class Stage(core.GPTModel):
 
         model: the Hugging Face model, which may be on the meta device.
         """
-        number, last = world.stage(part), world.plan.num_stages - 1
+        number, last = world.stage(part), world.plan.pp * world.plan.vpp - 1
         hf, rotary = model.config, model.get_decoder().rotary_emb
         rotary = type(rotary)(config=hf)  # with numbers
         config = transformer_config(hf, world, rotary_factor=rotary.attention_scaling)

@@ -78,7 +78,6 @@ class ShardedAdamW:
 
     @property
     def reducing(self) -> bool:
-        """Whether sums over ranks are under way."""
         return self._reduction is not None and self._reduction.under_way
 
     def zero_grad(self) -> None:

@@ -79,7 +79,7 @@ class Conversion:
         """Return what a stage's parameters are made of, by their names on its rank; without its
         experts.
         """
-        found, last = {}, self.world.plan.num_stages - 1
+        found, last = {}, len(self.layers) - 1
         embedding, part = Entry("rows", ("model.embed_tokens.weight",)), self._part(stage)
         if stage == 0:
             found[f"{part}.embedding.word_embeddings.weight"] = embedding
@@ -123,7 +123,7 @@ class Conversion:
         return found
 
     def _everywhere(self) -> Iterator[tuple[int, int | None, dict[str, Entry]]]:
-        for stage in range(self.world.plan.num_stages):
+        for stage in range(len(self.layers)):
             yield stage, None, self.entries(stage)
             for rank in range(self.world.plan.ep if self.experts else 0):
                 yield stage, rank, self.entries_of_experts(stage, rank)

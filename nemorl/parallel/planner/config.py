@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from nemorl.checks import all_but, at_least, refuse_unused, require
 from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from nemorl.parallel.plan import ParallelPlan, Recomputation
+from nemorl.parallel.plan import DEGREES, ParallelPlan, Recomputation
 from nemorl.rollout.config import GenerationConfig
 
 
@@ -26,8 +26,7 @@ class OpenPlan(ParallelPlan):
     """What the backward pass recomputes; selective is all that recompute_modules allow."""
 
     def __post_init__(self) -> None:
-        degrees = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
-        at_least(1, **{f"parallel__{name}": getattr(self, name) for name in degrees})
+        at_least(1, **{f"parallel__{name}": getattr(self, name) for name in DEGREES})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import weights_folder
 from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, require_loss_weights
 from nemorl.parallel.backends import check_training
-from nemorl.parallel.checkpoint import CheckpointWriter, Contents, Saved, kind_of
+from nemorl.parallel.checkpoint import KIND, CheckpointWriter, Contents, Saved
 from nemorl.parallel.config import BackendConfig, OptimizerConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.layout import Cutting, Layout
@@ -350,7 +350,7 @@ class Accumulating(InTurns, ABC):
         """Return what this rank writes of a checkpoint; a collective call."""
 
     @abstractmethod
-    def _fill(self, saved: Saved) -> None:
+    def _restore(self, saved: Saved) -> None:
         """Copy this rank's part of a checkpoint into model and optimizer."""
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
@@ -359,7 +359,8 @@ class Accumulating(InTurns, ABC):
         """
         self._require_training()
         assert self._writer is not None
-        state = {"step": self.step, "base": self._base, **kind_of(self.config.optimizer)}
+        state, name = {"step": self.step, "base": self._base}, self.config.optimizer.name
+        state |= {} if name == "adamw" else {KIND: name}
         with self.world.share_errors():
             self._away.restore()
         self._writer.save(self._contents(), path, state=state, background=background)
@@ -373,7 +374,7 @@ class Accumulating(InTurns, ABC):
             saved.require_base(self._base)
         with self.world.share_errors():
             self._away.restore()
-            self._fill(saved)
+            self._restore(saved)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = saved.state["step"], saved.state["base"]
 

@@ -35,7 +35,7 @@ from nemorl.models.tensor_files import (
     write_manifest,
     write_tensors,
 )
-from nemorl.parallel.config import BackendConfig, OptimizerConfig
+from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.world import World
 
 STATE = "backend.json"
@@ -210,11 +210,6 @@ class Saved:
                 f" but differs in {', '.join(wrong[:5])}: use the settings of that run"
             )
         return stored
-
-
-def kind_of(config: OptimizerConfig) -> dict[str, str]:
-    """Return what `state` says of an optimizer that is not AdamW."""
-    return {} if config.name == "adamw" else {KIND: config.name}
 
 
 def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:

@@ -80,7 +80,12 @@ class DTensorBackend(Accumulating):
         if config.lora.rank:
             adapters.require_peft("lora.rank")
         if self._given is not None:
-            _check_given(self._given, config)
+            if adapters.has_adapters(self._given):
+                raise ValueError(
+                    "model must be a plain one, but it has PEFT adapters: merge them first"
+                    " (merge_and_unload()); lora.rank gives it new ones"
+                )
+            require_head(self._given, config.head)
         keeps_reference = config.keep_reference and not config.lora.rank
         shares = bool(config.lora.rank) and self._given is None
         if is_started_as_rank():
@@ -94,8 +99,7 @@ class DTensorBackend(Accumulating):
         self._settings.enter_context(newer_flash(self._kernel, self.model.config, self.device))
         if shares:
             share_base(self)
-        mixtures = Mixtures(self.model, self.world, config.trainer)
-        self._mixtures = mixtures if mixtures.routers or mixtures.blocks else None
+        self._mixtures = Mixtures(self.model, self.world, config.trainer)
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
         models = [each for each in (self.model, self._reference) if each is not None]
@@ -145,7 +149,7 @@ class DTensorBackend(Accumulating):
 
     @property
     def cutting(self) -> Cutting:
-        layers = len(self._mixtures.blocks) if self._mixtures else 0
+        layers = len(self._mixtures.blocks)
         trainer, plan = self.config.trainer, self.world.plan
         return Cutting(trainer=trainer, plan=plan, model=self._loaded().config, layers=layers)
 
@@ -162,19 +166,15 @@ class DTensorBackend(Accumulating):
         layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
         with _passes(self, model):
-            if self._mixtures:
-                _balance(self, self._mixtures, batch, parts)
+            _balance(self, batch, parts)
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
                 output = loss_fn(self._forward[model](rows, work, needs), rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
-        loss = world.total(loss)
-        if self._mixtures is None:
-            return metrics, loss
         of_experts, more = self._mixtures.end_batch()
-        return {**metrics, **of_experts}, loss + more
+        return {**metrics, **of_experts}, world.total(loss) + more
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -187,8 +187,7 @@ class DTensorBackend(Accumulating):
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
         self.optimizer.set_lr(lr)
         self.optimizer.step()
-        if self._mixtures is not None:
-            self._mixtures.move_biases()
+        self._mixtures.move_biases()
 
     def weights(
         self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
@@ -211,7 +210,7 @@ class DTensorBackend(Accumulating):
     def _contents(self) -> Contents:
         return contents_of(self.model, self.optimizer, self.world)
 
-    def _fill(self, saved: Saved) -> None:
+    def _restore(self, saved: Saved) -> None:
         load(saved, self.model, self.optimizer)
 
     def shutdown(self) -> None:
@@ -237,10 +236,7 @@ def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = Fals
     stack = ExitStack()
     if backend.world.sharded:
         stack.enter_context(gathering(model))
-    if reference:
-        stack.enter_context(adapters_off(model))
-    elif backend._mixtures is not None:
-        stack.enter_context(backend._mixtures.watched())
+    stack.enter_context(adapters_off(model) if reference else backend._mixtures.watched())
     return stack
 
 
@@ -250,28 +246,22 @@ def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[To
     _require_side(part, backend.config)
     work = planned(part, wanted, backend.world, share=share, kernel=backend._kernel)
     rows = replace(part, routed_experts=None, route_ids=None)
-    tokens = None if mixtures is None else mixtures.tokens(part, work)
+    tokens = mixtures.tokens(part, work)
     rows, work, tokens = to_device((rows, work, tokens), backend.device)
-    if mixtures is not None:
-        mixtures.follow(tokens)
+    mixtures.follow(tokens)
     return rows, work
 
 
-def _balance(
-    backend: DTensorBackend,
-    mixtures: Mixtures,
-    batch: TokenBatch,
-    parts: Sequence[TokenBatch],
-) -> None:
+def _balance(backend: DTensorBackend, batch: TokenBatch, parts: Sequence[TokenBatch]) -> None:
     """Prepare the gradient of the loss that balances experts, if there is one."""
     if not backend._batches:
-        mixtures.forget()
+        backend._mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):
         empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
         passes = (
             backend._forward[backend.model](*_next(backend, *each), Needs()) for each in empty
         )
-        mixtures.weigh(batch.num_tokens, passes)
+        backend._mixtures.weigh(batch.num_tokens, passes)
 
 
 def _require_side(part: TokenBatch, config: BackendConfig) -> None:
@@ -300,15 +290,6 @@ def _settled(config: BackendConfig, given: Any) -> BackendConfig:
             f" {path or 'FOLDER'}, or give BackendConfig(proofs=nemorl.prove(model.config))"
         )
     return limits.settled(replace(config, proofs=proofs), of_model.model_type, proofs)
-
-
-def _check_given(model: nn.Module, config: BackendConfig) -> None:
-    if adapters.has_adapters(model):
-        raise ValueError(
-            "model must be a plain one, but it has PEFT adapters: merge them first"
-            " (merge_and_unload()); lora.rank gives it new ones"
-        )
-    require_head(model, config.head)
 
 
 def _outputs_of(backend: DTensorBackend, model: nn.Module) -> Forward:

@@ -148,7 +148,13 @@ def load(saved: Saved, model: nn.Module, optimizer: Optimizers) -> None:
         check_scale(model, saved.path)
     for name, tensor in own.items():
         fill(tensor, weights, name, names)
-    _load_optimizer(optimizer, {each: name for name, each in trained.items()}, state, names)
+    by_parameter = {parameter: name for name, parameter in trained.items()}
+    for part in optimizer.parts:
+        if isinstance(part, AdamW8bit):
+            _load_8bit(part, by_parameter, state, names)
+        else:
+            its = (parameter for group in part.param_groups for parameter in group["params"])
+            _load_part(part, {by_parameter[each]: each for each in its}, state, names)
 
 
 def _names(model: nn.Module) -> Stored:
@@ -159,17 +165,6 @@ def _trained(model: nn.Module, optimizer: Optimizers) -> dict[str, nn.Parameter]
     names = {id(parameter): name for name, parameter in live_tensors(model).items()}
     groups = optimizer.param_groups
     return {names[id(parameter)]: parameter for group in groups for parameter in group["params"]}
-
-
-def _load_optimizer(
-    optimizer: Optimizers, names: Mapping[nn.Parameter, str], files: TensorFiles, stored: Stored
-) -> None:
-    for part in optimizer.parts:
-        own = (parameter for group in part.param_groups for parameter in group["params"])
-        if isinstance(part, AdamW8bit):
-            _load_8bit(part, names, files, stored)
-        else:
-            _load_part(part, {names[parameter]: parameter for parameter in own}, files, stored)
 
 
 def _load_part(

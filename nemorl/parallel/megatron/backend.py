@@ -204,7 +204,7 @@ class MegatronBackend(Accumulating):
             write_config=partial(write_model_config, self._model),
         )
 
-    def _fill(self, saved: Saved) -> None:
+    def _restore(self, saved: Saved) -> None:
         weights = saved.weights(self.conversion.shapes)
         stored = saved.optimizer(self.conversion.shapes)
         _fill(self, [self._stages], weights.read)

@@ -49,7 +49,6 @@ CAPABILITIES: dict[Capability, str] = dict(
         strict=True,
     )
 )
-"""Capabilities, and what each is."""
 TESTED = Path(__file__).with_name("tested.json")
 """Proofs by model type, and the versions that they are for, by docs/generate_models.py."""
 PACKAGES = ("torch", "transformers", "torchtitan", "peft")

@@ -107,10 +107,6 @@ class Optimizers:
 
     free_gradients = zero_grad
 
-    def set_lr(self, lr: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = lr
-
     def step(self) -> None:
         for part in self.parts:
             part.step()
@@ -263,7 +259,9 @@ NO_MODEL = "the training backend has no model: call setup() first, and nothing a
 
 
 class Accumulating(InTurns, ABC):
-    """A training backend but for what depends on how its model is spread."""
+    """A training backend but for what depends on how its model is spread. All ranks make the same
+    calls with the same whole batches, and each gets the whole result.
+    """
 
     traits: Any
     check: Any
@@ -441,7 +439,7 @@ class Accumulating(InTurns, ABC):
         require_head(needs, self.config.head)
         if not self._batches:
             self.meter.begin()
-            self._zero_grad()
+            self.optimizer.zero_grad()
         step, rank = self.step + 1, self.world.rank
         try:
             with profiled(self.config.profile, step=step, rank=rank, last=False):
@@ -491,13 +489,10 @@ class Accumulating(InTurns, ABC):
         if self.optimizer is not None and not self._batches:
             self.optimizer.free_gradients()
 
-    def _zero_grad(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-
     def _forget(self) -> None:
         self._restart()
-        self._zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def _restart(self) -> None:
         self._batches, self._loss, self._copied = [], torch.zeros((), device=self.world.device), 0

@@ -265,14 +265,6 @@ class LoRAConfig:
         """Return the largest rank of any layer; 0 without adapters."""
         return max([self.rank, *self.rank_pattern.values()])
 
-    def rank_of(self, layer: str) -> int:
-        """Return the rank of a layer's adapter.
-
-        >>> LoRAConfig(rank=4, rank_pattern={"q_proj": 8}).rank_of("layers.0.self_attn.q_proj")
-        8
-        """
-        return matching(self.rank_pattern, layer, self.rank)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:

@@ -138,7 +138,6 @@ Recomputation = Literal["none", "selective", "full"]
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
 TRAITS = TrainingTraits()
-"""Traits of a backend that says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,11 @@ class World:
             if self.rank + distance < self.size:
                 other: list[Any] = [None, None]
                 dist.recv_object_list(other, group=group, group_src=self.rank + distance)
-                found = _merged(found, other, merge)
+                found[1] = found[1] or other[1]
+                try:
+                    found[0] = merge(found[0], other[0])
+                except Exception as failure:
+                    found[1] = found[1] or failure
             distance *= 2
         if everywhere:
             dist.broadcast_object_list(found, group=group, group_src=0)
@@ -146,13 +150,6 @@ class World:
         if found := self.merge_objects(own, lambda first, other: first or other, group=group):
             kind, message = found
             raise kind(message) from cause
-
-
-def _merged(found: list[Any], other: list[Any], merge: Callable[[Any, Any], Any]) -> list[Any]:
-    try:
-        return [merge(found[0], other[0]), found[1] or other[1]]
-    except Exception as error:
-        return [found[0], found[1] or other[1] or error]
 
 
 def start_process_group(

@@ -10,6 +10,7 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.accumulation import local_part
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.ways import weights
 
 FIRST, SECOND = random_batch([9, 2, 30, 17]), random_batch([4, 12], seed=1)
 
@@ -25,10 +26,10 @@ def generations(
         if offloads:
             backend.offload(keep_weights=keep)
             sizes.append(held(backend))
-        weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        found = weights(backend)
         if offloads:
             assert held(backend) == sizes[-1]
-        return weights
+        return found
 
     found["initial"] = generate()
     found["metrics"] = [finalize(backend.train_step(FIRST, nll_loss))["loss"]]

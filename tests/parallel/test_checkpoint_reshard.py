@@ -18,7 +18,7 @@ from nemorl.models.tensor_files import DamagedFile
 from nemorl.parallel import checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from tests.parallel.saved import assert_same, contents, exported, on_all
-from tests.parallel.ways import set_up, step
+from tests.parallel.ways import set_up, step, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -148,7 +148,7 @@ def meet_damage(root: Path, file: str) -> str:
     made = backend(root / "model", {"dp_shard": 2})
     step(made)
     made.save_checkpoint(root / "first")
-    expected = {name: tensor.clone() for name, tensor in made.weights()}
+    expected = weights(made)
     step(made)
     made.save_checkpoint(root / "second")
     if made.world.rank == 0:

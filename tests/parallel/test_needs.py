@@ -21,7 +21,7 @@ from nemorl.parallel.dtensor.build import load_folder
 from nemorl.parallel.megatron.backend import source_of
 from tests.parallel.batches import ATOL, DEVICE, LAYOUTS, LENGTHS, nll_loss, random_batch
 from tests.parallel.saved import exported
-from tests.parallel.ways import set_up
+from tests.parallel.ways import set_up, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_critic, tiny_model
 
@@ -95,7 +95,7 @@ def outcome(made: DTensorBackend) -> dict[str, Any]:
         **found,
         "after": made.compute(batch, wanted).values,
         "metrics": [{k: step[k] for k in ("loss", "grad_norm", "value_mean")} for step in metrics],
-        "weights": {name: tensor.cpu().clone() for name, tensor in made.weights()},
+        "weights": weights(made),
     }
 
 

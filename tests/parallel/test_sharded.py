@@ -16,7 +16,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.parallel.megatron.backend import MegatronBackend
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.ways import set_up
+from tests.parallel.ways import set_up, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -34,10 +34,7 @@ def loaded(folder: Path, scratch: bool, lora: int, plan: dict) -> dict[str, torc
     options = {"from_scratch": scratch, "lora": {"rank": lora}, "seed": 3}
     backend = set_up(None, folder, plan=plan, **options)
     metrics = finalize(backend.train_step(random_batch(LENGTHS), nll_loss))
-    return {name: tensor.clone() for name, tensor in backend.weights()} | {
-        "loss": torch.tensor(metrics["loss"]),
-        "base": backend._base,
-    }
+    return weights(backend) | {"loss": torch.tensor(metrics["loss"]), "base": backend._base}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from nemorl.parallel.accumulation import storage_of
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from tests.parallel.batches import LENGTHS, random_batch
-from tests.parallel.ways import set_up, step
+from tests.parallel.ways import set_up, step, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -48,12 +48,12 @@ def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
             first.get_reference_logprobs(batch).values, second.get_reference_logprobs(batch).values
         ),
     }
-    before, weights = second.get_logprobs(batch).values, dict(first.weights())
+    before, of_first = second.get_logprobs(batch).values, dict(first.weights())
     first.offload()  # which leaves the other one usable
     found["offloaded"] = torch.equal(second.get_logprobs(batch).values, before)
     step(first)
     second.shutdown()  # which changes nothing of the first
-    changed = [name for name, each in first.weights() if not torch.equal(each, weights[name])]
+    changed = [name for name, each in first.weights() if not torch.equal(each, of_first[name])]
     found["changed"] = [name for name in changed if "norm" in name or "embed" in name]
     reference = first.get_reference_logprobs(batch).values
     third = backend(folder, plan)
@@ -89,7 +89,7 @@ def test_the_last_one_hands_its_model_back_merged(folder):
     model = first.model
     for made in (first, second):
         step(made)
-    weights = {name: each.clone() for name, each in first.weights()}
+    trained = weights(first)
     second.shutdown()
     first.shutdown()
-    torch.testing.assert_close(dict(model.named_parameters()), weights, atol=0, rtol=0)
+    torch.testing.assert_close(dict(model.named_parameters()), trained, atol=0, rtol=0)

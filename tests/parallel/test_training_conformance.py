@@ -20,6 +20,7 @@ from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, T
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import ATOL, DEVICE, LAYOUTS, LENGTHS, nll_loss, random_batch
+from tests.parallel.ways import weights
 from tests.runtime.runs import TIMES
 from tests.tiny_models import KINDS, tiny_model
 
@@ -99,10 +100,6 @@ def make(backend_name: str) -> Callable[..., TrainingBackend]:
 def plain_logprobs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     logits = model(ids, use_cache=False).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-
-
-def weights(backend: TrainingBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in backend.weights()}
 
 
 def assert_same_weights(

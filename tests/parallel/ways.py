@@ -58,7 +58,7 @@ def start(way: str, folder: Path, **options: Any) -> Any:
 
 
 def weights(backend: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.weights()}
+    return {name: tensor.cpu().clone() for name, tensor in backend.weights()}
 
 
 def train(backend: Any, *seeds: int) -> list[float]:

@@ -58,14 +58,12 @@ Forward = Callable[[TokenBatch, Work, Needs], ForwardOutput]
 class DTensorBackend(Accumulating):
     """Trains a given model, or one that `setup` loads; parameters and optimizer are float32.
 
-    In a process by itself the model has plain tensors. In a rank (`is_started_as_rank`) it is
-    spread as `config.parallel` says: all ranks make the same calls with the same whole batches, and
-    each gets the whole result. Dropout is on in `train_step` only.
+    In a process by itself the model has plain tensors; in a rank (`is_started_as_rank`) it is
+    spread as `config.parallel` says. Dropout is on in `train_step` only.
 
     With LoRA only adapters train: checkpoints hold them alone, the reference is the model without
     them; exported weights, and the model that is handed back, have them merged. Backends of a
-    process that loaded equal weights to adapt share these; they stay on the device while one of the
-    backends is offloaded.
+    process that adapt equal weights share them; they stay on the device while one is offloaded.
     """
 
     traits, check = limits.traits, staticmethod(limits.check)
@@ -126,8 +124,9 @@ class DTensorBackend(Accumulating):
             quantize_layers(model, device=self.device, dtype=DTYPES[plan.precision])
             model.to(device=self.device)
         if config.lora.rank:
-            base = _lasting_name(path or getattr(model, "name_or_path", ""))
-            add_adapters(model, config.lora, base=base, seed=config.seed)
+            base = path or getattr(model, "name_or_path", "")
+            base = str(Path(base).resolve()) if base and Path(base).exists() else base
+            add_adapters(model, config.lora, base=base or None, seed=config.seed)
         if not config.trains:
             model.requires_grad_(False)
         use_attention(model, ATTENTION_NAME, segment_attention)
@@ -185,7 +184,8 @@ class DTensorBackend(Accumulating):
         if (limit := self.config.optimizer.max_grad_norm) is not None:
             parameters = self.model.parameters()
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
-        self.optimizer.set_lr(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self._mixtures.move_biases()
 
@@ -217,7 +217,16 @@ class DTensorBackend(Accumulating):
         """Restore a given model but for its weights, which stay trained and in float32."""
         shared = self._model is not None and leave_base(self)
         if self._model is not None and not self.world.sharded and not shared:
-            _give_back(self.model, *self._before, self.config)
+            model, (attention, training, trainable) = self.model, self._before
+            if self.config.lora.rank:
+                adapters.merge_adapters(model)
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+            model.set_attn_implementation(attention)
+            if self.config.parallel.recomputes == "full":
+                model.gradient_checkpointing_disable()
+            model.train(training)
+            model.zero_grad(set_to_none=True)
         self._reference, self._forward = None, {}
         super().shutdown()
 
@@ -303,21 +312,3 @@ def _outputs_of(backend: DTensorBackend, model: nn.Module) -> Forward:
         return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))
 
     return forward
-
-
-def _give_back(
-    model: Any, attention: str, training: bool, trainable: list[nn.Parameter], config: BackendConfig
-) -> None:
-    if config.lora.rank:
-        adapters.merge_adapters(model)
-    for parameter in trainable:
-        parameter.requires_grad_(True)
-    model.set_attn_implementation(attention)
-    if config.parallel.recomputes == "full":
-        model.gradient_checkpointing_disable()
-    model.train(training)
-    model.zero_grad(set_to_none=True)
-
-
-def _lasting_name(name: str) -> str | None:
-    return str(Path(name).resolve()) if name and Path(name).exists() else name or None

@@ -169,11 +169,7 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     for layer in layers_of(decoder):
         fully_shard(layer, **options, reshard_after_forward=True)
     fully_shard(model, **options)
-    sum_gradients(model)
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Have FSDP2 sum gradients, not average them: a loss's weights count over the whole step."""
+    # Gradients are summed, not averaged: a loss's weights count over the whole step.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

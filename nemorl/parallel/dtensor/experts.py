@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from nemorl.checks import require
@@ -122,7 +121,9 @@ class Mixtures:
             counts = torch.stack([each for _, each in sorted(self._counts.items())])
             self._sum_over_ranks(counts)
             self._counted = counts if self._counted is None else self._counted + counts
-            metrics = _shares(counts)
+            load = counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)
+            one, idle = counts.new_ones(()), (counts == 0).double().mean()
+            metrics = {"experts/max_load": Mean(load.mean(), one), "experts/idle": Mean(idle, one)}
         if self._loss is not None:
             metrics["router_aux_loss"] = Mean(self._loss, torch.ones(()))
             more = self.trainer.router_aux_loss_coef * self._loss
@@ -170,12 +171,3 @@ class Mixtures:
         for group in (self.world.data_group, self.world.cp_group):
             if group is not None:
                 dist.all_reduce(sums, group=group)
-
-
-def _shares(counts: Float[Tensor, "layers experts"]) -> dict[str, Metric]:
-    load = counts.amax(-1) / counts.mean(-1).clamp(min=1e-9)
-    one = counts.new_ones(())
-    return {
-        "experts/max_load": Mean(load.mean(), one),
-        "experts/idle": Mean((counts == 0).double().mean(), one),
-    }

@@ -205,7 +205,12 @@ def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Conten
     optimizer.
     """
     lora, names = has_adapters(model), _names(model)
-    state, weights = _state(model, optimizer), live_tensors(model)
+    weights = live_tensors(model)
+    state = {
+        f"{name}.{what}": tensor
+        for name, parameter in _trained(model, optimizer).items()
+        for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
+    }
     if lora:  # whole matrices, which rank 0 writes
         weights = {name: full_tensor(x.detach()) for name, x in adapter_tensors(model).items()}
     return Contents(
@@ -214,11 +219,3 @@ def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Conten
         write_config=partial(write_adapter_config if lora else write_model_config, model),
         adapters=lora,
     )
-
-
-def _state(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    return {
-        f"{name}.{what}": tensor
-        for name, parameter in _trained(model, optimizer).items()
-        for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
-    }

@@ -149,19 +149,16 @@ def layer_plan(
             plan[block] = Whole(cut_between=sequence_parallel)
         else:
             plan |= {part: known[styles[part]] if part in styles else Whole() for part in parts}
-            if sequence_parallel:
-                plan[block] = _gathering(by_keyword="attn" in block)
+            if sequence_parallel and "attn" in block:  # it gets a part of the tokens, computes all
+                plan[block] = PrepareModuleInput(
+                    input_kwarg_layouts={"hidden_states": Shard(1)},
+                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
+                )
+            elif sequence_parallel:
+                plan[block] = PrepareModuleInput(
+                    input_layouts=Shard(1), desired_input_layouts=Replicate()
+                )
     return plan
-
-
-def _gathering(*, by_keyword: bool) -> ParallelStyle:
-    """Return the style of a block that gets a part of the tokens and computes all."""
-    if not by_keyword:
-        return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    return PrepareModuleInput(
-        input_kwarg_layouts={"hidden_states": Shard(1)},
-        desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    )
 
 
 class Whole(ParallelStyle):

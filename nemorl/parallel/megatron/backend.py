@@ -47,7 +47,6 @@ from nemorl.rollout.generation import Completion
 class MegatronBackend(Accumulating):
     """Trains the model that `setup` loads, spread as `config.parallel` says; a rank of several.
 
-    All ranks make the same calls with the same whole batches, and each gets the whole result.
     Numbers, files and names are the dtensor backend's, and either resumes the other's checkpoints.
     """
 

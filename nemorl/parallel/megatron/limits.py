@@ -37,9 +37,6 @@ class Family:
     experts: tuple[str, str, str, str] | None = None
     """Names in files of a mixture of experts, and of an expert's gate, up and down projection."""
 
-    def has_bias(self, hf: Any) -> bool:
-        return self.bias is not None and bool(getattr(hf, self.bias))
-
     def layer(self) -> Parts:
         attention = "self_attention."
         inner: Kind = "gated" if self.gated else "rows"

@@ -264,6 +264,11 @@ def of_modules(*modules: str) -> dict[str, Any]:
     return {"activation_checkpointing": "selective", "settings": settings}
 
 
+def varlen(plan: str, layout: str, problem: Problem, recomputed: str = "none") -> Case:
+    how: dict[str, Any] = {"activation_checkpointing": recomputed, "varlen": True}
+    return Case(plan=plan, layout=layout, problem=problem, **how)
+
+
 UNTIED = Problem(tied=False)
 REPLAYED = Problem(layers=4, model="qwen3_moe", replay=True)
 QUICK = (
@@ -282,18 +287,13 @@ QUICK = (
     Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=5)),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="qwen3_moe")),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="mixtral", replay=True)),
-    *(
-        Case(plan=plan, layout=layout, problem=problem, varlen=True, **recomputed)
-        for plan, layout, problem, recomputed in (
-            ("one process", "packed", Problem(loss="nll", dtype="bfloat16"), {}),
-            ("one process", "token budget", Problem(loss="pairs"), {}),
-            ("one process", "packed", Problem(lora=True), {"activation_checkpointing": "full"}),
-            ("FSDP2 2", "padded", UNTIED, {"activation_checkpointing": "selective"}),
-            ("CP 2 ulysses", "packed", Problem(loss="pairs"), {}),
-            ("megatron TP 2 + SP", "packed", Problem(model="qwen3"), {}),
-            ("megatron PP 2", "token budget", Problem(layers=4), {}),
-        )
-    ),
+    varlen("one process", "packed", Problem(loss="nll", dtype="bfloat16")),
+    varlen("one process", "token budget", Problem(loss="pairs")),
+    varlen("one process", "packed", Problem(lora=True), "full"),
+    varlen("FSDP2 2", "padded", UNTIED, "selective"),
+    varlen("CP 2 ulysses", "packed", Problem(loss="pairs")),
+    varlen("megatron TP 2 + SP", "packed", Problem(model="qwen3")),
+    varlen("megatron PP 2", "token budget", Problem(layers=4)),
 )
 """Chosen by hand."""
 
@@ -301,19 +301,14 @@ OTHERS = (
     Case(plan="FSDP2 2", layout="packed", compile=True),
     Case(plan="megatron PP 2", problem=REPLAYED, **of_modules("core_attn", "moe")),
     Case(plan="megatron TP 2 + SP", layout="packed", **of_modules("core_attn", "mlp")),
-    *(
-        Case(plan=plan, layout=layout, problem=problem, varlen=True, **recomputed)
-        for plan, layout, problem, recomputed in (
-            ("FSDP2 1", "packed", Problem(loss="nll", dtype="bfloat16"), {}),
-            ("FSDP2 2", "one packed row", Problem(loss="pairs"), {}),
-            ("TP 2 + SP", "padded", Problem(model="qwen3"), {"activation_checkpointing": "full"}),
-            ("CP 2 × TP 2 + SP", "packed", UNTIED, {}),
-            ("megatron 1", "padded", Problem(layers=4, loss="pairs"), {}),
-            ("megatron CP 2 ulysses", "packed", Problem(), {"activation_checkpointing": "full"}),
-            ("megatron TP 2", "packed", Problem(loss="nll", dtype="bfloat16"), {}),
-            ("megatron EP 2", "packed", Problem(model="mixtral"), {}),
-        )
-    ),
+    varlen("FSDP2 1", "packed", Problem(loss="nll", dtype="bfloat16")),
+    varlen("FSDP2 2", "one packed row", Problem(loss="pairs")),
+    varlen("TP 2 + SP", "padded", Problem(model="qwen3"), "full"),
+    varlen("CP 2 × TP 2 + SP", "packed", UNTIED),
+    varlen("megatron 1", "padded", Problem(layers=4, loss="pairs")),
+    varlen("megatron CP 2 ulysses", "packed", Problem(), "full"),
+    varlen("megatron TP 2", "packed", Problem(loss="nll", dtype="bfloat16")),
+    varlen("megatron EP 2", "packed", Problem(model="mixtral")),
 )
 """What is not in the matrix, or slow there."""
 

@@ -13,14 +13,8 @@ from nemorl.models.adapters import live_tensors
 from nemorl.models.capabilities import TESTED
 from nemorl.models.causal_lm import on_meta
 from nemorl.models.tiny import tiny_config
-from nemorl.parallel.config import (
-    BackendConfig,
-    LoRAConfig,
-    OptimizerConfig,
-    TrainerConfig,
-)
+from nemorl.parallel.config import LoRAConfig, OptimizerConfig
 from nemorl.parallel.dtensor import mesh
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.command import find_plans, traffic
 from nemorl.parallel.planner.config import PlanConfig
@@ -30,6 +24,7 @@ from nemorl.parallel.planner.sharing import host_of, stages_of
 from nemorl.runtime.cli.api import from_keywords
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.measured_steps import measure_steps
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS
 
@@ -300,16 +295,10 @@ def test_states_of_optimizers_are_as_large_as_said(name: str, kind: str, rank: i
         pytest.importorskip("bitsandbytes")
     folder, shape = small_folder(tmp_path, kind)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    backend = DTensorBackend(model)
-    config = BackendConfig(
-        trainer=TrainerConfig(device="cpu"),
-        optimizer=OptimizerConfig(name=name),
-        lora=LoRAConfig(rank=rank),
-    )
-    backend.setup(config)
+    backend = set_up(model, optimizer={"name": name}, lora={"rank": rank})
     backend.train_step(random_batch([9, 5]), nll_loss)
     states = (x for each in backend.optimizer.state.values() for x in each.values() if x.ndim)
-    work = workload(seq_len=8, optimizer=config.optimizer, lora=config.lora)
+    work = workload(seq_len=8, optimizer=OptimizerConfig(name=name), lora__rank=rank)
     planned = PlannedStep(shape, Plan(), work).states().optimizer
     assert planned == pytest.approx(sum(each.nbytes for each in states), rel=0.01)
 

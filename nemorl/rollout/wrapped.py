@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemorl.checks import require
+from nemorl.checks import has_own, require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
 from nemorl.rollout.calls import blocking
@@ -53,7 +53,8 @@ def as_generation_backend(target: Any) -> Any:
     Traceback (most recent call last):
     ValueError: a generation backend must have the methods setup, update_weights, shutdown, ...
     """
-    own = {name for name in (*NEEDED, "sample", *_OPTIONAL) if _has(target, name)}
+    names = (*NEEDED, "sample", *_OPTIONAL)
+    own = {name for name in names if has_own(target, name, GenerationBackend)}
     missing = [name for name in NEEDED if name not in own]
     if not own & {"sample", "generate"}:
         missing.append("sample (or generate)")
@@ -133,7 +134,7 @@ class WrappedBackend(ScheduledBackend):
         return self._optional("metrics") or {}
 
     def _optional(self, name: str) -> Any:
-        return getattr(self.inner, name)() if _has(self.inner, name) else None
+        return getattr(self.inner, name)() if has_own(self.inner, name, GenerationBackend) else None
 
     def shutdown(self) -> None:
         with self._scheduler.lock:
@@ -256,13 +257,6 @@ class WrappedBackend(ScheduledBackend):
         values = filter_logits(logits.float(), **filters).log_softmax(-1)
         found: list[float] = values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist()
         return found
-
-
-def _has(target: Any, name: str) -> bool:
-    """Not those of the Protocol that it derives from."""
-    cls = target if isinstance(target, type) else type(target)
-    method = getattr(target, name, None)
-    return callable(method) and getattr(cls, name, None) is not getattr(GenerationBackend, name)
 
 
 def _accepted(function: Any, offered: dict[str, Any]) -> dict[str, Any]:

@@ -464,6 +464,10 @@ DATA = [
     rows(r"row 1: .*assistant", [{"messages": messages("hi")}]),
     rows(r"row 2: .*tokens.*max.*32", [ROW, LONG]),
     sft(
+        r"data\.held_out.* must leave at least one of the 40 rows on each side, got 40",
+        data={"held_out": 40},
+    ),
+    sft(
         r"data\.held_out is for runs without rows to validate on, but it is 4: omit it",
         {"validation": [ROW]},
         data={"held_out": 4},

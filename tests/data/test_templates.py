@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
-from nemorl.data.templates import PASSTHROUGH, Template, with_chat_template
+from nemorl.data.templates import PASSTHROUGH, with_chat_template
 from tests.data.tokenizers_small import (
     CHATML,
     FORGETFUL,
@@ -164,36 +164,13 @@ def test_messages_that_are_given_are_not_trained_on():
     )
 
 
-LONG = "range(99999)"
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (f"{{% for a in {LONG} %}}{{% for b in {LONG} %}}{{% endfor %}}{{% endfor %}}", "loops"),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-         "{{ f(90) }}", "loops"),
         ("{% for a in range(9999999) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
-)  # fmt: skip
-def test_a_template_without_end_is_stopped(template, reason, monkeypatch):
-    limit = 0.3 if reason == "loops" else 300
-    monkeypatch.setattr("nemorl.data.templates.MAX_SECONDS", limit)
+)
+def test_a_template_that_computes_too_much_is_refused(template, reason):
     with pytest.raises(ValueError, match=f"the chat template refuses messages .*{reason}"):
         tokenize_messages(character_tokenizer(template), TALK)
-
-
-def test_limits_change_no_text():
-    """Scopes, loop variables, recursion, filters in loops, and names like those of the limits."""
-    template = (
-        "{% set _in_time = 1 %}{% macro say(m) %}{{ m.role ~ caller() }}{% endmacro %}"
-        "{% for m in messages if m.role != 'b' %}{% call say(m) %}{{ loop.index }}{% endcall %}"
-        "{% set x = [1, [2]] %}{% for y in x recursive %}"
-        "{{ y if y is number else loop(y) }}{% else %}none{% endfor %}"
-        "{% if loop.last %}{% break %}{% endif %}{% else %}empty{% endfor %}{{ _in_time * 1 }}"
-    )
-    wanted = character_tokenizer(template).apply_chat_template(TALK, tokenize=False)
-    found = Template(character_tokenizer(template), None, None, {})
-    assert found.render(TALK) == wanted == "user112assistant2121"
-    assert found.render([{"role": "b", "content": "c"}]) == "empty1"

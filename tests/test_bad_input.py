@@ -444,7 +444,7 @@ DATA = [
         LINE + '{"prompt": "1+1=", "answer": %s}\n' % ("9" * 5000),
     ),
     file(
-        r"rows\.json: .*brackets be less than \d+ deep",
+        r"rows\.json, line 1: .*brackets be less than \d+ deep",
         "rows.json",
         f'[{LINE}, {{"prompt": {"[" * 10**5}',
     ),

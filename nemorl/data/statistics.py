@@ -125,9 +125,5 @@ def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
 
 def _histogram(tokens: np.ndarray, longest: int) -> tuple[tuple[int, int], ...]:
     width = max(1, -(-longest // 10))
-    counts = np.bincount((tokens - 1).clip(0) // width, minlength=-(-longest // width))
-    return (
-        tuple(((number + 1) * width, int(count)) for number, count in enumerate(counts))
-        if len(tokens)
-        else ()
-    )
+    counts, edges = np.histogram(tokens - 1, np.arange(0, longest + width, width))
+    return tuple(zip(edges[1:].tolist(), counts.tolist(), strict=True))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,15 +85,14 @@ def to_device(values: Any, device: torch.device) -> Any:
     [tensor([1.]), 'x']
     """
 
-    return pytree.tree_map_only(Tensor, lambda tensor: _moved(tensor, device), values)
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        if is_accelerator(device) and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # torch keeps it until the copy is done
+        return tensor.to(device, non_blocking=True)
 
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    if is_accelerator(device) and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # torch keeps it until the copy is done
-    return tensor.to(device, non_blocking=True)
+    return pytree.tree_map_only(Tensor, moved, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +164,9 @@ def each_array(batch: TokenBatch, function: Callable[[Tensor, int], Tensor]) -> 
     >>> each_array(one, lambda values, free: values.repeat(2, 1)).input_ids.tolist()
     [[5], [5]]
     """
-    arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
     changed: dict[str, Any] = {
         name: function(values, FREE.get(name, 0))
-        for name, values in arrays.items()
+        for name, values in vars(batch).items()
         if isinstance(values, Tensor)
     }
     return replace(batch, **changed)
@@ -196,9 +193,7 @@ def collate(
     """
     if not examples:
         raise ValueError("examples must hold at least one sequence, got none")
-    items = [
-        example if isinstance(example, Example) else Example(**example) for example in examples
-    ]
+    items = [Example(**each) if isinstance(each, Mapping) else each for each in examples]
     columns: dict[str, Tensor] = {}
     for field in fields(Example):
         missing = [row for row, item in enumerate(items) if getattr(item, field.name) is None]
@@ -224,18 +219,12 @@ def collate(
 
 
 def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
-    outside = (loss_mask & ~response_mask).any(-1).nonzero().flatten().tolist()
-    if outside:
-        raise ValueError(
-            f"loss_mask must be a subset of response_mask: example {outside[0]} trains on a prompt"
-            " token"
-        )
-    first = loss_mask[:, :1].any(-1).nonzero().flatten().tolist()
-    if first:
-        raise ValueError(
-            "loss_mask must be False at index 0 (a first token has no log-probability): example"
-            f" {first[0]} trains on it"
-        )
+    for wrong, must in (
+        (loss_mask & ~response_mask, "be a subset of response_mask"),
+        (loss_mask[:, :1], "be False at index 0 (a first token has no log-probability)"),
+    ):
+        if rows := wrong.any(-1).nonzero().flatten().tolist():
+            raise ValueError(f"loss_mask must {must}, unlike that of example {rows[0]}")
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:
@@ -259,12 +248,11 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     added = round_up(max(longest, 1), multiple_of) - batch.input_ids.shape[1]
-    return each_array(batch, partial(_widened, added=added))
 
+    def widened(values: Tensor, free: int) -> Tensor:
+        return pad_tensor(values, (0, 0) * (values.ndim - 2) + (0, added), value=free)
 
-def _widened(values: Tensor, free: int, *, added: int) -> Tensor:
-    of_columns = (*(0, 0) * (values.ndim - 2), 0, added)
-    return pad_tensor(values, of_columns, value=free)
+    return each_array(batch, widened)
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -230,22 +230,12 @@ def _move(
 def _with_multiple(rows: list[list[int]], sizes: Sequence[int], multiple: int) -> list[list[int]]:
     """Split the fullest rows in two until the number of rows is a multiple, then add empty ones."""
     rows = list(rows)
-    splittable = [
-        (-sum(sizes[index] for index in row), number)
-        for number, row in enumerate(rows)
-        if len(row) > 1
-    ]
-    heapify(splittable)
     for _ in range(-len(rows) % multiple):
+        several = [number for number, row in enumerate(rows) if len(row) > 1]
         rows.append([])
-        if splittable:
-            number = heappop(splittable)[1]
-            for place, half in zip(
-                (number, len(rows) - 1), _halves(rows[number], sizes), strict=True
-            ):
-                rows[place] = half
-                if len(half) > 1:
-                    heappush(splittable, (-sum(sizes[index] for index in half), place))
+        if several:
+            fullest = max(several, key=lambda number: sum(sizes[index] for index in rows[number]))
+            rows[fullest], rows[-1] = _halves(rows[fullest], sizes)
     return rows
 
 

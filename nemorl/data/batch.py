@@ -36,16 +36,27 @@ def pad(
     """
     at_least(1, multiple_of=multiple_of)
     sizes = [len(sequence) for sequence in sequences]
-    longest = max(sizes)
-    if length is not None and longest > length:
-        raise ValueError(
-            f"length must hold the longest sequence: sequence {sizes.index(longest)} has {longest}"
-            f" tokens, length is {length}"
-        )
+    width = max(sizes) if length is None else length
+    require_room("length", width, sizes)
     padded = pad_sequence(list(sequences), batch_first=True, padding_value=value)
-    free = round_up(longest if length is None else length, multiple_of) - longest
+    free = round_up(width, multiple_of) - max(sizes)
     padded = pad_tensor(padded, (0, 0) * (padded.ndim - 2) + (0, free), value=value)
     return padded, torch.tensor(sizes, device=padded.device)
+
+
+def require_room(name: str, room: int, sizes: Sequence[int], what: str = "sequence") -> None:
+    """Raise ValueError that names the longest if it is longer than `room`.
+
+    >>> require_room("length", 2, [1, 3])
+    Traceback (most recent call last):
+    ValueError: length must hold the longest sequence: sequence 1 has 3 tokens, length is 2
+    """
+    longest = max(sizes, default=0)
+    if longest > room:
+        raise ValueError(
+            f"{name} must hold the longest {what}: {what} {sizes.index(longest)} has {longest}"
+            f" tokens, {name} is {room}"
+        )
 
 
 def unpad(padded: Shaped[Tensor, "batch seq *rest"], lengths: Int[Tensor, "batch"]) -> list[Tensor]:
@@ -206,7 +217,13 @@ def collate(
             dtype = DTYPES.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
             columns[field.name] = pad(sequences, value=FREE.get(field.name, 0), length=length)[0]
-    _require_trainable(columns["loss_mask"], columns["response_mask"])
+    loss_mask = columns["loss_mask"]
+    for wrong, must in (
+        (loss_mask & ~columns["response_mask"], "be a subset of response_mask"),
+        (loss_mask[:, :1], "be False at index 0 (a first token has no log-probability)"),
+    ):
+        if rows := wrong.any(-1).nonzero().flatten().tolist():
+            raise ValueError(f"loss_mask must {must}, unlike that of example {rows[0]}")
     lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
     real = place < lengths[:, None]
@@ -216,15 +233,6 @@ def collate(
         logprob_kind=logprob_kind,
         **columns,
     )
-
-
-def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
-    for wrong, must in (
-        (loss_mask & ~response_mask, "be a subset of response_mask"),
-        (loss_mask[:, :1], "be False at index 0 (a first token has no log-probability)"),
-    ):
-        if rows := wrong.any(-1).nonzero().flatten().tolist():
-            raise ValueError(f"loss_mask must {must}, unlike that of example {rows[0]}")
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:

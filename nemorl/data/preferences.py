@@ -100,10 +100,9 @@ def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
 
 def _verdicts(row: Row) -> list[dict[str, Any]]:
     if row.get("label") is None:
-        pairs = _pairs(row)
         return [
             {"prompt": pair["prompt"], "response": pair[side], "label": side == "chosen"}
-            for pair in pairs
+            for pair in _pairs(row)
             for side in ("chosen", "rejected")
         ]
     label = VERDICTS.get(str(row["label"]).strip().lower())

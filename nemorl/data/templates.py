@@ -212,9 +212,6 @@ def roles(messages: Sequence[Message]) -> str:
     return ", ".join(str(message.get("role")) for message in messages) or "(none)"
 
 
-Visit = Callable[[str, Any], Any]
-"""Returns what to put in place of a part, by its name and value; None removes it."""
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENAMED = {
     "assistant": ("ai", "bot", "chatbot", "chatgpt", "gpt", "model"),
@@ -232,7 +229,7 @@ MARK = "7c1e4a90b2d8"
 
 
 def require_rendered(template: Template, messages: Sequence[Message]) -> None:
-    """Raise ValueError for a text, key, kind of content or tools that a template leaves out.
+    """Raise ValueError for a role, text, key, kind of content or tools that a template leaves out.
 
     A part whose mark is missing from a rendering is left out if the text is the same without it.
 
@@ -240,27 +237,21 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     >>> template = Template(ByT5Tokenizer(), "{{ messages[0].content }}", None, {})
     >>> require_rendered(template, [{"role": "user", "content": "hi"}])  # is there
     """
-    names = list[str]()
 
-    def mark(name: str, value: Any) -> Any:
-        names.append(name)
-        return _marked(value, f"{MARK}_{len(names)}_")
+    def without(number: int) -> str | None:
+        return _rendered(template, messages, lambda n, value: None if n == number else value)[0]
 
-    text = _rendered(template, messages, mark) or ""
-    missing = [n for n in range(1, len(names) + 1) if f"{MARK}_{n}_" not in text]
+    require_roles(template, messages)
+    text, names = _rendered(template, messages, lambda n, value: _marked(value, f"{MARK}_{n}_"))
+    missing = [n for n in range(len(names)) if f"{MARK}_{n}_" not in (text or "")]
     whole = template.render(messages) if missing else None
     for number in missing:
-        numbers = iter(range(1, len(names) + 1))
-
-        def without(_: str, value: Any, number: int = number, numbers: Any = numbers) -> Any:
-            return None if next(numbers) == number else value
-
-        if _rendered(template, messages, without) == whole:
+        if without(number) == whole:
             remedy = "remove it from the data"
-            if names[number - 1] == TOOLS:
+            if names[number] == TOOLS:
                 remedy = "give no tools (docs/environments.md)"
             raise ValueError(
-                f"the chat template leaves out {names[number - 1]}: choose one that renders it"
+                f"the chat template leaves out {names[number]}: choose one that renders it"
                 f" (--model.chat-template), or {remedy}"
             )
 
@@ -284,18 +275,29 @@ def require_roles(template: Template, messages: Sequence[Message]) -> None:
         )
 
 
-def _rendered(template: Template, messages: Sequence[Message], visit: Visit) -> str | None:
+def _rendered(
+    template: Template, messages: Sequence[Message], change: Callable[[int, Any], Any]
+) -> tuple[str | None, list[str]]:
+    """Return the text with each part's value as `change(n, value)`, None removes it, and the names
+    of the parts; no text if the template refuses it.
+    """
+    names = list[str]()
+
+    def visit(name: str, value: Any) -> Any:
+        names.append(name)
+        return change(len(names) - 1, value)
+
     question = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
     changed = [_visited(each, n, n < question, visit) for n, each in enumerate(messages)]
     if template.tools:
         template = replace(template, tools=visit(TOOLS, template.tools))
     try:
-        return template.render(changed)
+        return template.render(changed), names
     except ValueError:
-        return None
+        return None, names
 
 
-def _visited(message: Message, number: int, past: bool, visit: Visit) -> Message:
+def _visited(message: Message, number: int, past: bool, visit: Callable) -> Message:
     """past: a question follows, so templates may drop the reasoning."""
     role, changed = message["role"], dict[str, Any]()
     said = f"what the role {role!r} says"

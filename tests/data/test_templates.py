@@ -12,12 +12,13 @@ from tests.data.tokenizers_small import (
     FORGETFUL,
     MARKED,
     character_tokenizer,
+    talk,
     trained_text,
     word_tokenizer,
 )
 
 THINKING = "{% if thinking %}{{ '<s>' }}{% endif %}" + CHATML + "{{ suffix }}"
-TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TALK = talk("a", "b")
 
 
 def test_a_template_as_text_file_or_name(tmp_path):
@@ -97,21 +98,16 @@ def test_passthrough_is_the_contents_and_nothing_else(by_name):
         else with_chat_template(character_tokenizer(), "passthrough")
     )
     options = {"chat_template": "passthrough"} if by_name else {}
-    talk = [
-        {"role": "system", "content": "s:"},
-        *TALK,
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
-    example = tokenize_messages(tokenizer, talk, **options)
+    whole = talk("a", "b", "c", "d", system="s:")
+    example = tokenize_messages(tokenizer, whole, **options)
     assert tokenizer.decode(example.input_ids) == "s:abcd<|im_end|>"
     assert trained_text(tokenizer, example) == ["b", "d<|im_end|>"]
     assert example.response_mask.index(True) == 3 and all(example.response_mask[3:])
     assert trained_text(
-        tokenizer, tokenize_messages(tokenizer, talk, given=3, add_eos=False, **options)
+        tokenizer, tokenize_messages(tokenizer, whole, given=3, add_eos=False, **options)
     ) == ["d"]
-    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:4], **options)) == "s:abc"
-    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:3], **options)) == "s:ab"
+    assert tokenizer.decode(tokenize_prompt(tokenizer, whole[:4], **options)) == "s:abc"
+    assert tokenizer.decode(tokenize_prompt(tokenizer, whole[:3], **options)) == "s:ab"
     assert tokenize_messages(tokenizer, TALK, **options) == tokenize_prompt_response(
         tokenizer, "a", "b"
     ), "as plain text"
@@ -119,12 +115,10 @@ def test_passthrough_is_the_contents_and_nothing_else(by_name):
 
 def test_passthrough_makes_no_token_across_a_turns_border():
     tokenizer = word_tokenizer([" hi", "hi", "you", " you", "youhi", " youhi"], None)
-    talk = [{"role": "user", "content": "you"}, {"role": "assistant", "content": "hi"}]
-    example = tokenize_messages(tokenizer, talk, chat_template="passthrough")
+    example = tokenize_messages(tokenizer, talk("you", "hi"), chat_template="passthrough")
     assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["you", "hi", "<|im_end|>"]
-    assert example.input_ids[:1] == tokenize_prompt(
-        tokenizer, talk[:1], chat_template="passthrough"
-    )
+    prompt = tokenize_prompt(tokenizer, talk("you"), chat_template="passthrough")
+    assert example.input_ids[:1] == prompt
 
 
 def test_passthrough_begins_with_what_the_tokenizer_puts_in_front():
@@ -132,32 +126,24 @@ def test_passthrough_begins_with_what_the_tokenizer_puts_in_front():
         def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
             return [99, *token_ids_0]
 
-    talk = [
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
-    example = tokenize_messages(Opening(), talk, chat_template="passthrough")
+    messages = talk("", "a", "b", "c")[1:]
+    example = tokenize_messages(Opening(), messages, chat_template="passthrough")
     assert example.input_ids == [99, 100, 101, 102, 1]
     assert example.loss_mask == [False, True, False, True, True]
 
 
 def test_messages_that_are_given_are_not_trained_on():
-    talk = [*TALK, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    whole = talk("a", "b", "c", "d")
     marked_twice = MARKED.replace(
         "{% generation %}{{ m.content + '<|im_end|>' }}",
         "{% generation %}{% endgeneration %}{% generation %}{{ m.content + '<|im_end|>' }}",
     )
     for template in (CHATML, MARKED, marked_twice, FORGETFUL):
         tokenizer = character_tokenizer(template)
-        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=3)) == [
-            "d<|im_end|>"
-        ]
-        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=1)) == [
-            "b<|im_end|>",
-            "d<|im_end|>",
-        ]
-    thoughtful = [TALK[0], {"role": "assistant", "content": "hm</think>b"}, *talk[2:]]
+        for given, said in ((3, ["d<|im_end|>"]), (1, ["b<|im_end|>", "d<|im_end|>"])):
+            example = tokenize_messages(tokenizer, whole, given=given)
+            assert trained_text(tokenizer, example) == said
+    thoughtful = talk("a", "hm</think>b", "c", "d")
     example = tokenize_messages(character_tokenizer(FORGETFUL), thoughtful, given=3)
     assert trained_text(character_tokenizer(), example) == ["d<|im_end|>"], (
         "a template may forget what was thought before"

@@ -69,12 +69,12 @@ def _check_row(row: Mapping[str, Any]) -> None:
             " 'nemorl[ifeval]'"
         )
     names, given, known = row["instruction_id_list"], row["kwargs"], _checkers()
-    fits, remedy = f"must have one entry for each of {len(names)} instructions", "add {} or null"
-    require(len(names) == len(given), "kwargs", fits, len(given), remedy)
+    fits = f"must have one entry for each of {len(names)} instructions"
+    require(len(names) == len(given), "kwargs", fits, len(given), "add {} or null")
     require(len(names) > 0, "instruction_id_list", "must name instructions", names, "leave it out")
     for name, settings in zip(names, given, strict=True):
-        what, one = "instruction_id_list", f"name one of IFEval's{closest(name, known)}"
-        require(name in known, what, "must have known instructions", name, one)
+        remedy = f"name one of IFEval's{closest(name, known)}"
+        require(name in known, "instruction_id_list", "must have known instructions", name, remedy)
         there = {key: value for key, value in (settings or {}).items() if value is not None}
         checker = known[name](name)
         lacks = sorted({*checker.get_instruction_args_keys()} - {*there})
@@ -144,24 +144,18 @@ BOX = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 Function = TypeVar("Function", bound=Callable[..., float])
 
 
-def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Check a reward function's rows before a run: `read(answer)` raises ValueError."""
+def reading(
+    wanted: Callable[[Any], Any], given: Callable[[str], str | None] = lambda response: None
+) -> Callable[[Function], Function]:
+    """Check a reward's rows before a run: `wanted(answer)` raises ValueError. `given(response)`
+    says what it reads as a response's answer.
+    """
 
-    def with_check(fn: Function) -> Function:
-        vars(fn)["check_row"] = lambda row: read(row["answer"])
+    def with_readers(fn: Function) -> Function:
+        vars(fn).update(check_row=lambda row: wanted(row["answer"]), answer_of=given)
         return fn
 
-    return with_check
-
-
-def answering(read: Callable[[str], str | None]) -> Callable[[Function], Function]:
-    """Have `read(response)` say what a reward function read as a response's answer."""
-
-    def with_reader(fn: Function) -> Function:
-        vars(fn)["answer_of"] = read
-        return fn
-
-    return with_reader
+    return with_readers
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> float:
@@ -183,7 +177,7 @@ def _some_text(answer: Any) -> str:
     return text
 
 
-@checking(_some_text)
+@reading(_some_text)
 def contains_answer(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response contains the answer, else 0.
 
@@ -217,8 +211,7 @@ def last_number_of(response: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
-@answering(last_number_of)
-@checking(_number_of)
+@reading(_number_of, last_number_of)
 def last_number(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's last number equals the answer's (or GSM8K solution's), else 0.
 
@@ -257,9 +250,8 @@ def final_of(response: str) -> str | None:
     return "".join("".join(filter(None, formulas[-1].groups())).split())
 
 
-@answering(final_of)
+@reading(_solution, final_of)
 @judged_in_processes(seconds=5, imports=("math_verify",))
-@checking(_solution)
 def math_equal(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's final answer equals `answer` mathematically, else 0.
 
@@ -299,8 +291,7 @@ def _letter(answer: Any) -> str:
     return text
 
 
-@answering(letter_of)
-@checking(_letter)
+@reading(_letter, letter_of)
 def choice(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the letter that the response chooses is the answer, else 0.
 
@@ -358,7 +349,6 @@ REWARDS: dict[str, Any] = {
 }
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 
-
 ENVIRONMENTS = {
     "calculator": "nemorl.rollout.environments.toolbox:Calculator",
     "python": "nemorl.rollout.environments.toolbox:PythonTool",
@@ -366,34 +356,22 @@ ENVIRONMENTS = {
 }
 """Environments by name."""
 
-
 GIVEN = "given in Python"
 """Begins the name that a run's config keeps of a reward or an environment without one."""
 
 
-def require_again(name: str, what: str, setting: str) -> None:
-    """Raise ValueError for what was given in Python and has no name."""
+def require_known(name: str, known: Mapping[str, Any], setting: str, argument: str) -> None:
+    """Raise ValueError for what is neither known nor `module:name`, or was given in Python.
+
+    argument: what passes it in Python.
+    """
     if name.startswith(GIVEN):
         raise ValueError(
-            f"{what} must be given again, because the run's was {name}: pass it in Python, or name"
-            f" it as module:function or ./file.py:function (--{setting})"
+            f"{argument} must be given again, because the run's was {name}: pass it in Python, or"
+            f" name it as module:function or ./file.py:function (--{setting})"
         )
-
-
-def require_environment(name: str) -> None:
-    """Raise ValueError for an environment that is neither in ENVIRONMENTS nor a `module:Class`."""
-    require_again(name, "environment_factory", "rollout.environment")
-    must = f"must be {', '.join(sorted(ENVIRONMENTS))}, or name a class or an episode"
-    remedy = f"write module:Class or ./file.py:Class{closest(name, ENVIRONMENTS)}"
-    named = name in ENVIRONMENTS or ":" in name or name.endswith(".py")
-    require(named, "rollout.environment", must, name, remedy)
-
-
-def require_reward(name: str) -> None:
-    """Raise ValueError for a reward that is neither in REWARDS nor a `module:function`."""
-    require_again(name, "reward", "reward")
-    if name not in REWARDS and ":" not in name and not name.endswith(".py"):
+    if name not in known and ":" not in name and not name.endswith(".py"):
         raise ValueError(
-            f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
-            f" {name!r}{closest(name, REWARDS)}"
+            f"{setting} must be one of {', '.join(sorted(known))}, ./file.py:function, or"
+            f" module:function, but it is {name!r}{closest(name, known)}"
         )

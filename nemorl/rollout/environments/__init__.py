@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from nemorl.checks import closest, refuse_unused, require
-from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_environment, require_reward
+from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_known
 from nemorl.rollout.calls import is_async, name_of
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import (
@@ -101,9 +101,9 @@ def _led(
     workers: Callable[[], Workers] | None,
 ) -> Environment:
     if isinstance(environment, str):
-        require_environment(environment)
-        named = ENVIRONMENTS.get(environment, environment)
-        environment = function_of(named, "rollout.environment")
+        setting = "rollout.environment"
+        require_known(environment, ENVIRONMENTS, setting, "environment_factory")
+        environment = function_of(ENVIRONMENTS.get(environment, environment), setting)
     kinds, judged = EnvironmentInterface | LeadsConversations, None
     whole = isinstance(environment, kinds) and not isinstance(environment, type)
     if whole or is_async(environment):
@@ -162,5 +162,5 @@ def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> Environm
         return FunctionalRewardWrapper(reward, name=name, settings=settings)
     if ":" in reward or reward.endswith(".py"):
         return _one(function_of(reward, "reward"), name, settings)
-    require_reward(reward)
+    require_known(reward, REWARDS, "reward", "reward")
     return _one(REWARDS[reward], name or reward, settings)

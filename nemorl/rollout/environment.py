@@ -3,8 +3,18 @@
 import asyncio
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
-from contextlib import contextmanager
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+    Sized,
+)
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isawaitable
@@ -67,9 +77,9 @@ class EnvironmentReturn:
 class EnvironmentInterface(Protocol):
     """Answer and judge responses, one `step` for a batch.
 
-    One of several turns says so by an attribute `max_turns`: it is called with the conversations
-    that wait for it. Any other is called with all that are left. Conversations end after
-    `max_turns` at the latest (without it, DEFAULT_TURNS).
+    One of several turns has an attribute `max_turns`: it is called with the conversations that wait
+    for it. Any other is called with all that are left. Conversations end after `max_turns` at the
+    latest (without it, DEFAULT_TURNS).
     """
 
     def step(
@@ -92,9 +102,9 @@ class FunctionalRewardWrapper:
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
     parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
     with lists, and returns one number per response: a list, array or tensor. Where it calls the
-    responses `completions` and the prompt is a conversation, both are lists of messages, as in TRL.
-    An `async` function is called for many responses at once. Its attribute `answer_of(response)`,
-    if any, says what it read as the answer.
+    responses `completions` and the prompt is a conversation, both are messages, as in TRL. An
+    `async` function is called for many responses at once. An attribute `answer_of(response)` says
+    what it read as the answer.
     `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
@@ -185,7 +195,7 @@ class FunctionalRewardWrapper:
         if rows and not self._columns_known:
             self.signature = self._read(there={name for row in rows for name in row})
             self._columns_known = True
-        require_columns(self.signature, rows)
+        _require_columns(self.signature, rows)
 
     def _of_each(
         self,
@@ -194,41 +204,35 @@ class FunctionalRewardWrapper:
         rows: Sequence[Metadata],
     ) -> tuple[list[float], list[Exception | None]]:
         calls = [self.signature.arguments(*one, row) for one, row in zip(given, rows, strict=True)]
-        results: Iterable[Callable[[], Any]]
-        judged = self._processes.run(calls) if self._processes else None
-        if self.signature.awaited:
-            answers = self._loop.run(self._awaited(calls, texts))
-            results = [lambda each=each: each for each in answers]  # type: ignore[misc]
-        elif judged is None:
-            results = [partial(self.fn, **call) for call in calls]
-        else:
-            results = (future.result for future in judged)
         rewards, failures = list[float](), list[Exception | None]()
-        late: list[str] = []
-        try:
-            for result, text in zip(results, texts, strict=True):
-                shown, failure = _shown(*text), None
-                found: Any = 0.0
-                try:
-                    with self._named(shown):
-                        found = result()
-                except ConversationFailed as error:
-                    failure = error
-                if isinstance(found, ConversationFailed):
-                    failure, found = found, 0.0
-                if found is LATE:
-                    late.append(shown)
-                rewards.append(0.0 if found is LATE else self._number(found, *text))
+        late: list[tuple[str, str]] = []
+        results: Generator[Callable[[], Any]] = (partial(self.fn, **call) for call in calls)
+        if self._processes:
+            results = self._processes.run(calls)
+        with closing(results):
+            answers: Iterable[Any] = map(self._answer, results, texts)
+            if self.signature.awaited:
+                answers = self._loop.run(self._awaited(calls, texts))
+            for answer, text in zip(answers, texts, strict=True):
+                failure = answer if isinstance(answer, ConversationFailed) else None
+                if answer is LATE:
+                    late.append(text)
+                zero = failure or answer is LATE
+                rewards.append(0.0 if zero else self._number(answer, *text))
                 failures.append(failure)
-        finally:
-            if judged:
-                judged.close()
         if self._processes and late:
             warn(
                 f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"
-                f" {len(late)} of {len(texts)} responses, which count 0, as for {late[0]}"
+                f" {len(late)} of {len(texts)} responses, which count 0, as for {_shown(*late[0])}"
             )
         return rewards, failures
+
+    def _answer(self, result: Callable[[], Any], text: tuple[str, str]) -> Any:
+        try:
+            with self._named(_shown(*text)):
+                return result()
+        except ConversationFailed as error:
+            return error
 
     async def _awaited(
         self, calls: Sequence[dict[str, Any]], texts: Sequence[tuple[str, str]]
@@ -295,17 +299,15 @@ class FunctionalRewardWrapper:
             if self.signature.awaited:
                 result = self._loop.run(self._in_time(result))
         numbers = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping | Set):
+        found: int | str = short(result)
+        if isinstance(numbers, Iterable) and not isinstance(numbers, str | Mapping | Set):
+            if not isinstance(numbers, Sized):  # it may have no end
+                numbers = [*islice(numbers, len(texts) + 1)]
+            found = len(numbers)
+        if found != len(texts):
             raise ValueError(
                 f"reward {self.name!r} must return a list with one number per response, but it"
-                f" returned {short(result)} for {first}"
-            )
-        # An iterator may have no end.
-        numbers = list(numbers if isinstance(numbers, Sized) else islice(numbers, len(texts) + 1))
-        if len(numbers) != len(texts):
-            raise ValueError(
-                f"reward {self.name!r} must return one number per response, but it returned"
-                f" {len(numbers)} for {first}: return as many"
+                f" returned {found} for {first}"
             )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
@@ -323,8 +325,7 @@ class FunctionalRewardWrapper:
         return reward
 
 
-def require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
-    """Raise ValueError for a row without a column that a reward wants, or with one too many."""
+def _require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
     wanted = [name for name, required in signature.columns.items() if required]
     by_place = [
         (what, name)
@@ -362,9 +363,7 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
 
 
 def check_counts(result: Any, count: int, name: str, *more: str) -> None:
-    """Raise ValueError unless there is one of everything, and of the fields `more`, per
-    conversation.
-    """
+    """Raise ValueError unless there is one of everything (`more`: fields) per conversation."""
     lists: dict[str, Any] = {
         "rewards": result.rewards,
         "terminateds": result.terminateds,

@@ -118,9 +118,9 @@ class Processes:
         self._idle: list[_Worker] = []
         weakref.finalize(self, _end, self._idle, os.getpid())
 
-    def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Future[Any]]:
-        """Yield a future for each call, in order, once it is done: with a number, an `Other`, LATE,
-        or what the function raised. Calls that go on end with the iterator.
+    def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Callable[[], Any]]:
+        """Yield for each call, in order, once it is done, what returns a number, an `Other` or
+        LATE, or raises the function's error. Calls that go on end with the iterator.
         """
         futures = [Future[Any]() for _ in calls]
         waiting = deque(zip(futures, calls, strict=True))
@@ -134,7 +134,7 @@ class Processes:
                         if worker.ready:
                             worker.call(busy[worker.connection][2], self.seconds)
                     self._advance(busy)
-                yield future
+                yield future.result
         finally:
             for worker, *_ in busy.values():
                 worker.kill()

@@ -147,6 +147,16 @@ def is_async(fn: Any) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
+def accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments, offered by name, that a function takes; all if it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a class of C code
+        return {}
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in offered.items() if takes_any or name in parameters}
+
+
 def _columns_among(names: Sequence[str], there: Collection[str]) -> str:
     columns = [name for name in names if name in there]
     return f", of which the data has the columns {columns}" if columns else ""

@@ -17,7 +17,7 @@ from torch import nn
 from nemorl.checks import require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
-from nemorl.rollout.calls import blocking
+from nemorl.rollout.calls import accepted, blocking
 from nemorl.rollout.decoding import FILTERS_OFF
 from nemorl.rollout.generation import (
     Completion,
@@ -94,7 +94,7 @@ class WrappedBackend(ScheduledBackend):
         source = ModelSource.of(model)
         if isinstance(inner, type):
             offered = {"model": source, "tokenizer": tokenizer, "precision": precision}
-            inner = inner(**_accepted(inner, offered))
+            inner = inner(**accepted(inner, offered))
         super().__init__(self._step, tokenizer)
         self.limits(source.config)
         self.inner, self.name, self.precision = inner, type(inner).__name__, precision
@@ -115,7 +115,7 @@ class WrappedBackend(ScheduledBackend):
         with self._scheduler.updating(version, in_flight):
             state = dict(weights)
             update = self.inner.update_weights
-            update(state, **_accepted(update, {"version": version}))
+            update(state, **accepted(update, {"version": version}))
             if isinstance(self.model, nn.Module):
                 copy_weights(self.model, state.items(), version)
         return version
@@ -263,16 +263,6 @@ def _has(target: Any, name: str) -> bool:
     cls = target if isinstance(target, type) else type(target)
     method = getattr(target, name, None)
     return callable(method) and getattr(cls, name, None) is not getattr(GenerationBackend, name)
-
-
-def _accepted(function: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a class of C code
-        return {}
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return offered
-    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def _nothing(*_: Any) -> None: ...

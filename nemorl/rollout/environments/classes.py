@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from nemorl.checks import as_number, require, short
 from nemorl.data.rows import Row, own_copy
 from nemorl.data.templates import Message
-from nemorl.rollout.calls import ENVIRONMENT, blocking, name_of
+from nemorl.rollout.calls import ENVIRONMENT, accepted, blocking, name_of
 from nemorl.rollout.cohort import Cohort
 from nemorl.rollout.conversation import (
     DEFAULT_TURNS,
@@ -186,7 +186,7 @@ class ClassEnvironment:
                 messages = list((await call(environment.init, messages))[0])
             elif self.has("reset"):
                 reset = environment.reset
-                said = await call(reset, **columns_for(reset, own_copy(dict(row))))
+                said = await call(reset, **accepted(reset, own_copy(dict(row))))
                 messages = with_observation(messages, said)
             yield environment, messages
         finally:
@@ -229,14 +229,6 @@ def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
     """Return a row with an environment, for reward functions that name it as a parameter."""
     columns = dict.fromkeys(ENVIRONMENT, environment)
     return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
-
-
-def columns_for(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function names, or all if it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
-        return dict(columns)
-    return {name: value for name, value in columns.items() if name in parameters}
 
 
 def with_observation(messages: Sequence[Message], observation: Any) -> list[Message]:

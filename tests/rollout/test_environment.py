@@ -23,20 +23,17 @@ from nemorl.rollout.environment import (
     text_of,
 )
 from nemorl.rollout.environments import check_limits, make_environment
+from tests.rollout import talk
 from tests.rollout.counting import Batched, Count
 
-LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-OTHER = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+LOG, OTHER = talk("1+1=", "2"), talk("1+2=", "3")
 
 
 def test_rewards_by_hand():
     assert exact_match("", " 12\n", 12) == 1.0
     assert exact_match("", "112", 12) == 0.0
-    assert contains_answer("", "so 12 it is", 12) == 1.0
-    assert (
-        text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}])
-        == "system: Add.\nuser: 1+1="
-    )
+    system = {"role": "system", "content": "Add."}
+    assert text_of([system, LOG[0]]) == "system: Add.\nuser: 1+1="
 
 
 NUMBERS = [
@@ -184,12 +181,14 @@ def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
         ("last_number", "none", "last_number needs an answer with a number in it"),
         ("contains_answer", " ", "contains_answer needs an answer"),
         ("math", "", "math needs an answer that can be read"),
+        *(("choice", text, "choice needs a letter from A to J, but") for text in ("K", "AB", "")),
     ],
 )
 def test_answers_are_looked_at_before_a_run(reward, answer, message):
-    check_rows(make_environment(reward), [{"answer": "2"}])
+    sound = {"answer": "B" if reward == "choice" else "2"}
+    check_rows(make_environment(reward), [sound])
     with pytest.raises(ValueError, match=f"row 2: {message}"):
-        check_rows(make_environment(reward), [{"answer": "2"}, {"answer": answer}])
+        check_rows(make_environment(reward), [sound, {"answer": answer}])
 
 
 @pytest.mark.parametrize(
@@ -277,16 +276,13 @@ def test_a_function_says_what_it_read_as_the_answer():
     def right(prompt: str, response: str) -> float:
         return 1.0
 
-    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so 2"}]
+    log = talk("?", "so 2")
     assert FunctionalRewardWrapper(right).step([log], [{}]).answers == [None]
     right.answer_of = lambda response: response[-1]  # type: ignore[attr-defined]
     assert FunctionalRewardWrapper(right).step([log], [{}]).answers == ["2"]
 
 
-LOGS = [
-    [{"role": "user", "content": f"{i}="}, {"role": "assistant", "content": str(i)}]
-    for i in range(3 * AT_ONCE)
-]
+LOGS = [talk(f"{i}=", str(i)) for i in range(3 * AT_ONCE)]
 
 
 async def right(prompt, response, answer):

@@ -190,11 +190,10 @@ def exit_is_error(name: str) -> Iterator[None]:
     try:
         yield
     except (SystemExit, GeneratorExit) as error:
-        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # SIGTERM's Terminated
+        if type(error) not in (SystemExit, GeneratorExit):  # SIGTERM's Terminated
             raise
-        did = "raised GeneratorExit"
-        if isinstance(error, SystemExit):
-            did = f"called sys.exit({error.code!r})"
+        exits = isinstance(error, SystemExit)
+        did = f"called sys.exit({error.code!r})" if exits else "raised GeneratorExit"
         raise ExitInUserCode(
             f"{name} must not end the run, but it {did}: raise an exception instead"
         ) from error

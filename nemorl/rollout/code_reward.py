@@ -31,9 +31,11 @@ def program_of(text: str, tests: str = "") -> str:
     'print(1)\\n'
     """
     found = BLOCK.findall(text)
+    if found and _parses(text):
+        found = []  # blocks of a docstring
     blocks = [
         (kind.lower(), re.sub(f"^{indent}", "", code, flags=re.MULTILINE))
-        for indent, kind, code in found[: 0 if found and _parses(text) else None]
+        for indent, kind, code in found
     ]
     python = [code for kind, code in blocks if kind in ("python", "python3", "py")]
     every = [text, *(code for _, code in blocks), *python]
@@ -43,7 +45,6 @@ def program_of(text: str, tests: str = "") -> str:
 
 
 def _parses(text: str) -> bool:
-    """A block in Python would be in a docstring."""
     try:
         return bool(parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -157,19 +158,12 @@ async def code_tests(
     tests, head = read_tests(answer), program_of("\n".join(filter(None, asked)))
     called = "\n".join([entry_point, *(each for each in tests if isinstance(each, str))])
     program = program_of(as_messages(response, "response")[-1]["content"] or "", called)
-    try:
-        head = head if entry_point and f"def {entry_point}(" in head and parse(head) else ""
-    except SyntaxError:  # it only mentions the function
-        head = ""
+    if not (entry_point and f"def {entry_point}(" in head and _parses(head)):
+        head = ""  # which may only mention the function
+    allowed = ProgramLimits(**limits or {})
 
     def judge() -> float:
-        passes = judge_program(
-            program,
-            tests,
-            head=head,
-            entry_point=entry_point,
-            limits=ProgramLimits(**limits or {}),
-        )
+        passes = judge_program(program, tests, head=head, entry_point=entry_point, limits=allowed)
         return sum(passes) / len(tests) if share else float(all(passes))
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), judge)

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,7 +18,7 @@ from nemorl.checks import require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
 from nemorl.rollout.calls import accepted, blocking
-from nemorl.rollout.decoding import FILTERS_OFF
+from nemorl.rollout.collect import kind_of
 from nemorl.rollout.generation import (
     Completion,
     GenerationBackend,
@@ -201,13 +201,12 @@ class WrappedBackend(ScheduledBackend):
             text = "" if decoder is None else decoder.decode(ids, skip_special_tokens=True)
         if logprobs is None:
             logprobs = self._logprobs(prompt, ids, params) if ids else ()
-        must = f"must return a logprob for each of {len(ids)} tokens"
-        remedy = "return None where there is none"
+        must, remedy = f"must return a logprob for each of {len(ids)} tokens", "or None"
         require(len(logprobs) == len(ids), generate, must, len(logprobs), remedy)
         if reason is None:
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
-        known = reason in ("stop", "length")
-        require(known, f"{generate}'s finish_reason", "must be stop or length", reason, "omit it")
+        known, what = reason in ("stop", "length"), f"{generate}'s finish_reason"
+        require(known, what, "must be stop or length", reason, "omit it")
         asked = not {*ids[-1:]}.isdisjoint(params.stop_token_ids)
         asked = asked or any(stop in text for stop in params.stop_strings)
         require(
@@ -242,9 +241,6 @@ class WrappedBackend(ScheduledBackend):
                 " shares_model=False from its traits"
             )
         model: Any = self.model
-        filters = {name: getattr(params, name) for name in FILTERS_OFF}
-        if params.temperature == 0:
-            filters = FILTERS_OFF
         ids = torch.tensor([[*prompt, *response]], device=model.device)
         training, half = model.training, self.precision != "float32"
         model.eval()
@@ -253,7 +249,7 @@ class WrappedBackend(ScheduledBackend):
                 logits = model(ids, use_cache=False).logits[0, -len(response) - 1 : -1]
         finally:
             model.train(training)
-        values = filter_logits(logits.float(), **filters).log_softmax(-1)
+        values = filter_logits(logits.float(), **asdict(kind_of(params))).log_softmax(-1)
         found: list[float] = values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist()
         return found
 

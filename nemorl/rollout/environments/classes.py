@@ -129,8 +129,10 @@ class ClassEnvironment:
         call = cohort.call
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
+            workers = self.workers
+            room = workers.room(self.make, self.kind) if workers else nullcontext(self.make)
             async with (
-                cohort.room(self._room()) as make,
+                cohort.room(room) as make,
                 self._opened(make, row, policy, call) as (environment, messages),
             ):
                 usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
@@ -142,8 +144,11 @@ class ClassEnvironment:
                     outcome = await _led(environment.step, messages, policy, call, most, read)
                     if not self.has("get_metrics"):
                         return outcome
-                    measured = numbers_in(await call(environment.get_metrics))
-                    return replace(outcome, metrics={**outcome.metrics, **measured})
+                    metrics = dict(outcome.metrics)
+                    for name, value in (await call(environment.get_metrics)).items():
+                        if isinstance(value, int | float):  # as SkyRL-Gym averages them
+                            metrics[name] = float(value)
+                    return replace(outcome, metrics=metrics)
                 log, outcome = await use_tools(environment, messages, policy, call, most)
                 if self.judge is not None:
                     after = await cohort.ask_together((log, beside(row, environment)))
@@ -163,11 +168,6 @@ class ClassEnvironment:
 
         return episode
 
-    def _room(self) -> AbstractAsyncContextManager[Callable[..., Any]]:
-        if self.workers is None:
-            return nullcontext(self.make)
-        return self.workers.room(self.make, self.kind)
-
     @asynccontextmanager
     async def _opened(
         self,
@@ -176,17 +176,14 @@ class ClassEnvironment:
         policy: Policy,
         call: Callable[..., Awaitable[Any]],
     ) -> AsyncIterator[tuple[Any, list[Message]]]:
-        messages = list(policy.messages)
-        if self.has("init"):
-            environment = await call(make, extras=own_copy(dict(row)))
-        else:
-            environment = await call(make)
+        messages, columns = list(policy.messages), own_copy(dict(row))
+        skyrl = {"extras": columns} if self.has("init") else {}
+        environment = await call(make, **skyrl)
         try:
-            if self.has("init"):
+            if skyrl:
                 messages = list((await call(environment.init, messages))[0])
             elif self.has("reset"):
-                reset = environment.reset
-                said = await call(reset, **accepted(reset, own_copy(dict(row))))
+                said = await call(environment.reset, **accepted(environment.reset, columns))
                 messages = with_observation(messages, said)
             yield environment, messages
         finally:
@@ -250,11 +247,6 @@ def with_observation(messages: Sequence[Message], observation: Any) -> list[Mess
     if last.get("role") == "user" and isinstance(last["content"], str):
         return [*messages[:-1], {**last, "content": last["content"] + observation}]
     return [*messages, {"role": "user", "content": observation}]
-
-
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the measurements that are numbers, as SkyRL-Gym averages them."""
-    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
 
 
 def _skyrl_result(found: Mapping[str, Any]) -> TurnResult:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemorl.checks import require
+from nemorl.checks import own_methods, require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
 from nemorl.rollout.calls import accepted, blocking
@@ -43,9 +43,8 @@ Sample = tuple[Request, int, SamplingParams]
 def as_generation_backend(target: Any) -> Any:
     """Return a class or instance as a whole `GenerationBackend`.
 
-    A class with `sample` gets `generate`, `sleep`, `wake` and `metrics` where it has none. One that
-    has only `setup(config)`, `generate(prompts, sampling_params)`, `update_weights(state_dict)` and
-    `shutdown()` is wrapped: see `WrappedBackend`. Raises: ValueError that names what is missing.
+    A class with `sample` gets `generate`, `sleep`, `wake` and `metrics` where it has none; one
+    without is wrapped (`WrappedBackend`). Raises: ValueError that names what is missing.
 
     >>> class Half:
     ...     def setup(self, config): ...
@@ -53,7 +52,7 @@ def as_generation_backend(target: Any) -> Any:
     Traceback (most recent call last):
     ValueError: a generation backend must have the methods setup, update_weights, shutdown, ...
     """
-    own = {name for name in (*NEEDED, "sample", *_OPTIONAL) if _has(target, name)}
+    own = own_methods(target, GenerationBackend)
     missing = [name for name in NEEDED if name not in own]
     if not own & {"sample", "generate"}:
         missing.append("sample (or generate)")
@@ -78,7 +77,8 @@ def as_generation_backend(target: Any) -> Any:
 
 
 class WrappedBackend(ScheduledBackend):
-    """A class with only `setup`, `generate`, `update_weights` and `shutdown`, whole.
+    """A class with only `setup(config)`, `generate(prompts, sampling_params)`,
+    `update_weights(state_dict)` and `shutdown()`, whole.
 
     Requests that wait and are alike are one call, `generate(prompts, sampling_params)`: a prompt
     (token ids; texts where the parameter is annotated as `list[str]`) for each completion, and one
@@ -133,7 +133,8 @@ class WrappedBackend(ScheduledBackend):
         return self._optional("metrics") or {}
 
     def _optional(self, name: str) -> Any:
-        return getattr(self.inner, name)() if _has(self.inner, name) else None
+        has = name in own_methods(self.inner, GenerationBackend)
+        return getattr(self.inner, name)() if has else None
 
     def shutdown(self) -> None:
         with self._scheduler.lock:
@@ -252,13 +253,6 @@ class WrappedBackend(ScheduledBackend):
         values = filter_logits(logits.float(), **asdict(kind_of(params))).log_softmax(-1)
         found: list[float] = values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist()
         return found
-
-
-def _has(target: Any, name: str) -> bool:
-    """Not those of the Protocol that it derives from."""
-    cls = target if isinstance(target, type) else type(target)
-    method = getattr(target, name, None)
-    return callable(method) and getattr(cls, name, None) is not getattr(GenerationBackend, name)
 
 
 def _nothing(*_: Any) -> None: ...

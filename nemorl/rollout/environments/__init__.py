@@ -137,17 +137,13 @@ def _leads(reward: Any) -> bool:
 def _numbered(rewards: Sequence[Reward]) -> dict[str, Reward]:
     named: dict[str, Reward] = {}
     for reward in rewards:
-        name, count = _name(reward), 1
+        name = reward.rpartition(":")[2] if isinstance(reward, str) else ""
+        name = name or str(getattr(reward, "name", None) or name_of(reward))
+        count = 1
         while (numbered := name if count == 1 else f"{name}_{count}") in named:
             count += 1
         named[numbered] = reward
     return named
-
-
-def _name(reward: Reward) -> str:
-    if isinstance(reward, str):
-        return reward.rpartition(":")[2]
-    return str(getattr(reward, "name", None) or name_of(reward))
 
 
 def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> EnvironmentInterface:

@@ -80,6 +80,7 @@ async def use_tools(
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
     used = failed = 0
+    answer, truncated = None, True
     for _ in range(most):
         try:
             message = await policy.chat(messages, tools=schemas)
@@ -87,21 +88,19 @@ async def use_tools(
             break
         messages = [*messages, message]
         if not (calls := message.get("tool_calls")):
-            return messages, _outcome(message["content"], used, failed, truncated=False)
+            answer, truncated = message["content"], False
+            break
         for each in calls:
             content, good = await _result(each, tools, call)
             used, failed = used + 1, failed + (not good)
             name = each.get("function", {}).get("name", "")
             messages.append({"role": "tool", "name": name, "content": content})
-    messages.append({"role": "assistant", "content": ""})
-    return messages, _outcome(None, used, failed, truncated=True)
-
-
-def _outcome(answer: str | None, used: int, failed: int, *, truncated: bool) -> Outcome:
+    if truncated:
+        messages = [*messages, {"role": "assistant", "content": ""}]
     metrics = {"tool_calls": float(used)}
     if used:
         metrics["tool_errors"] = failed / used
-    return Outcome(answer=answer, metrics=metrics, truncated=truncated)
+    return messages, Outcome(answer=answer, metrics=metrics, truncated=truncated)
 
 
 def as_json(found: Any) -> str:

@@ -15,7 +15,7 @@ from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.processes import judged_in_processes
 
 NEEDS_SENTENCES = "length_constraints:number_sentences", "change_case:capital_word_frequency"
-"""Instructions whose check splits sentences, by data of NLTK's."""
+"""Instructions whose check splits sentences."""
 
 
 @judged_in_processes(
@@ -24,10 +24,10 @@ NEEDS_SENTENCES = "length_constraints:number_sentences", "change_case:capital_wo
 def instructions_followed(
     prompt: str, response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any]
 ) -> float:
-    """Return the share, from 0 to 1, of a prompt's instructions that a response follows; its
-    reasoning is left out, and 0 if it has an open <think>.
+    """Return the share, from 0 to 1, of a prompt's instructions that a response follows after its
+    reasoning; 0 if that has no end.
 
-    `instruction_id_list` names them, as `punctuation:no_comma`, and `kwargs` has the parameters of
+    `instruction_id_list` names them, as `punctuation:no_comma`; `kwargs` are the parameters of
     each. Needs if-verifiable. Source: IFEval (Zhou et al. 2023, arXiv 2311.07911); its strict
     accuracy by prompt is the share of responses with reward 1.
     """
@@ -50,7 +50,7 @@ def _checkers() -> Mapping[str, Any]:
     plain: Any = INSTRUCTION_DICT[name]
 
     class Frequency(plain):
-        """Counts a symbol as it is, for which the package would count a letter that it draws."""
+        """Counts any symbol; for one, the package would count a letter that it draws."""
 
         def build_description(self, *, letter: str, **given: Any) -> str:
             if len(letter) != 1:
@@ -106,8 +106,8 @@ vars(instructions_followed)["check_row"] = _check_row
 NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}])[-−])?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-−+]?\d{1,9}(?!\w))?"
 )
-"""A sign, - or − (U+2212), does not follow a digit, letter or closing bracket, where it would be a
-minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
+"""After a digit, letter or closing bracket, - or − (U+2212) is a minus or hyphen, not a sign.
+Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
 """
 SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 """Of thousands, other than a comma: LaTeX's {,}, \\, and \\!, and narrow or unbreakable spaces."""
@@ -215,8 +215,8 @@ def last_number_of(response: str) -> str | None:
 def last_number(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's last number equals the answer's (or GSM8K solution's), else 0.
 
-    Numbers are compared exactly, whatever their size. A minus is a sign where no digit, letter or
-    closing bracket stands before it; 1e5 is 100000.
+    Numbers are compared exactly. A minus after a digit, letter or closing bracket is no sign; 1e5
+    is 100000.
 
     >>> last_number("", "So it costs $1,000.50 today.", "500 + 500.5 = 1000.5 #### 1000.5")
     1.0
@@ -237,8 +237,8 @@ def _solution(answer: Any) -> str:
 
 
 def final_of(response: str) -> str | None:
-    """Return the text of the last box, without spaces; else of the last formula, or the last number
-    after it.
+    """Return the last box without spaces, else the last number after the last formula, else that
+    formula.
     """
     response = response.replace(MONEY, "")
     boxes, formulas = BOX.findall(response), [*LATEX.finditer(response)]
@@ -255,9 +255,8 @@ def final_of(response: str) -> str | None:
 def math_equal(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's final answer equals `answer` mathematically, else 0.
 
-    The response's answer is boxed, LaTeX or plain text; `answer` is plain text or LaTeX, or a
-    solution that ends in `#### answer` (GSM8K) or holds `\\boxed{answer}` (MATH). Needs
-    math-verify.
+    The response's answer is boxed, LaTeX or plain text; `answer` is that, or a solution that ends
+    in `#### answer` (GSM8K) or holds `\\boxed{answer}` (MATH). Needs math-verify.
 
     >>> math_equal("", r"Thus the probability is $\\boxed{0.5}$.", r"\\frac{1}{2}")
     1.0
@@ -265,7 +264,7 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
     solution = _solution(answer)
     from math_verify import parse, verify
 
-    # Its own time limit is a signal, for which only a main thread can wait. Ours ends the process.
+    # Its time limit is a signal, for which only a main thread can wait. Ours ends the process.
     untimed: Any = None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that
     texts = solution, response.replace(MONEY, "")
@@ -321,8 +320,8 @@ def think_format(prompt: str, response: str) -> float:
 def reasoning_gym_score(
     prompt: str, response: str, task: str, metadata: Any, answer: Any = None
 ) -> float:
-    """Return the score, from 0 to 1, that a task of reasoning-gym gives to what the last
-    <answer>…</answer> of the response holds, else to all of it.
+    """Return the score, from 0 to 1, that a task of reasoning-gym gives to the response's last
+    <answer>…</answer>, else to all of it.
     """
     found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL) or [response]
     entry = {"question": prompt, "answer": answer, "metadata": metadata}
@@ -357,7 +356,7 @@ ENVIRONMENTS = {
 """Environments by name."""
 
 GIVEN = "given in Python"
-"""Begins the name that a run's config keeps of a reward or an environment without one."""
+"""Begins what a run's config keeps of a reward or an environment without a name."""
 
 
 def require_known(name: str, known: Mapping[str, Any], setting: str, argument: str) -> None:

@@ -24,8 +24,8 @@ STORED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
 def program_of(text: str, tests: str = "") -> str:
-    """Return a text's last block of Python, else its last block, else the text; of several, one
-    that defines what tests in Python name, as others show how it is used.
+    """Return a text's last block of Python, else its last block, else the text; rather a block that
+    defines what tests in Python name.
 
     >>> program_of("So:\\n```python\\nprint(1)\\n```\\n")
     'print(1)\\n'
@@ -52,7 +52,7 @@ def _parses(text: str) -> bool:
 
 
 def read_tests(answer: Any) -> list[Any]:
-    """Return tests: texts of Python, or pairs of stdin and stdout. Raises: ValueError for others.
+    """Return tests: texts of Python, or pairs of stdin and stdout. Raises: ValueError.
 
     >>> read_tests([{"input": "1", "output": "2"}])
     [('1', '2')]
@@ -125,7 +125,7 @@ def judge_program(
         called = f"\ncheck({entry_point})" * bool(entry_point)
         asked = [test + called * _lacks_call(test) for test in tests]
         known = f"{head}\ndel {entry_point}" if head else ""
-        if head:  # which comes first, but for what Python wants at the beginning
+        if head:  # after what Python wants at the beginning
             program = "\n".join([*FUTURE.findall(program), head, FUTURE.sub("", program)])
         yield from _judged(program, (asked, known), limits)
         return
@@ -147,8 +147,8 @@ async def code_tests(
 
     prompt, response: messages, or their texts. What the model or a tool said before is not read.
     entry_point: the function that a prompt begins and tests call by `check` (HumanEval). share:
-    return the share of tests that pass. limits: fields of `ProgramLimits`, for each test of
-    stdin, or all in Python.
+    return the share of tests passed. limits: fields of `ProgramLimits`, for each test of stdin, or
+    all in Python.
     """
     asked = [
         each.get("content")

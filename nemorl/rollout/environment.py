@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isawaitable
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,7 +34,6 @@ from nemorl.rollout.calls import (
     Call,
     EventLoop,
     Signature,
-    columns_of,
     exit_is_error,
     present_call,
     read_signature,
@@ -46,9 +45,9 @@ Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
 """A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
-"""What an environment keeps of a conversation: at first the data set's row."""
+"""What an environment keeps of a conversation, at first the row."""
 AT_ONCE = 64
-"""Responses for which an `async` reward is called at a time."""
+"""Responses for which an `async` reward is called at once."""
 REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 
 
@@ -66,20 +65,20 @@ class EnvironmentReturn:
     terminateds: Sequence[bool] | Tensor
     """True: the conversation is over."""
     answers: Sequence[str | None] | None = None
-    """What was read as the answer, for the sample log; None where nothing was."""
+    """What was read as the answer, if anything, for the sample log."""
     components: dict[str, list[float]] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
     failures: Sequence[Exception | None] | None = None
-    """Why a conversation can't be judged; it is left out of training. None: all can be."""
+    """Why a conversation can't be judged, and is left out of training; None: all can be."""
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
     """Answer and judge responses, one `step` for a batch.
 
-    One of several turns has an attribute `max_turns`: it is called with the conversations that wait
-    for it. Any other is called with all that are left. Conversations end after `max_turns` at the
-    latest (without it, DEFAULT_TURNS).
+    One of several turns has an attribute `max_turns`, and is called with the conversations that
+    wait; any other with all that are left. They end after `max_turns` at the latest (without it,
+    DEFAULT_TURNS).
     """
 
     def step(
@@ -100,11 +99,10 @@ class FunctionalRewardWrapper:
     """A reward function `fn(prompt, response, **columns)` as a single-turn environment.
 
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
-    parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
-    with lists, and returns one number per response: a list, array or tensor. Where it calls the
-    responses `completions` and the prompt is a conversation, both are messages, as in TRL. An
-    `async` function is called for many responses at once. An attribute `answer_of(response)` says
-    what it read as the answer.
+    parameters (`prompts`, `responses`, `completions`) or batch=True it gets lists, once per batch,
+    and returns one number per response: a list, array or tensor. Where the prompt is a
+    conversation, it and `completions` are messages, as in TRL. An `async` function is called for
+    many responses at once. An attribute `answer_of(response)` says what it read as the answer.
     `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
@@ -185,7 +183,7 @@ class FunctionalRewardWrapper:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row that can't be judged."""
+        """Raise a ValueError that names a row that can't be judged."""
         self._check_columns(rows)
         check_rows(self.fn, rows)
         if check_row := getattr(self.fn, "check_row", None):
@@ -292,7 +290,9 @@ class FunctionalRewardWrapper:
         rows: Sequence[Metadata],
     ) -> list[float]:
         prompts, responses = ([one[part] for one in pairs] for part in (0, 1))
-        given = self.signature.arguments(prompts, responses, columns_of(rows, self.signature))
+        names = dict.fromkeys(chain.from_iterable(rows))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        given = self.signature.arguments(prompts, responses, columns)
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
         with self._named(first):
             result = self.fn(**given)
@@ -353,7 +353,7 @@ def _require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
 
 
 def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
-    """Return rows after an environment's `check(rows)`; a stream's are checked as they come."""
+    """Return rows after an environment's `check(rows)`, of a stream as they come."""
     check = getattr(environment, "check", None)
     if check is not None:
         check(first_of(rows))
@@ -419,7 +419,7 @@ def _is_chat(row: Metadata) -> bool:
 
 
 def _parted(log: MessageLog, row: Metadata) -> tuple[list[Message], list[Message]]:
-    """Return the messages of the row's prompt, and those since."""
+    """Return the row's messages, and those since."""
     begin = min(len(messages_of(row)) or len(log), len(log) - 1)
     return [dict(message) for message in log[:begin]], [dict(message) for message in log[begin:]]
 
@@ -429,7 +429,7 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def text_of(log: MessageLog) -> str:
-    """Return a lone message's text, of several one `role: text` per line."""
+    """Return a lone message's text, of several `role: text` in lines."""
     if len(log) == 1:
         return str(log[0].get("content") or "")
     return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in log)

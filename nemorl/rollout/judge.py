@@ -37,8 +37,8 @@ LONGEST = 1 << 22
 class Server:
     """A model behind a URL, as http://localhost:8000/v1.
 
-    While down, slow or busy (408, 409, 429, 5xx) it is asked again, after 0.5 to 8 s; then
-    the conversation fails, as for other errors. 401, 403 and 404 end the run.
+    While down, slow or busy (408, 409, 429, 5xx) it is asked again, after 0.5 to 8 s. Then, and at
+    other errors, the conversation fails. 401, 403 and 404 end the run.
     """
 
     url: str
@@ -47,23 +47,23 @@ class Server:
     """The variable of the key, if any."""
     attempts: int = 6
     timeout_s: float = 60.0
-    """Of an attempt, to the last byte of its answer."""
+    """Of an attempt, with all of its answer."""
     has_own_limit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least(1, attempts=self.attempts)
 
-
-def _check(server: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless the first row's answer is judged."""
-    for row in rows[: "checked" not in vars(server)]:
-        answer = str(row.get("answer", ""))
-        try:
-            prompt = text_of(messages_of(row))
-            blocking(server(**read_signature(server).arguments(prompt, answer, row)))
-        except ConversationFailed as error:
-            raise ValueError(f"there must be rewards, but {error}") from error
-        object.__setattr__(server, "checked", True)
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a ValueError unless the first row's answer is judged."""
+        judge: Any = self
+        for row in rows[: "checked" not in vars(self)]:
+            answer = str(row.get("answer", ""))
+            try:
+                prompt = text_of(messages_of(row))
+                blocking(judge(**read_signature(judge).arguments(prompt, answer, row)))
+            except ConversationFailed as error:
+                raise ValueError(f"there must be rewards, but {error}") from error
+            object.__setattr__(self, "checked", True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,6 @@ class Judge(Server):
         default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024}, hash=False
     )
     """More of the request."""
-
-    check = _check
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +123,6 @@ class RewardServer(Server):
     """
 
     reads_messages: ClassVar[bool] = True
-    check = _check
 
     async def __call__(self, prompt: Any, response: Any) -> float:
         log = as_messages(prompt, "prompt", "user")

@@ -47,8 +47,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 """Started in bubblewrap, it sets limits, and becomes the program."""
 _ONE_AT_A_TIME = Lock()
-"""CPython before 3.11.8 and 3.12.2 counts the depths of all threads' trees in one number, and ends
-with SystemError where a garbage collection lets another thread in (gh-106905)."""
+"""CPython before 3.11.8 and 3.12.2 counts the depths of all threads' trees in one number: a garbage
+collection that lets another thread in ends in SystemError (gh-106905)."""
 
 
 def parse(text: str, mode: str = "exec") -> Any:

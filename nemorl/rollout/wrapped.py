@@ -37,7 +37,7 @@ NEEDED = ("setup", "update_weights", "shutdown")
 ANSWER = ("token_ids", "text", "logprobs", "finish_reason")
 """What a response may have that `generate` returns as a dict."""
 Sample = tuple[Request, int, SamplingParams]
-"""A request, the number of one of its samples, and the parameters of the call."""
+"""A request, the number of its sample, and the call's parameters."""
 
 
 def as_generation_backend(target: Any) -> Any:
@@ -80,9 +80,9 @@ class WrappedBackend(ScheduledBackend):
     """A class with only `setup(config)`, `generate(prompts, sampling_params)`,
     `update_weights(state_dict)` and `shutdown()`, whole.
 
-    Requests that wait and are alike are one call, `generate(prompts, sampling_params)`: a prompt
-    (token ids; texts where the parameter is annotated as `list[str]`) for each completion, and one
-    `SamplingParams` with n = 1 and no seed. torch's generator is seeded from the requests.
+    Requests that wait and are alike are one call of `generate`: a prompt (token ids; texts where
+    the parameter is annotated as `list[str]`) for each completion, and one `SamplingParams` with
+    n = 1 and no seed. torch's generator is seeded from the requests.
 
     It returns for each prompt a `Completion`, a dict (token_ids or text; logprobs, finish_reason)
     or a text, which is tokenized again. Missing logprobs are computed by `model`.

@@ -1,6 +1,4 @@
-"""`make_environment`, which makes an environment of any reward: a name, `module:function`, a
-function `fn(prompt, response, **columns)`, or several; and of classes that lead conversations.
-"""
+"""`make_environment`, which makes an environment of any reward or class."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,9 +38,9 @@ def make_environment(
     `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
     `settings`: values of the functions' parameters, by name.
 
-    environment: a class whose objects lead conversations (see `ClassEnvironment`), or a name of
-    one; may be given as the reward, too. chosen: whether the reward is more than a default, which
-    an environment with rewards of its own goes without. workers: makes processes for its objects.
+    environment: a class whose objects lead conversations (`ClassEnvironment`), or its name; may be
+    given as the reward, too. chosen: whether the reward is more than a default, which an
+    environment with its own goes without. workers: makes processes for its objects.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -81,7 +79,7 @@ def check_limits(
 ) -> None:
     """Raise ValueError for a limit in `rollout` that an environment does not read.
 
-    by_turn: whether turns have advantages of their own, for which a reward is discounted, too.
+    by_turn: whether turns have their own advantages, for which rewards are discounted, too.
     """
     read = limits_read(environment)
     read |= {"discount"} if by_turn and "max_turns" in read else set()

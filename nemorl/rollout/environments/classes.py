@@ -28,8 +28,8 @@ from nemorl.rollout.episodes import whole
 class TurnResult:
     """What an environment's `step` returns.
 
-    Where it has no more to say, a tuple (observation, reward, done), or Gymnasium's
-    (observation, reward, terminated, truncated, info), is the same.
+    A tuple (observation, reward, done), or Gymnasium's (observation, reward, terminated,
+    truncated, info), is the same.
     """
 
     observation: Any = None
@@ -41,7 +41,7 @@ class TurnResult:
     answer: str | None = None
     """What was read as the answer, for the sample log."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements, averaged over the conversations; of one name the last counts."""
+    """Measurements, averaged over conversations; the last of a name counts."""
     stop: Sequence[str] = ()
     """Strings that end the next response, besides the run's."""
     truncated: bool = False
@@ -55,7 +55,7 @@ class Workers(Protocol):
     def room(
         self, make: Callable[..., Any], kind: Any
     ) -> AbstractAsyncContextManager[Callable[..., Any]]:
-        """Wait for a process; give what makes an object of the class `kind` there, as `make`."""
+        """Wait for a process; give what makes an object of `kind` there, as `make`."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class ClassEnvironment:
 
     With a method `step(response) -> TurnResult` it leads the conversation. `reset(**columns)` gets
     the columns of the row that it names, and may return what is added to the prompt.
-    Without `step` its public methods are tools, as in TRL's `environment_factory`; `judge` gives
-    the reward then, and `get_reward()`, if the class has it, is added to that.
+    Without `step` its public methods are tools, as in TRL's `environment_factory`: the reward is
+    the `judge`'s, and that of `get_reward()`, if any, is added.
     With SkyRL-Gym's `init(prompt)` the object is made as `cls(extras=row)`; `get_metrics()` is
     measured at the end.
 
     Methods may be `async`; others are called in threads. `close()`, if any, is called at the end in
-    any case. What a method raises fails its conversation alone, as does a call of more than
-    `timeout_s`. `workers`: processes in which the objects live.
+    any case. An error or a call of more than `timeout_s` fails its conversation alone. `workers`:
+    processes in which the objects live.
 
     Raises: ValueError for a class with neither, and for tools without annotations or docstrings.
     """
@@ -192,7 +192,7 @@ class ClassEnvironment:
 
 
 def kind_of(make: Callable[..., Any]) -> Any:
-    """Return a class; of a factory what it says it returns, else the class of what it makes."""
+    """Return a class; of a factory the class that it says it returns, else makes."""
     inner = make
     while isinstance(inner, partial):
         inner = inner.func
@@ -223,13 +223,13 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
-    """Return a row with an environment, for reward functions that name it as a parameter."""
+    """Return a row with an environment, for rewards that name it as a parameter."""
     columns = dict.fromkeys(ENVIRONMENT, environment)
     return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
 
 
 def with_observation(messages: Sequence[Message], observation: Any) -> list[Message]:
-    """Return messages with an observation: text goes on with the last message of the user's."""
+    """Return messages with an observation: text continues a last message of the user's."""
     if observation is None or observation == "":
         return list(messages)
     if isinstance(observation, Mapping):

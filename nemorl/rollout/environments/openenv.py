@@ -19,10 +19,10 @@ def openenv(
     act: Callable[[str], Mapping[str, Any]],
     show: Callable[[Observation], str] = as_json,
 ) -> "Callable[[], OpenEnv]":
-    """Return an environment on a server of OpenEnv: each conversation has a session of its own.
+    """Return an environment on a server of OpenEnv, with a session for each conversation.
 
-    url: of the server, as http://localhost:8000. act: makes an action of a response. show: makes
-    the text that the model is told of an observation. The server's `reset` gets the row's columns.
+    url: of the server. act: makes an action of a response. show: makes the text that the model is
+    told of an observation. The server's `reset` gets the row's columns.
 
     >>> echo = openenv("http://localhost:8000", act=lambda response: {"message": response})
     """

@@ -16,7 +16,7 @@ NOT_TOOLS = ("reset", "get_reward", "close", "check")
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the tools of an object, or of a class: its public methods, by name."""
+    """Return the tools of an object or a class: its public methods, by name."""
     kind = environment if isinstance(environment, type) else type(environment)
     names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
     public = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
@@ -24,7 +24,7 @@ def tools_of(environment: Any) -> list[Callable[..., Any]]:
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools, of their annotations and their docstrings' `Args:`."""
+    """Return the JSON schemas of tools, of their annotations and docstrings' `Args:`."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -59,7 +59,7 @@ def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for tools whose calls the chat template does not show how to write."""
+    """Raise ValueError for tools whose calls can't be read in the chat template's format."""
     if tools:
         has = getattr(tokenizer, "chat_template", None)
         require_readable(has and tokenizer.get_chat_template(tools=list(tools)))
@@ -74,8 +74,8 @@ async def use_tools(
 ) -> tuple[list[Message], Outcome]:
     """Have the model call an environment's tools until it answers without a call.
 
-    A call that fails gets the error as its result, unless it is a ConversationFailed. Returns the
-    messages, of which the last has no text where a limit cut, and an outcome without a reward.
+    An error, other than ConversationFailed, is a call's result. Returns the messages, of which the
+    last has no text where a limit cut, and an outcome without a reward.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
@@ -104,7 +104,7 @@ async def use_tools(
 
 
 def as_json(found: Any) -> str:
-    """Return the message to the model about what a tool returned."""
+    """Return as text what a tool returned."""
     return json.dumps(
         found,
         ensure_ascii=False,
@@ -117,7 +117,7 @@ async def _result(
     tools: Mapping[str, Callable[..., Any]],
     call: Callable[..., Awaitable[Any]],
 ) -> tuple[str, bool]:
-    """Return the result of a call as text, and whether it is no error."""
+    """Return a call's result as text, and whether it is no error."""
     if asked["type"] == "error":
         return f"Error: {asked['error']}", False
     name, arguments = asked["function"]["name"], asked["function"]["arguments"]

@@ -85,8 +85,8 @@ class WeightedRewards:
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Let each environment change its own rewards; its metrics get its name before theirs.
-        Other components, as `get_reward` of tools, are added as they are.
+        """Let each environment change its own rewards; its metrics begin with its name. Other
+        components, as `get_reward` of tools, are added as they are.
         """
         components: dict[str, list[float]] = {}
         metrics: dict[str, float] = {}
@@ -115,6 +115,6 @@ class WeightedRewards:
 
 
 def _first(lists: Iterable[Sequence[Any] | None]) -> list[Any] | None:
-    """Return the first entry that is not None for each conversation."""
+    """Return each conversation's first entry that is not None."""
     parts = zip(*filter(None, lists), strict=True)
     return [next((each for each in of_one if each is not None), None) for of_one in parts] or None

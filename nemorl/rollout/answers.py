@@ -309,11 +309,10 @@ def think_format(prompt: str, response: str) -> float:
     (1.0, 0.0)
     """
     text = "<think>" * prompt.rstrip().endswith("<think>") + response.strip()
-    thoughts, _, answer = text.removeprefix("<think>").partition("</think>")
-    again = any(tag in part for tag in ("<think>", "</think>") for part in (thoughts, answer))
-    return float(
-        text.startswith("<think>") and bool(thoughts.strip()) and bool(answer.strip()) and not again
-    )
+    match re.split("(</?think>)", text):
+        case ["", "<think>", thoughts, "</think>", answer]:
+            return float(bool(thoughts.strip() and answer.strip()))
+    return 0.0
 
 
 @judged_in_processes(seconds=20, imports=("reasoning_gym",))

@@ -18,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -277,11 +277,8 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
     if not _has_loop():
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(work)
-    loop = EventLoop()
-    try:
+    with closing(EventLoop()) as loop:
         return loop.run(work)
-    finally:
-        loop.close()
 
 
 def _has_loop() -> bool:

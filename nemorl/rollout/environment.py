@@ -329,11 +329,8 @@ def _require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
     wanted = [name for name, required in signature.columns.items() if required]
     by_place = [
         (what, name)
-        for what, name, own in (
-            ("prompt", signature.prompt, PROMPT),
-            ("response", signature.response, RESPONSE),
-        )
-        if name and name not in own
+        for what, name in (("prompt", signature.prompt), ("response", signature.response))
+        if name and name not in (*PROMPT, *RESPONSE)
     ]
     for number, row in enumerate(rows):
         for what, name in by_place:
@@ -364,15 +361,10 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
 
 def check_counts(result: Any, count: int, name: str, *more: str) -> None:
     """Raise ValueError unless there is one of everything (`more`: fields) per conversation."""
-    lists: dict[str, Any] = {
-        "rewards": result.rewards,
-        "terminateds": result.terminateds,
-        **{field_name: getattr(result, field_name) for field_name in more},
-        **getattr(result, "components", {}),  # NeMo RL's own have none, and no failures
-    }
-    for field_name in ("answers", "failures"):
-        if given := getattr(result, field_name, None):
-            lists[field_name] = given
+    # NeMo RL's own have no components and failures.
+    optional = [each for each in ("answers", "failures") if getattr(result, each, None)]
+    names = ("rewards", "terminateds", *more, *optional)
+    lists = {each: getattr(result, each) for each in names} | getattr(result, "components", {})
     for field_name, values in lists.items():
         _require_count(values, count, f"environment {name!r}", field_name)
 

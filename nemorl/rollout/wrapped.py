@@ -208,10 +208,10 @@ class WrappedBackend(ScheduledBackend):
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
         known, what = reason in ("stop", "length"), f"{generate}'s finish_reason"
         require(known, what, "must be stop or length", reason, "omit it")
-        asked = not {*ids[-1:]}.isdisjoint(params.stop_token_ids)
-        asked = asked or any(stop in text for stop in params.stop_strings)
+        stopped = ids and ids[-1] in params.stop_token_ids
+        stopped = stopped or any(stop in text for stop in params.stop_strings)
         require(
-            reason == "length" or asked or not params.ignore_eos,
+            reason == "length" or stopped or not params.ignore_eos,
             f"a response of {generate}",
             f"must have {params.max_new_tokens} tokens where generation.ignore_eos is true",
             len(ids),

@@ -115,7 +115,7 @@ def _led(
         require(not batched, "environment", must, environment, remedy)
         leads, own = hasattr(kind, "step"), hasattr(kind, "get_reward")
         judged = judge() if not leads and (chosen or not own) else None
-        found, workers = ClassEnvironment(environment, judged, workers and workers(), kind), None
+        found, workers = ClassEnvironment(environment, kind, judged, workers and workers()), None
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"
     for setting in (*["reward"] * (chosen and leads), *([] if judged else given)):

@@ -19,7 +19,7 @@ from nemorl.rollout.conversation import (
     Outcome,
     Policy,
 )
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
 from nemorl.rollout.episodes import whole
 
@@ -77,14 +77,12 @@ class ClassEnvironment:
     """
 
     make: Callable[..., Any]
+    kind: Any
+    """The class (`kind_of(make)`)."""
     judge: EnvironmentInterface | None = None
     workers: Workers | None = None
-    kind: Any = None
-    """The class; None: `kind_of(make)`."""
 
     def __post_init__(self) -> None:
-        if self.kind is None:
-            object.__setattr__(self, "kind", kind_of(self.make))
         leads = self.has("step")
         require(
             leads or self.has("reset"),
@@ -120,10 +118,8 @@ class ClassEnvironment:
         return [] if self.has("step") else schemas_of(tools_of(self.kind))
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if (check := getattr(self.kind, "check", None)) is not None:
-            check(rows)
-        if (check := getattr(self.judge, "check", None)) is not None:
-            check([beside(row, self.kind) for row in rows])
+        check_rows(self.kind, rows)
+        check_rows(self.judge, [beside(row, self.kind) for row in rows])
 
     def episode(self, cohort: Cohort) -> Episode:
         call = cohort.call

@@ -32,30 +32,26 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     )
 
     names = [tool.__name__ for tool in tools]
-    for name in names:
+    found = []
+    for name, tool in zip(names, tools, strict=True):
         if names.count(name) > 1:
             raise ValueError(f"tools must have names of their own, but there are two {name!r}")
-    found = []
-    for tool in tools:
-        kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
+        parameters = inspect.signature(tool).parameters
+        kinds = {each.kind for each in parameters.values()}
         if kinds & {Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY}:
             raise ValueError(
-                f"tool {tool.__name__!r} must have parameters with names, by which the model gives"
+                f"tool {name!r} must have parameters with names, by which the model gives"
                 " them, but has *args or a /: name them"
             )
         try:
-            found.append(get_json_schema(_without_self(tool)))
+            unbound = next(iter(parameters), "") == "self"
+            found.append(get_json_schema(MethodType(tool, tool) if unbound else tool))
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ValueError(
-                f"tool {tool.__name__!r} must have annotated parameters, and a docstring whose"
+                f"tool {name!r} must have annotated parameters, and a docstring whose"
                 f" `Args:` describes each of them ({error}): add them"
             ) from None
     return found
-
-
-def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
-    first = next(iter(inspect.signature(tool).parameters), "")
-    return MethodType(tool, tool) if first == "self" else tool
 
 
 def require_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:

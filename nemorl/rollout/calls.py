@@ -241,12 +241,9 @@ class EventLoop:
         """Return whether a task keeps the loop from turning since this was asked so long ago."""
         if self._turned:
             self._turned, self._since = False, time.monotonic()
-            self.loop.call_soon_threadsafe(self._turn)
+            self.loop.call_soon_threadsafe(setattr, self, "_turned", True)
         late = time.monotonic() - self._since >= seconds
         return late and asyncio.current_task(self.loop) is not None
-
-    def _turn(self) -> None:
-        self._turned = True
 
     def close(self) -> None:
         """Cancel what goes on, and end the thread. Does not wait, and may be repeated."""
@@ -291,14 +288,13 @@ def _has_loop() -> bool:
 
 def _like_here(function: Callable[[], T]) -> Callable[[], T]:
     """Return a function that another thread calls with this one's CUDA device and context."""
-    torch, context = sys.modules.get("torch"), copy_context()
-    device = None
-    if torch is not None and torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    device = cuda.current_device() if cuda and cuda.is_initialized() else None
+    context = copy_context()
 
     def call() -> T:
         if device is not None:
-            sys.modules["torch"].cuda.set_device(device)
+            cuda.set_device(device)
         return context.run(function)
 
     return call

@@ -131,18 +131,16 @@ class FunctionalRewardWrapper:
         self.name = self.signature.name
         self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
         self._has_limit = hasattr(fn, LIMIT) or getattr(fn, "has_own_limit", False)
-        kind = "async" if self.signature.awaited else "of a batch"
-        plain = self._processes is None or not (self.signature.awaited or self.signature.batch)
-        what = "must be a plain function of one response to be judged in processes"
-        remedy = "make it one, or leave judged_in_processes out"
-        require(plain, f"reward {self.name!r}", what, kind, remedy)
+        self.each_alone = not self.signature.batch
+        if self._processes and (self.signature.awaited or self.signature.batch):
+            kind = "async" if self.signature.awaited else "of a batch"
+            raise ValueError(
+                f"reward {self.name!r} must be a plain function of one response to be judged in"
+                f" processes, but it is {kind!r}: make it one, or leave judged_in_processes out"
+            )
         if self.signature.awaited:
             self._loop = EventLoop()  # the same for all calls: it may keep connections
             weakref.finalize(self, self._loop.close)
-
-    @property
-    def each_alone(self) -> bool:
-        return not self.signature.batch
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]

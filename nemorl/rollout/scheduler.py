@@ -129,11 +129,20 @@ class Scheduler:
                 request.future.cancel()
 
     @contextmanager
-    def updating(self, version: int, in_flight: str) -> Iterator[None]:
-        """Change the weights inside the block, between two steps; no step sees a failed change."""
+    def updating(self, version: int, in_flight: str, *, shared: bool = False) -> Iterator[None]:
+        """Change the weights inside the block, between two steps; no step sees a failed change.
+
+        shared: the trainer has changed them already, so that no request can finish with the old.
+        """
         check_in_flight(in_flight)
         with self.lock:
             if in_flight == "wait" and self.busy:
+                if shared:
+                    raise RuntimeError(
+                        "in_flight='wait' needs the old weights, but this engine computes on the"
+                        " trainer's own: await the requests before the trainer's step, or use"
+                        " in_flight='keep'"
+                    )
                 self.check()
                 self._advance(self._taken())
                 while self._open:
@@ -265,6 +274,9 @@ class ScheduledBackend:
     def wake(self) -> None:
         self._scheduler.asleep = False
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def shutdown(self) -> None:
         self._scheduler.shutdown()
 
@@ -273,12 +285,8 @@ class ScheduledBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        params = checked_requests(
-            prompts,
-            sampling_params,
-            vocab_size=self.vocab_size,
-            max_positions=self.max_positions,
-        )
+        sizes = {"vocab_size": self.vocab_size, "max_positions": self.max_positions}
+        params = checked_requests(prompts, sampling_params, **sizes)
         return [
             Request(prompt, seeded(p, self.tokenizer))
             for prompt, p in zip(prompts, params, strict=True)

@@ -27,8 +27,7 @@ class RolloutConfig:
 
     environment: str | None = None
     """calculator, python, toolbox, or a class with turns or tools, as module:Class
-    or ./file.py:Class (docs/environments.md). Default: one response to each prompt, judged by
-    `reward`.
+    or ./file.py:Class (docs/environments.md). Default: `reward` judges one response.
     """
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""
@@ -41,20 +40,15 @@ class RolloutConfig:
     other packages; each has one conversation at a time. 0: threads of the trainer.
     """
     worker: dict[str, Any] = field(default_factory=dict)
-    """Ray's options of each worker, by Ray's names, such as '{"num_cpus": 1}'; "runtime_env" has
-    packages and interpreters.
+    """Options of each worker, by Ray's names, such as '{"num_cpus": 1}'; "runtime_env" has packages
+    and interpreters.
     """
 
     def __post_init__(self) -> None:
         at_least(1, rollout__max_turns=self.max_turns)
         at_least(0, rollout__workers=self.workers)
-        require(
-            bool(self.workers) or not self.worker,
-            "rollout.worker",
-            "is for rollout.workers",
-            self.worker,
-            "say how many",
-        )
+        fits, must = bool(self.workers) or not self.worker, "is for rollout.workers"
+        require(fits, "rollout.worker", must, self.worker, "say how many")
         fits, remedy = self.timeout_s > 0, "60 is usual"
         require(fits, "rollout.timeout_s", "must be positive", self.timeout_s, remedy)
         fits, remedy = 0 <= self.discount <= 1, "1 turns it off"
@@ -167,18 +161,16 @@ class GenerationConfig:
             generation__adapter_rank=self.adapter_rank,
             generation__trainer_gpus=self.trainer_gpus,
         )
+        only = "pipeline_parallel_size above 1" if self.pipeline_parallel_size > 1 else ""
         if self.adapter_rank:
             fits, most = self.adapter_rank <= VLLM_RANKS[-1], f"must be at most {VLLM_RANKS[-1]}"
             remedy = "merge larger adapters (0)"
             require(fits, "generation.adapter_rank", most, self.adapter_rank, remedy)
-            fits, remedy = self.weight_transport in ("auto", "object_store"), "remove it"
-            must = "must be object_store with generation.adapter_rank"
-            require(fits, "generation.weight_transport", must, self.weight_transport, remedy)
-            must = "must be at most 1 with generation.adapter_rank: the base is sent once"
-            level = self.sleep_level
-            require(level != 2, "generation.sleep_level", must, level, remedy)
-        fits = self.pipeline_parallel_size == 1 or self.weight_transport in ("auto", "object_store")
-        must = "must be object_store with generation.pipeline_parallel_size above 1"
+            must, level = "must be at most 1 with generation.adapter_rank", self.sleep_level
+            require(level != 2, "generation.sleep_level", must, level, "the base is sent once")
+            only = "adapter_rank"
+        fits = not only or self.weight_transport in ("auto", "object_store")
+        must = f"must be object_store with generation.{only}"
         require(fits, "generation.weight_transport", must, self.weight_transport, "remove it")
         if self.traits.embedded:
             names = [item.name for item in fields(self)]

@@ -34,7 +34,7 @@ from nemorl.rollout.episodes import Environment, judge_of, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 
 MOST_FAILED = 0.5
-"""Share of conversations that may fail; with more the run ends."""
+"""Share of conversations that may fail."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ def collect(
     *,
     seed: int,
 ) -> Rollouts:
-    """Have `sampling.n` conversations about each prompt, answered and judged by an environment or
-    led by an episode, `async def episode(row, policy) -> Outcome`.
+    """Have `sampling.n` conversations about each prompt, judged by an environment or led by an
+    episode, `async def episode(row, policy) -> Outcome`.
 
     Group g of `prompts.groups` (empty: 0, 1, 2, ...) samples from the seed `derive_seed(seed, g)`:
     a conversation depends on nothing else in the batch. One that fails is left out (`failed`).
-    Raises: the exception of the first where more than MOST_FAILED of them fail.
+    Raises: the first one's exception where more than MOST_FAILED fail.
     """
     driver = Driver(generator, environment, sampling, seed=seed, most_failed=MOST_FAILED)
     with closing(driver):

@@ -1,6 +1,6 @@
 """The section `generation`."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from nemorl.checks import at_least, refuse_unused, require
@@ -69,7 +69,7 @@ class GenerationConfig:
 
     backend: str = "torch"
     """torch: embedded, with the trainer's weights; vllm: fast on GPUs, also on a cluster; megatron:
-    the ranks of trainer.backend megatron, with their weights.
+    the ranks of trainer.backend megatron.
     """
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy (evaluation only)."""
@@ -86,8 +86,8 @@ class GenerationConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the end-of-sequence token."""
     ignore_eos: bool = False
-    """End-of-sequence tokens end nothing: each response has max_new_tokens, as for measuring speed.
-    They are sampled, and trained on, like all others.
+    """End-of-sequence tokens are sampled, and trained on, like all others: each response has
+    max_new_tokens, as for measuring speed.
     """
     max_batch_size: int = 256
     """Sequences that an engine decodes at a time; megatron: each replica of the model."""
@@ -96,8 +96,8 @@ class GenerationConfig:
     tensor_parallel_size: int = 1
     """vllm: devices of one node over which each engine splits every layer."""
     pipeline_parallel_size: int = 1
-    """vllm: parts of the layers of each engine, each on tensor_parallel_size devices; an engine may
-    so be on several nodes.
+    """vllm: parts of the layers of each engine, each on tensor_parallel_size devices, also of
+    several nodes.
     """
     cpus_per_replica: int = 1
     """vllm: CPU cores of each part of a replica; without GPUs, threads of each device's worker."""
@@ -107,12 +107,10 @@ class GenerationConfig:
     """
     adapter_rank: int = 0
     """vllm: largest rank of adapters (LoRA) that the engines apply themselves: they get the base
-    once, and then the adapters alone. 0: adapters are merged into the weights that are sent.
+    once, and then the adapters alone. 0: merged weights are sent.
     """
     engine: dict[str, Any] = field(default_factory=dict)
-    """vllm: further arguments by vLLM's own names, such as
-    '{"gpu_memory_utilization": 0.5}'.
-    """
+    """vllm: further arguments by vLLM's own names, such as '{"gpu_memory_utilization": 0.5}'."""
     python: str | None = None
     """vllm: Python interpreter of the replicas, with the same versions of nemorl and Ray. Default:
     the trainer's.
@@ -124,12 +122,12 @@ class GenerationConfig:
     (1) or for good (2). None: 2 if colocated on GPUs.
     """
     weight_transport: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """vllm: transport of new weights. auto: the fastest that works, which a run says at its start
-    (docs/cluster.md).
+    """vllm: transport of new weights (docs/cluster.md). auto: the fastest that works, which a run
+    shows at its start.
     """
     timeout_s: float = 300.0
-    """vllm: seconds without progress after which a replica is replaced, and for all that engines do
-    to take new weights by cuda_ipc or nccl. With several ranks below runtime.timeout_s.
+    """vllm: seconds without progress after which a replica is replaced, and for engines to take new
+    weights by cuda_ipc or nccl. With several ranks below runtime.timeout_s.
     """
     start_timeout_s: float = 600.0
     """vllm: longest start of a replica, in seconds."""
@@ -197,15 +195,15 @@ class GenerationConfig:
         return self.max_new_tokens or 256
 
     def sampling_params(self, *, greedy: bool = False) -> SamplingParams:
-        """Return the parameters of a request; `greedy` always takes the likeliest token."""
-        filters: dict[str, Any] = (
-            {} if greedy else {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        )
-        return SamplingParams(
-            temperature=0.0 if greedy else self.temperature,
+        """Return the parameters of a request; `greedy`: at temperature 0, without filters."""
+        found = SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
             max_new_tokens=self.longest_response,
             stop_strings=tuple(self.stop_strings),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            **filters,
         )
+        return replace(found, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else found

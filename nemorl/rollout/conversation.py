@@ -57,9 +57,8 @@ class Failure:
 
 
 class ContextFull(Exception):
-    """Raised by a `Policy` whose longest sequence leaves no room for another turn.
-
-    An episode that does not catch it ends as truncated, with reward 0.
+    """Raised by a `Policy` whose longest sequence leaves no room for another turn; an episode that
+    does not catch it is truncated, with reward 0.
     """
 
 
@@ -76,16 +75,15 @@ class EnvironmentTimeout(ConversationFailed, TimeoutError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on a conversation that does not end by itself."""
+    """Limits on a conversation, and the discount of its later rewards."""
 
     max_turns: int | None = None
-    """Turns of the model. None: as many as the environment's `max_turns`, else DEFAULT_TURNS."""
+    """Turns of the model. None: the environment's `max_turns`, else DEFAULT_TURNS."""
     max_tokens: int | None = None
     """Longest sequence, prompts and responses together. None: the engine's own limit."""
     timeout_s: float = 60.0
-    """Longest call of an environment; the conversation fails after it."""
+    """Longest call of an environment, after which the conversation fails."""
     discount: float = 1.0
-    """Of the rewards of later turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Requests to an engine that computes in the threads of its callers: scripts and event loops."""
+"""Requests to an engine that computes in the threads of its callers."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Scheduler:
     """The one place from which an engine is stepped.
 
     `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
-    is finished. For requests of an event loop, the thread that waits for it computes (`WAITING`),
-    or the loop itself. PyTorch has a pool of threads for each thread that computes: the pools of
-    an engine and a trainer in two threads would compete for cores.
+    is finished. For an event loop, the thread that waits for it computes (`WAITING`), or the loop
+    itself: PyTorch has a pool of threads for each thread that computes, and those of an engine and
+    a trainer would compete for cores.
     """
 
     def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
@@ -112,7 +112,7 @@ class Scheduler:
             request.future.cancel()  # where nobody awaits it any more
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the answers to several requests, in order; after an error none goes on."""
+        """Return the answers to requests, in order; after an error none goes on."""
         self.check()
         self._new.extend(requests)
         waiting = list(requests)

@@ -31,14 +31,14 @@ from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 
 STEP_S = 0.05
-"""Seconds of a step, of several tokens; its start takes 0.5 ms."""
+"""Of a step, of several tokens; its start takes 0.5 ms."""
 
 
 class TorchGenerationBackend(ScheduledBackend):
     """`GenerationBackend` "torch" on the trainer's own model: no copy, nothing to sync.
 
-    After an update, and after sleep, the cache of unfinished sequences is computed again: each
-    token has the logprob of its version's weights for all before.
+    After an update or sleep, the cache of unfinished sequences is computed again: each token has
+    the logprob of its version's weights for all before.
     """
 
     traits = EMBEDDED
@@ -171,9 +171,9 @@ def copy_weights(model: Module, weights: Iterable[tuple[str, Tensor]], version: 
     sent: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in weights:
-            if adapted and name in own and shared(own[name], tensor):
-                return  # merged adapters are for others
             if adapted:
+                if name in own and shared(own[name], tensor):
+                    return  # merged adapters are for others
                 raise ValueError(
                     "a generator whose model has adapters must share it with the trainer, but"
                     " these weights are of another"

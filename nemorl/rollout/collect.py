@@ -89,7 +89,7 @@ class Rollouts:
         return named[0] >= 1 if len(named) == 1 else None
 
     def judged(self, index: int) -> dict[str, Any]:
-        """Return one response's reward and, where that is known, whether it is `correct`."""
+        """Return one response's reward and, if known, whether it is `correct`."""
         judged = {} if self.correct is None else {"correct": bool(self.correct[index])}
         return {"reward": float(self.rewards[index]), **judged}
 
@@ -103,7 +103,7 @@ class Rollouts:
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
-        """Return one response's components for a log: {"rewards": {name: value}}, or nothing."""
+        """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
         parts = {name: float(values[index]) for name, values in self.components.items()}
         return {"rewards": parts} if parts else {}
 
@@ -209,10 +209,7 @@ def as_rollouts(
         conversations=conversations,
         rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
-        metrics={
-            **_outcome_metrics(conversations),
-            **{key: float(value) for key, value in metrics.items()},
-        },
+        metrics=_outcome_metrics(conversations) | {k: float(v) for k, v in metrics.items()},
         components={
             key: reward_tensor(values, size, what, key)
             for key, values in changed.get("components", {}).items()

@@ -136,8 +136,8 @@ class GenerationConfig:
     log_dir: str | None = None
     """vllm: folder of the replicas' logs. Default: logs/ of the run."""
     trainer_gpus: int | None = None
-    """vllm: GPUs of this machine that train in this process: kept for that, or, if colocated, where
-    the first engine is. Default: as many as train.
+    """vllm: GPUs of this machine that train in this process, without engines unless colocated.
+    Default: as many as train.
     """
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""A conversation's context: messages as token ids, earlier turns' as the engine made them, and
-calls of tools in what a model says, by the conventions of its chat template.
+"""Messages as token ids, and what a model says as messages with calls of tools, by the conventions
+of its chat template.
 """
 
 import json

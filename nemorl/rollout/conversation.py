@@ -92,7 +92,7 @@ class Conversation:
 
     row: Mapping[str, Any]
     group: int
-    """Number of the row's group, whose members are compared."""
+    """Number of the row's group."""
     member: int
     turns: tuple[Turn, ...]
     outcome: Outcome | Failure
@@ -103,7 +103,7 @@ class Conversation:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit cut the conversation or its last turn."""
+        """Whether a limit cut it or its last turn."""
         cut = bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
         return cut or (isinstance(self.outcome, Outcome) and self.outcome.truncated)
 

@@ -72,9 +72,8 @@ class Completion:
     policy_versions: tuple[int, ...] = ()
     """Version of the weights that sampled each token."""
     routed_experts: "Tensor | None" = field(default=None, compare=False, repr=False)
-    """`[positions, layers, topk]`: the experts that computed each token of prompt and response but
-    the last one, which was only drawn; -1: not known. Layers are those with experts. None of a
-    model without experts, or from an engine that keeps no record.
+    """`[positions, layers, topk]`: the experts, in each layer that has any, of each token of prompt
+    and response but the last one, which was only drawn; -1: not known. None: no record.
     """
     tokenizer: Any = field(default=None, compare=False, repr=False)
     """The engine's, for `raw_text`. It does not go to other processes."""
@@ -297,12 +296,12 @@ class GenerationTraits:
     """
     engines: bool = False
     """Ray places it in processes of their own, as generation.num_replicas, tensor_parallel_size,
-    cpus_per_replica and colocated say; where they share GPUs that Ray has given to ranks, it is
-    made with `beside`, the places of these.
+    cpus_per_replica and colocated say; where they share the GPUs of ranks, it is made with
+    `beside`, the places of these.
     """
     records_experts: bool = False
-    """Completions carry the experts that computed each token, if asked for (trainer.router_replay);
-    if not `on_trainer`, by the argument records_experts=True.
+    """Completions have `routed_experts`, if asked for (trainer.router_replay); if not `on_trainer`,
+    by the argument records_experts=True.
     """
 
 
@@ -321,7 +320,7 @@ class HasEngines(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices for a generation backend, as its `check` gets them."""
+    """Devices, as a generation backend's `check` gets them."""
 
     gpus: int
     """GPUs of this machine."""

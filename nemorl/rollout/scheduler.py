@@ -62,8 +62,7 @@ class Scheduler:
 
     `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
     is finished. For an event loop, the thread that waits for it computes (`WAITING`), or the loop
-    itself: PyTorch has a pool of threads for each thread that computes, and those of an engine and
-    a trainer would compete for cores.
+    itself: PyTorch's pools of threads of an engine's and a trainer's would compete for cores.
     """
 
     def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
@@ -260,7 +259,6 @@ class ScheduledBackend:
         self.max_positions = max_positions(config) or sys.maxsize
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        self._scheduler.check()
         return await self._scheduler.sample(self._requests([prompt], params)[0])
 
     def generate(
@@ -268,7 +266,6 @@ class ScheduledBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        self._scheduler.check()
         return self._scheduler.generate(self._requests(prompts, sampling_params))
 
     def wake(self) -> None:
@@ -285,6 +282,7 @@ class ScheduledBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
+        self._scheduler.check()
         sizes = {"vocab_size": self.vocab_size, "max_positions": self.max_positions}
         params = checked_requests(prompts, sampling_params, **sizes)
         return [

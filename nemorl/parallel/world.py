@@ -117,6 +117,14 @@ class World:
             raise error
         return result
 
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of the last stages' values over all rows, on all ranks."""
+        if self.data_group is not None:
+            dist.all_reduce(values, group=self.data_group)
+        if self.pp_group is not None:
+            dist.broadcast(values, group=self.pp_group, group_src=self.plan.pp - 1)
+        return values
+
     @contextmanager
     def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Raise one rank's error in the block on every rank, as RuntimeError unless it is an

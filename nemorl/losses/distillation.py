@@ -83,9 +83,11 @@ def distillation_topk(
     """Return the loss of `distillation` where only the teacher's k most likely tokens are known.
 
     Args:
+        student_logits: unshifted.
         teacher_logprobs, teacher_ids: at index t about token t itself: log-probabilities at
             `temperature` over the whole vocabulary. -inf: an empty place, whatever its id. Ids must
             differ.
+        loss_weights: w.
         outside: off the top-k. `renormalize`: both distributions are restricted to it and
             renormalized; `rest_mass`: all other tokens are one more outcome (whose probability for
             the teacher, where its top-k sums to 1 within rounding, is 0, and e^-16 in the reverse

@@ -227,7 +227,7 @@ MARK = "7c1e4a90b2d8"
 
 
 def require_rendered(template: Template, messages: Sequence[Message]) -> None:
-    """Raise ValueError for a role, text, key, kind of content or tools that a template leaves out.
+    """Raise ValueError for a text, key, kind of content or tools that a template leaves out.
 
     A part whose mark is missing from a rendering is left out if the text is the same without it.
 
@@ -239,7 +239,6 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     def without(number: int) -> str | None:
         return _rendered(template, messages, lambda n, value: None if n == number else value)[0]
 
-    require_roles(template, messages)
     text, names = _rendered(template, messages, lambda n, value: _marked(value, f"{MARK}_{n}_"))
     missing = [n for n in range(len(names)) if f"{MARK}_{n}_" not in (text or "")]
     whole = template.render(messages) if missing else None

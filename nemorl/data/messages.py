@@ -1,11 +1,12 @@
 """Conversations and plain text as token ids, with exact masks of what is trained on."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nemorl.checks import short
 from nemorl.data.example import Example
-from nemorl.data.templates import Message, Template, require_rendered, roles
+from nemorl.data.templates import Message, Template, require_rendered, require_roles, roles
 
 
 def tokenize_messages(
@@ -44,21 +45,20 @@ def tokenize_messages(
     ('1+12</s>', [False, False, False, True, True])
     """
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
-    require_rendered(template, messages)
+    require_roles(template, messages)
     if not any(message.get("role") == "assistant" for message in messages[given:]):
         raise ValueError(
             "messages must hold an assistant message to train on, got roles"
             f" {roles(messages[given:])}; end each row with the answer to learn"
         )
+    require_rendered(template, messages)
     if template.is_passthrough:
         ids, turns = _passed_through(tokenizer, messages, given, add_eos)
     else:
         text, places = template.turns(messages, given=given)
         ids = _ids(tokenizer, text)
-        turns = [
-            (_tokens_before(tokenizer, ids, text, begin), _tokens_before(tokenizer, ids, text, end))
-            for begin, end in places
-        ]
+        tokens_before = partial(_tokens_before, tokenizer, ids, text)
+        turns = [(tokens_before(begin), tokens_before(end)) for begin, end in places]
     loss_mask = [False] * len(ids)
     for begin, end in turns:
         loss_mask[begin:end] = [True] * (end - begin)
@@ -102,6 +102,7 @@ def tokenize_prompt(
             )
         return _plain_prompt(tokenizer, prompt)
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
+    require_roles(template, prompt)
     require_rendered(template, prompt)
     if template.is_passthrough:
         return _passed_through(tokenizer, prompt, len(prompt), False)[0]

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from nemorl.checks import short
+from nemorl.checks import is_number, short
 from nemorl.data.datasets import answered, are_mappings, as_messages, prompt_of, with_standard_names
 from nemorl.data.example import Example
 from nemorl.data.rows import Row, for_rows, origin_of
@@ -162,7 +162,7 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
             f" {short(completions)}"
         )
     ranks = [part["rank"] for part in completions]
-    if any(isinstance(rank, bool) or not isinstance(rank, int | float) for rank in ranks):
+    if not all(map(is_number, ranks)):
         raise ValueError(f"rank must be a number, 0 for the best, got ranks {ranks}")
     ordered = sorted(completions, key=lambda part: part["rank"])
     pairs = [

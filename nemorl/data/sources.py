@@ -321,9 +321,8 @@ def name_of(source: Any) -> str:
 
 
 def _is_source(part: Any) -> bool:
-    if isinstance(part, Mapping):
-        return hasattr(part, "column_names")  # a DatasetDict; any other mapping is a row
-    return isinstance(part, str | Path | list | tuple | DataModule) or hasattr(part, "column_names")
+    table = hasattr(part, "column_names")  # any other mapping is a row
+    return table or isinstance(part, str | Path | list | tuple | DataModule)
 
 
 def _is_task(source: Any) -> bool:

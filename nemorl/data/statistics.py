@@ -44,11 +44,8 @@ class Lengths:
     tokens: Sequence[int]
     """Length of each sequence, and of each pair's longer side."""
     limit: int
-    """The greatest length allowed."""
     num_truncated: int = 0
-    """How many were longer and were cut."""
     num_dropped: int = 0
-    """How many were longer and were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,7 @@ def length_statistics(lengths: Lengths) -> LengthStatistics:
 
 
 def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
-    sample = tokens[:: -(-len(tokens) // SAMPLE)] if len(tokens) else tokens
+    sample = tokens[:: max(1, -(-len(tokens) // SAMPLE))]
     rows = len(best_fit_decreasing(sample.tolist(), capacity))
     return int(sample.sum()) / (rows * capacity) if rows else 0.0
 

@@ -14,6 +14,7 @@ from nemorl.checks import short
 Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARK_TURNS = "mark what the assistant says with {% generation %} and {% endgeneration %}"
 PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """What `passthrough` stands for: the messages' contents, one behind the other."""
 
@@ -59,10 +60,9 @@ def _text_of(template: str) -> str:
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
             "model.chat_template must be a Jinja template, a file with one, or passthrough, but"
-            f" {template!r} can't be read ({reason})"
+            f" {template!r} can't be read ({error})"
         ) from error
 
 
@@ -169,8 +169,7 @@ class Template:
                 if not number:
                     raise ValueError(
                         "message 0 is the assistant's, and the chat template doesn't say where it"
-                        " begins: put a message before it, or mark what the assistant says with"
-                        " {% generation %} and {% endgeneration %}"
+                        f" begins: put a message before it, or {MARK_TURNS}"
                     )
                 before = self.render(messages[:number], add_generation_prompt=True)
                 through = self.render(messages[: number + 1])
@@ -181,8 +180,8 @@ class Template:
                 ):
                     raise ValueError(
                         f"message {number}: the chat template renders the conversation up to here"
-                        " differently than within the whole; mark what the assistant says with {%"
-                        " generation %} and {% endgeneration %}, or change template_kwargs"
+                        f" differently than within the whole; {MARK_TURNS}, or change"
+                        " template_kwargs"
                     )
                 turns.append((len(before), self._end_of_turn(text, len(before), len(through))))
         return text, turns
@@ -222,14 +221,13 @@ BOOKKEEPING = ("role", "name", "id", "tool_call_id")
 """Keys of a message that many templates leave out, and that may be left out."""
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Keys that templates leave out of turns before the last question, on purpose."""
-END_OF_THOUGHT = "</think>"
 TOOLS = "the tools"
 MARK = "7c1e4a90b2d8"
 """Begins what is added to a part to find it in the rendered text."""
 
 
 def require_rendered(template: Template, messages: Sequence[Message]) -> None:
-    """Raise ValueError for a role, text, key, kind of content or tools that a template leaves out.
+    """Raise ValueError for a text, key, kind of content or tools that a template leaves out.
 
     A part whose mark is missing from a rendering is left out if the text is the same without it.
 
@@ -241,7 +239,6 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     def without(number: int) -> str | None:
         return _rendered(template, messages, lambda n, value: None if n == number else value)[0]
 
-    require_roles(template, messages)
     text, names = _rendered(template, messages, lambda n, value: _marked(value, f"{MARK}_{n}_"))
     missing = [n for n in range(len(names)) if f"{MARK}_{n}_" not in (text or "")]
     whole = template.render(messages) if missing else None
@@ -309,7 +306,7 @@ def _visited(message: Message, number: int, past: bool, visit: Callable) -> Mess
         return value if empty else visit(f"{name} (message {number})", value)
 
     def text(value: str) -> str:
-        thought, end, answer = value.rpartition(END_OF_THOUGHT)
+        thought, end, answer = value.rpartition("</think>")
         if role != "assistant":
             thought, end, answer = "", "", value
         elif not past and thought.strip() != "<think>":

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.checks import as_number, closest, require, short, warn
+from nemorl.checks import as_number, closest, short, warn
 from nemorl.data.rows import StreamedRows, first_of, for_rows, origin_of
 from nemorl.rollout.calls import (
     PROMPT,

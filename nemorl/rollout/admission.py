@@ -103,9 +103,8 @@ class LoopState:
         return replace(state, groups=self.groups + len(rows)).put(taken), taken
 
     def drop(self, groups: Sequence[int], reason: str) -> "LoopState":
-        """Return the state in which no step trains on groups.
-
-        Raises: ValueError for groups that are not open: they would be counted twice.
+        """Return the state in which no step trains on groups. Raises: ValueError for groups that
+        are not open.
         """
         numbers = {*groups}
         closed = numbers - {group.ordinal for group in self.open_groups}

@@ -73,7 +73,7 @@ class Cohort:
     ) -> list[Conversation]:
         """Return the conversations of places: numbers of a prompt and a member.
 
-        timed: whether the episode is the user's own, whose time between samples has a limit.
+        timed: limit the time between samples, of an episode of the user's own.
         Raises: an error of the generator, which ends all.
         """
         self._ended = asyncio.get_running_loop().create_future()
@@ -84,7 +84,7 @@ class Cohort:
             _PLACE.set(number)
             try:
                 group = self.prompts.groups[index] if self.prompts.groups else index
-                if index not in self._groups:  # their requests share it
+                if index not in self._groups:
                     seed = derive_seed(self.seed, group)
                     self._groups[index] = replace(self.sampling, seed=seed)
                 place = (index, group, member)
@@ -110,16 +110,15 @@ class Cohort:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def ask_together(self, item: Any) -> Any:
-        """Return the judge's answer to an item, one of a batch of all conversations that are left.
-
-        Raises: the answer if it is an error.
+        """Return the judge's answer to an item, or raise its error. All conversations that are left
+        are one batch.
         """
         self._asked.append(question := self._question(item))
         self._judge_if_all_wait()
         return _result(await question.answer)
 
     async def ask(self, item: Any) -> Any:
-        """As `ask_together`, of a batch of the conversations that wait at the time."""
+        """As `ask_together`, but the conversations that wait at the time are a batch."""
         assert self.judge is not None
         question = self._question(item)
         self.judge.ask([question], self.limits.timeout_s, merged=True)

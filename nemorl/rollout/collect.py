@@ -49,7 +49,7 @@ class Rollouts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """Several rewards, each by name before it is weighted."""
+    """As in `Outcome`."""
     failed: Sequence[Conversation] = ()
     """In nothing else."""
 
@@ -94,7 +94,7 @@ class Rollouts:
         return {"reward": float(self.rewards[index]), **judged}
 
     def reward_metrics(self) -> dict[str, float]:
-        """Return mean reward, share of `correct` responses, and reward/NAME of each component."""
+        """Return mean reward, accuracy if known, and reward/NAME of each component."""
         correct = self.correct
         return {
             "reward": float(self.rewards.mean()),
@@ -143,7 +143,16 @@ class Rollouts:
 
         >>> batch = groups.to_batch(advantages.grpo, masks.token_mean_weights)  # doctest: +SKIP
         """
-        batch = _batch_of(self)
+        found = [examples_of(each.turns) for each in self.conversations]
+        examples = [one for each in found for one in each]
+        if any(one.policy_versions is None for one in examples):
+            examples = [replace(one, policy_versions=None) for one in examples]
+        batch = collate(examples, logprob_kind=self.kind)
+        if len(batch) != len(found):
+            places = iter(range(len(batch)))
+            batch = pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+        hashes = torch.zeros_like(batch.input_ids)
+        hashes[batch.segment_ids > 0] = sampled_hashes(self.conversations)
         if advantage is not None:
             if not isinstance(advantage, Tensor):
                 advantage = advantage(self.rewards, self.group_id)
@@ -151,7 +160,7 @@ class Rollouts:
                 advantage = to_tokens(advantage, batch.loss_mask)
         if weights is not None and not isinstance(weights, Tensor):
             weights = weights(batch.loss_mask)
-        return replace(batch, advantages=advantage, loss_weights=weights)
+        return replace(batch, advantages=advantage, loss_weights=weights, sampled_hashes=hashes)
 
 
 def collect(
@@ -286,8 +295,11 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         require(other.kind == first.kind, "rollouts of one batch", must, other.kind, remedy)
     _require_alike("an environment", (part.components for part in whole))
     conversations = [each for part in parts for each in part.conversations]
-    names = dict.fromkeys(name for part in parts for name in part.metrics)
-    metrics = {name: _mean_metric(name, parts) for name in names}
+    metrics = dict[str, float]()
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        having = [part for part in parts if name in part.metrics]
+        size = sum(map(len, having))
+        metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
     components = {
         name: torch.cat([p.components.get(name, torch.zeros(len(p))) for p in parts])
         for name in first.components
@@ -300,26 +312,6 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
         components=components,
         failed=[each for part in parts for each in part.failed],
     )
-
-
-def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
-    with_it = [part for part in parts if name in part.metrics]
-    size = sum(map(len, with_it))
-    return sum(len(part) / size * part.metrics[name] for part in with_it)
-
-
-def _batch_of(rollouts: Rollouts) -> TokenBatch:
-    found = [examples_of(each.turns) for each in rollouts.conversations]
-    examples = [one for each in found for one in each]
-    if any(one.policy_versions is None for one in examples):
-        examples = [replace(one, policy_versions=None) for one in examples]
-    batch = collate(examples, logprob_kind=rollouts.kind)
-    if len(batch) != len(found):
-        places = iter(range(len(batch)))
-        batch = pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
-    hashes = torch.zeros_like(batch.input_ids)
-    hashes[batch.segment_ids > 0] = sampled_hashes(rollouts.conversations)
-    return replace(batch, sampled_hashes=hashes)
 
 
 def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens"]:
@@ -352,8 +344,8 @@ def turn_returns(
     """Return G_t = Σ_{s ≥ t} discount^(s − t) · reward_s of each turn of each conversation, and the
     number of the turn's group: the same turn of all conversations of a group.
 
-    A conversation without `turn_rewards` has its reward in its last turn. Raises: ValueError where
-    the environment's global post-processing changed the reward of one with several.
+    Without `turn_rewards` the last turn has the conversation's reward. Raises: ValueError where the
+    environment's global post-processing changed the reward of several turns.
     """
     returns, groups, labels = list[float](), list[int](), dict[tuple[int, int], int]()
     for each, total in zip(rollouts.conversations, rollouts.rewards.tolist(), strict=True):

@@ -14,7 +14,7 @@ TRAITS = {
     ),
     "vllm": GenerationTraits(shares_model=False, engines=True, records_experts=True),
 }
-"""Traits of generation backends by name; registered ones join."""
+"""By name; registered backends join."""
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -136,17 +136,15 @@ class Context:
         return message
 
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
-        ids = completion.token_ids
-        ended = bool(ids) and not completion.truncated and self._is_special(ids[-1])
+        ids, tokenizer = completion.token_ids, self.tokenizer
+        ended = bool(ids) and not completion.truncated
+        if ended:  # Llama 3.1's <|eom_id|> is special, but has no name
+            added = tokenizer.added_tokens_decoder.get(ids[-1])
+            ended = ids[-1] in tokenizer.all_special_ids or bool(added and added.special)
         # With the token before it, of which some tokenizers make a space.
         before = self._decoded(prompt[-1:])
         said = self._decoded((*prompt[-1:], *(ids[:-1] if ended else ids)))
         return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
-
-    def _is_special(self, token: int) -> bool:
-        """Llama 3.1's <|eom_id|> has no name."""
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return token in self.tokenizer.all_special_ids or bool(added and added.special)
 
     def _in_channels(self, said: str) -> bool:
         found = not self.plain and CHANNEL.search(said)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TURNS = 16
-"""Longest conversation with an environment that does not say its `max_turns`."""
+"""Most turns of an environment without `max_turns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further measurements, averaged over the conversations that have them."""
     truncated: bool = False
-    """Whether a limit on turns or tokens ended the conversation."""
+    """Whether a limit on turns or tokens ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,8 @@ class Policy(Protocol):
         and `tool_calls` if it calls any of the `tools` (JSON schemas; none: those of the row).
 
         To go on, pass the messages so far, answers as they were returned, and the new ones: token
-        ids of earlier turns stay as the engine made them wherever the chat template renders earlier
-        messages as before. Raises: ContextFull as `sample`.
+        ids of earlier turns stay as they are wherever the chat template renders earlier messages as
+        before. Raises: ContextFull as `sample`.
         """
 
 
@@ -229,7 +229,7 @@ def with_last(experts: Any) -> Any:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows of a data set and their prompts as token ids."""
+    """Rows of a data set and their prompts."""
 
     rows: Sequence[Mapping[str, Any]]
     token_ids: Sequence[Sequence[int]]

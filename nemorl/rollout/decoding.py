@@ -274,8 +274,8 @@ PREFILL_TOKENS = 8192
 PREFILL_MULTIPLE = 8
 """Of padded prompts' lengths: a kernel of CUDA pads other masks in each layer."""
 MARGIN = 8
-"""Characters that may be wrong, such as a part of one or a lost space, at the beginning of a text
-that is decoded from the middle of a response.
+"""Characters that may be wrong at the beginning of a text that is decoded from the middle of a
+response: a part of one, or a lost space.
 """
 
 
@@ -296,8 +296,8 @@ class Pass:
     cache: SlotCache
 
     def keep(self, experts: Int[Tensor, "tokens layers topk"]) -> None:
-        """Give each sample the experts of new tokens, in int16. Tokens that are computed again keep
-        theirs, with which the response was drawn.
+        """Give each sample the experts of new tokens, in int16; tokens that are computed again keep
+        the ones with which they were drawn.
         """
         rows = experts.short().unflatten(0, self.input_ids.shape)  # on the device: no wait
         for slot, row in zip(self.slots.slots, self.rows, strict=True):
@@ -370,8 +370,8 @@ class Decoding:
             self._retire()
 
     def advance(self, version: int) -> bool:
-        """Compute a pass: of waiting sequences where there is room, else a token of each active
-        one. Return whether there was anything to compute.
+        """Compute a pass, if any: of waiting sequences where there is room, else a token of each
+        active one. Return whether there was one.
         """
         if not self.cached and self.active:
             self.preempt()

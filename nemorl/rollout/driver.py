@@ -58,7 +58,7 @@ class Driver:
         most_failed: float = 1.0,
         ahead: bool = False,
     ) -> None:
-        """most_failed: share of a cohort that may fail; with more none begins again.
+        """most_failed: share of a cohort above which no failed conversation begins again.
 
         ahead: whether an engine in this process computes in the driver's thread, though nobody
         waits.
@@ -96,7 +96,7 @@ class Driver:
         self._do(self._stop(lambda cohort: not {*cohort}.isdisjoint(groups)))
 
     def next_ended(self) -> tuple[Groups, list[Conversation]]:
-        """Wait for the end of a cohort, and return its groups' numbers and its conversations.
+        """Return the numbers of a cohort's groups and its conversations, once it has ended.
 
         Raises: an error of the engine; EnvironmentTimeout for user code that blocks the event loop.
         """

@@ -1,6 +1,7 @@
 """Environments of batches as episodes (`episode_of`)."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -116,7 +117,7 @@ def whole(message: Message) -> Message:
     return {**message, "content": message["content"] + stop} if stop else message
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Judgment:
     """One conversation of an `EnvironmentReturn`."""
 
@@ -157,28 +158,18 @@ def judged(
 def _of_each(result: Any, size: int) -> list[Judgment | Exception]:
     failures = getattr(result, "failures", None) or [None] * size
     components = getattr(result, "components", {})  # NeMo RL's own have none
-    found = [
-        Judgment(
-            reward=reward,
-            over=bool(over),
-            observation=_observation(observation),
-            metadata=metadata,
-            stop=stop or (),
-            answer=answer,
-            components={key: listed(values)[i] for key, values in components.items()},
-        )
-        for i, (reward, over, observation, metadata, stop, answer) in enumerate(
-            zip(
-                listed(result.rewards),
-                listed(result.terminateds),
-                result.observations,
-                result.metadata,
-                result.next_stop_strings,
-                result.answers or [None] * size,
-                strict=True,
-            )
-        )
-    ]
+    components = {key: listed(values) for key, values in components.items()}
+    fields = zip(
+        listed(result.rewards),
+        map(bool, listed(result.terminateds)),
+        map(_observation, result.observations),
+        result.metadata,
+        [stop or () for stop in result.next_stop_strings],
+        result.answers or [None] * size,
+        [{key: values[i] for key, values in components.items()} for i in range(size)],
+        strict=True,
+    )
+    found = itertools.starmap(Judgment, fields)
     return [each if error is None else error for each, error in zip(found, failures, strict=True)]
 
 

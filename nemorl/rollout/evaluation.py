@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def mean_by_prompt(values: Iterable[float], group_id: Iterable[int]) -> Values:
-    """Return the mean of each prompt's values, [prompts], by first appearance.
+    """Return each prompt's mean, [prompts], by first appearance.
 
     >>> mean_by_prompt([1, 0, 1, 1], [7, 7, 3, 3]).tolist()
     [0.5, 1.0]
@@ -180,8 +180,8 @@ def summaries(records: Records) -> list[dict[str, Any]]:
 
 
 def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return second − first and a p-value (`paired`) of the accuracy, and of a reward that is
-    another, of two evaluations of the same prompts, in each slice of `summaries`.
+    """Return second − first and a p-value (`paired`) of the accuracy, and of any other reward, of
+    two evaluations of the same prompts, in each slice of `summaries`.
 
     Prompts are paired as in `by_prompt`. Raises: ValueError for other prompts.
 

@@ -107,6 +107,17 @@ def check_in_flight(in_flight: str) -> None:
     require(fits, "in_flight", "must be 'keep' or 'wait'", in_flight, remedy)
 
 
+def check_ready(*, asleep: bool, failed: bool) -> None:
+    """Raise RuntimeError where an engine takes no requests."""
+    if asleep:
+        raise RuntimeError("the generation backend sleeps: call wake() before it generates")
+    if failed:
+        raise RuntimeError(
+            "the generation backend's weights are incomplete, because an update failed: call"
+            " update_weights() with all of them"
+        )
+
+
 def checked_requests(
     prompts: Sequence[Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams],
@@ -180,8 +191,8 @@ class WeightSource(Protocol):
         """Return the newest version, and an iterator over its tensors by Hugging Face name, tied
         ones once.
 
-        Use each tensor before you ask for the next one, and go to the end: where the weights change
-        on the way, the iterator raises RuntimeError.
+        Use each tensor before the next one, and go to the end: where the weights change on the way,
+        the iterator raises RuntimeError.
         """
 
     def send(
@@ -220,8 +231,8 @@ class Weights(WeightSource):
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions (tests: test_generation_conformance.py).
 
-    Of a class with `setup`, `update_weights`, `shutdown`, and `sample` or `generate`,
-    `as_generation_backend` adds the rest.
+    `as_generation_backend` completes a class with `setup`, `update_weights`, `shutdown`, and
+    `sample` or `generate`.
     """
 
     policy_version: int | None

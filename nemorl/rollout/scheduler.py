@@ -21,6 +21,7 @@ from nemorl.rollout.generation import (
     Completion,
     SamplingParams,
     check_in_flight,
+    check_ready,
     checked_requests,
     seeded,
 )
@@ -62,7 +63,8 @@ class Scheduler:
 
     `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
     is finished. For an event loop, the thread that waits for it computes (`WAITING`), or the loop
-    itself: PyTorch's pools of threads of an engine's and a trainer's would compete for cores.
+    itself: an engine and a trainer in two threads, each with a pool of PyTorch's, would compete for
+    cores.
     """
 
     def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
@@ -86,13 +88,7 @@ class Scheduler:
             raise RuntimeError(
                 "the generation backend must not be used after shutdown(): make a new one"
             )
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before it generates")
-        if self.policy_version is None:
-            raise RuntimeError(
-                "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() with all of them"
-            )
+        check_ready(asleep=self.asleep, failed=self.policy_version is None)
 
     async def sample(self, request: Request) -> list[Completion]:
         self.check()
@@ -108,7 +104,7 @@ class Scheduler:
         try:
             return await answer
         finally:
-            request.future.cancel()  # where nobody awaits it any more
+            request.future.cancel()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the answers to requests, in order; after an error none goes on."""

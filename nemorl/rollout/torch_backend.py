@@ -79,9 +79,7 @@ class TorchGenerationBackend(ScheduledBackend):
         )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """Raises: RuntimeError for "wait" where requests are in flight and it is the same memory:
-        the old weights are gone.
-        """
+        """Raises: RuntimeError for "wait" where requests are in flight on the same memory."""
         in_progress, own = self.decoding, dict(self.model.named_parameters())
         version, weights = source.newest()
         first = next(weights, None)

@@ -27,6 +27,7 @@ from nemorl.rollout.generation import (
     Weights,
     WeightSource,
     check_in_flight,
+    check_ready,
     checked_requests,
     seeded,
     text_before,
@@ -199,13 +200,7 @@ class VLLMGenerationBackend:
 
     def _check(self) -> None:
         _ = self._running
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before generate()")
-        if self._failed:
-            raise RuntimeError(
-                "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() with all of them"
-            )
+        check_ready(asleep=self.asleep, failed=self._failed)
         if self.updated:  # without the lock: an update must not hold up new requests
             return
         with self._lock:

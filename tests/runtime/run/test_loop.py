@@ -136,16 +136,12 @@ def test_a_step_samples_episodes(tmp_path: Path):
     assert run.result.metrics["reward"] == responses.rewards.mean()
 
 
-def batch_of_rewards() -> nemorl.TokenBatch:
-    batch = random_batch([5, 4])
-    return replace(
-        batch,
-        advantages=torch.where(batch.loss_mask, 1.0, 0.0),
-        generation_logprobs=torch.where(batch.loss_mask, -1.0, 0.0),
-    )
-
-
-BATCH = batch_of_rewards()
+BATCH = random_batch([5, 4])
+BATCH = replace(
+    BATCH,
+    advantages=torch.where(BATCH.loss_mask, 1.0, 0.0),
+    generation_logprobs=torch.where(BATCH.loss_mask, -1.0, 0.0),
+)
 
 
 def test_what_a_loop_may_not_do(tmp_path: Path):

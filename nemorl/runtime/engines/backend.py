@@ -32,7 +32,7 @@ from nemorl.rollout.generation import (
     text_before,
 )
 from nemorl.runtime.engines.spec import check_arguments, check_machine, engine_spec
-from nemorl.runtime.engines.weights import Place, current_device, started
+from nemorl.runtime.engines.weights import Place, Transport, current_device, started
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +62,6 @@ class VLLMGenerationBackend:
         self.tokenizer, self.precision, self._records = tokenizer, precision, records_experts
         self._beside = beside
         self.policy_version: int | None = None
-        """None: there are no weights yet, or an update of them failed."""
         self.updated = self.asleep = self._failed = False
         self._lock = threading.RLock()
         self._engines: Replicas | None = None
@@ -95,14 +94,12 @@ class VLLMGenerationBackend:
             )
             self._positions = spec.max_model_len or sys.maxsize
             self.sleeps = config.colocated or spec.sleep_level > 0
-            """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
             self._engines = Replicas(config, spec, self._beside)
         finally:
             release()
 
     @property
-    def transport(self) -> Any:
-        """How the last weights came, a `Transport`; None before any."""
+    def transport(self) -> Transport | None:
         return None if self._engines is None else self._engines.supply.transport
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nemorl.checks import checked_by, closest, own_methods, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import TrainingTraits
-from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environment, require_reward
+from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_known
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
 from nemorl.rollout.user_code import check_function
@@ -250,12 +250,12 @@ def require_names(config: object) -> None:
     rewards = getattr(config, "reward", ())
     for reward in (rewards,) if isinstance(rewards, str) else rewards:
         if not reward.startswith(GIVEN):
-            require_reward(reward)
+            require_known(reward, REWARDS, "reward", "reward")
             if reward not in REWARDS:
                 check_function(reward, "reward")
     environment = getattr(getattr(config, "rollout", None), "environment", None)
     if environment is not None and not environment.startswith(GIVEN):
-        require_environment(environment)
+        require_known(environment, ENVIRONMENTS, "rollout.environment", "environment_factory")
         if environment not in ENVIRONMENTS:
             check_function(environment, "rollout.environment")
     if trainer := getattr(config, "trainer", None):

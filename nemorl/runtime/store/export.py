@@ -14,8 +14,8 @@ from nemorl.models.adapters import WEIGHTS, merge_folder, merged_tensors
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import CONFIG, base_of, copy_code
 from nemorl.models.tensor_files import TensorFiles, write_model_files
-from nemorl.parallel.checkpoint import saved_weights
-from nemorl.parallel.fingerprint import check_base, fingerprint
+from nemorl.parallel.checkpoint import Saved, saved_weights
+from nemorl.parallel.fingerprint import ALONE, fingerprint
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import version_of
 from nemorl.runtime.store.files import writing
@@ -86,8 +86,7 @@ def _write_merged(
         model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ValueError(f"base_model {must}, but {error}: name it (--base-model)") from error
-    state = json.loads((saved / "backend.json").read_text(encoding="utf-8"))
-    check_base(state["base"], fingerprint(model), saved)
+    Saved(saved, ALONE).require_base(fingerprint(model))
     model = merge_folder(model, saved)
     write_pretrained(directory, merged_tensors(model), model, tokenizer)
 

@@ -10,7 +10,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -664,7 +664,7 @@ BOXES = {
 }
 
 
-def quick(cases: Sequence[Any], *chosen: Any) -> list[Any]:
+def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
     """The cases as parameters; all but the chosen ones are slow."""
     return [pytest.param(case, marks=() if case in chosen else pytest.mark.slow) for case in cases]
 

@@ -104,7 +104,7 @@ def test_deterministic_kernels_where_the_engine_computes_too(
 ):
     """Though the ranks are other processes, as those stand-ins are made to be."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr("nemorl.parallel.dtensor.backend.deterministic_kernels", nullcontext())
+    monkeypatch.setattr("nemorl.parallel.accumulation.deterministic_kernels", nullcontext())
     found = []
     step = TorchGenerationBackend._step
 

@@ -185,13 +185,14 @@ def start(
     validation: Any = None,
     reward: Any = None,
     callbacks: Any = (),
+    given: Any = None,
     **model: Any,
 ) -> nemorl.TrainResult:
-    """A run of a tiny model on additions, or on preferences among digits."""
+    """A run of a tiny model (or a given one) on additions, or on preferences among digits."""
     of_pairs = isinstance(config, nemorl.DPOConfig)
     return nemorl.run(
         config,
-        model=tiny_model(**{"scale": 2.0, **model}),
+        model=given or tiny_model(**{"scale": 2.0, **model}),
         tokenizer=tiny_tokenizer(),
         train=rows or (preference_rows() if of_pairs else addition_rows()),
         validation=validation,

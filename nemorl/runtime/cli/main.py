@@ -356,7 +356,6 @@ def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) ->
 
 
 def _trust(args: Sequence[str], typed: tuple[str, ...]) -> Trust:
-
     last = {argument.replace("-no-", "-"): argument for argument in args}
     on = {flag for flag, argument in last.items() if flag == argument}
     prints = bool(on & {"-h", "--help", "--print-config"})
@@ -377,26 +376,37 @@ def _config_of(command: str) -> type[Any]:
 def _extra(cls: type) -> list[Setting]:
     from tyro.conf import UseAppendAction
 
-    text = (
-        "A YAML file with settings; flags win over it, and of several files the later one."
-        " --print-config writes one."
-    )
-    extra: list[Setting] = [("config", UseAppendAction[tuple[str, ...]], text, ())]
-    if issubclass(cls, GRPOConfig):
-        listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
-        known = cast(Any, Literal)[tuple(PRESETS)] | None
-        text = "\n".join(["A named set of settings, below --config and flags.", *listed])
-        extra.append(("preset", known, text, None))
-    text = (
-        "Print the resolved settings as YAML, with comments, and stop. Names of rewards, backends"
-        " and loggers and the first rows of data files are checked, the model is not."
-    )
-    extra.append(("print_config", bool, text, False))
-    text = (
-        "Run code that a file of settings, or of a run, names (functions, code of the model),"
-        " though no flag names it."
-    )
-    return [*extra, ("trust_code", bool, text, False)]
+    presets = "\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
+    extra: list[Setting] = [
+        (
+            "config",
+            UseAppendAction[tuple[str, ...]],
+            "A YAML file with settings; flags win over it, and of several files the later one."
+            " --print-config writes one.",
+            (),
+        ),
+        (
+            "preset",
+            cast(Any, Literal)[tuple(PRESETS)] | None,
+            f"A named set of settings, below --config and flags.\n{presets}",
+            None,
+        ),
+        (
+            "print_config",
+            bool,
+            "Print the resolved settings as YAML, with comments, and stop. Names of rewards,"
+            " backends and loggers and the first rows of data files are checked, the model is not.",
+            False,
+        ),
+        (
+            "trust_code",
+            bool,
+            "Run code that a file of settings, or of a run, names (functions, code of the model),"
+            " though no flag names it.",
+            False,
+        ),
+    ]
+    return [each for each in extra if each[0] != "preset" or issubclass(cls, GRPOConfig)]
 
 
 def _require_inputs(command: str, config: object) -> None:
@@ -493,7 +503,6 @@ def _more_help(command: str, cls: type) -> str:
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
-
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
     if not asked or not directory.config.exists():

@@ -427,15 +427,15 @@ class GRPOConfig(RewardConfig, BaseConfig):
         engines = self.generation
         shares = engines.traits.embedded or engines.traits.shares_model
         for pauses, what, remedy in (
-            (shares, f"generation.backend {engines.backend}", "--generation.backend vllm"),
-            (engines.colocated, "generation.colocated", "--generation.no-colocated"),
+            (shares, f"backend {engines.backend}", "backend vllm"),
+            (engines.colocated, "colocated", "no-colocated"),
         ):
             require(
                 not pauses or self.async_.in_flight != "wait",
                 "async.in_flight",
-                f"must be keep or abort with {what}",
+                f"must be keep or abort with generation.{what}",
                 "wait",
-                f"use keep, or {remedy}",
+                f"use keep, or --generation.{remedy}",
             )
 
     def _check_off_policy(self) -> None:

@@ -119,9 +119,9 @@ class TokenReceipt:
             step,
             f"the loss was computed from {trained} tokens whose hash is {found & BITS:08x}, but"
             f" {self.tokens} were sampled for it, of hash {self.hash & BITS:08x}",
-            "A token, its place, what is before it or its log-probability changed: look for what"
-            " changes the batch (a loop, training backend or callback of your own), and resume from"
-            " the last checkpoint",
+            "A token, its place, its context or its log-probability changed: look for what changes"
+            " the batch (a loop, training backend or callback of your own), and resume from the"
+            " last checkpoint",
         )
         numbers[f"{PREFIX}tokens"] = float(trained if same else 0)
         numbers[f"{PREFIX}tokens_unproved"] = float(0 if same else trained)

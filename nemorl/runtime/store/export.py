@@ -75,8 +75,13 @@ def _write_merged(
     directory: Path, saved: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
 ) -> None:
     must = "must name the model that the adapters belong to"
-    remedy = "the run was given its model in memory: name where it came from (--base-model)"
-    require(bool(base), "base_model", must, base, remedy)
+    require(
+        bool(base),
+        "base_model",
+        must,
+        base,
+        "the run was given its model in memory: name where it came from (--base-model)",
+    )
     try:
         model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
     except ValueError as error:

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nemorl.runtime.store.files import NotWritten, writing
 from nemorl.runtime.store.verify import verify_run
 from nemorl.runtime.watch.callbacks import Callback
 from tests.examples import EXAMPLES, load_example, visiting
+from tests.runtime.run.mishaps import rollout_threads
 from tests.runtime.runs import (
     addition_rows,
     ahead,
@@ -215,7 +215,7 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
         await asyncio.sleep(0)
         return nemorl.Outcome(reward=1.0)
 
-    before = {*threading.enumerate()}
+    before = rollout_threads()
     with pytest.raises(error):
         nemorl.run(
             ahead(tmp_path, 2),
@@ -224,8 +224,7 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
             train=addition_rows(),
             environment=episode,
         )
-    begun = {*threading.enumerate()} - before  # one that a test blocked goes on
-    assert not [each for each in begun if each.name == "nemorl-rollouts"]
+    assert rollout_threads() <= before
 
 
 @pytest.mark.parametrize(("staleness", "expected"), [(0, [24] * 4), (2, [4] * 24)])

@@ -50,11 +50,8 @@ class At(Callback):
             self.action()
 
 
-def fails(error: BaseException | None = None) -> Any:
-    def action():
-        raise error or RuntimeError("a mishap")
-
-    return action
+def fail() -> None:
+    raise RuntimeError("a mishap")
 
 
 def outcome(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -113,7 +110,7 @@ def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
     options = {"attention_dropout": 0.3, "rows": addition_rows()}
     start(sft_config(tmp_path / "straight", run=OPTIONS), **options)
     config = sft_config(tmp_path / "run", run=OPTIONS)
-    failing = At("on_step_begin", 3, lambda: (torch.rand(7), fails()()))
+    failing = At("on_step_begin", 3, lambda: (torch.rand(7), fail()))
     with pytest.raises(RuntimeError, match="a mishap"):
         start(config, callbacks=[failing], **options)
     start(resumed(config), **options)
@@ -132,7 +129,7 @@ def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
 def test_a_callback_that_raises_costs_no_step(tmp_path: Path, hook, at, saved):
     config = sft_config(tmp_path, run=OPTIONS, train_global_batch_size=20)
     with pytest.raises(RuntimeError, match="a mishap"):
-        start(config, validation=addition_rows(8), callbacks=[At(hook, at, fails())])
+        start(config, validation=addition_rows(8), callbacks=[At(hook, at, fail)])
     assert steps_of(tmp_path) == [saved]
 
 

@@ -438,7 +438,7 @@ DATA = [
         "prompt,response\n1,2\n1,2,3\n",
     ),
     file(
-        r"rows\.json: .*brackets be less than \d+ deep",
+        r"rows\.json, line 1: .*brackets be less than \d+ deep",
         "rows.json",
         f'[{LINE}, {{"prompt": {"[" * 10**5}',
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 from nemorl.checks import short
 from nemorl.data.example import Example
-from nemorl.data.templates import Message, Template, require_rendered, require_roles, roles
+from nemorl.data.templates import Message, Template, require_rendered, roles
 
 
 def tokenize_messages(
@@ -44,13 +44,12 @@ def tokenize_messages(
     ('1+12</s>', [False, False, False, True, True])
     """
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
-    require_roles(template, messages)
+    require_rendered(template, messages)
     if not any(message.get("role") == "assistant" for message in messages[given:]):
         raise ValueError(
             "messages must hold an assistant message to train on, got roles"
             f" {roles(messages[given:])}; end each row with the answer to learn"
         )
-    require_rendered(template, messages)
     if template.is_passthrough:
         ids, turns = _passed_through(tokenizer, messages, given, add_eos)
     else:
@@ -103,7 +102,6 @@ def tokenize_prompt(
             )
         return _plain_prompt(tokenizer, prompt)
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
-    require_roles(template, prompt)
     require_rendered(template, prompt)
     if template.is_passthrough:
         return _passed_through(tokenizer, prompt, len(prompt), False)[0]

@@ -59,7 +59,7 @@ def load_causal_lm(
             torch.manual_seed(seed)
             model = from_config(read_config(path, **trust), head, **trust)
         else:
-            with _progress_bar(folder), _quiet(head == "scalar"):
+            with _quiet(folder, head):
                 loaded: Any = model_class(head).from_pretrained(
                     path,
                     dtype=torch.float32,
@@ -125,14 +125,29 @@ def on_meta(source: Any, *, trust_remote_code: bool = False, head: Head = "lm") 
         return from_config(source, head, **trust)
 
 
-def unused_of(model: Any, found: Iterable[str], wanted: Iterable[str]) -> set[str]:
-    """Return the names in a model's files of what it does not use, as transformers tells them.
+Shapes = Mapping[str, tuple[int, ...]]
 
-    wanted: the names that files have of its tensors.
+
+def check_files(model: Any, stored: Shapes, wanted: Shapes) -> set[str]:
+    """Return the names in a model's files that it does not use, as transformers tells them.
+
+    wanted: its tensors, as files have them.
+
+    Raises: ValueError for missing tensors, other shapes, and a scalar head of a language model.
     """
-    unused = {*found} - {*wanted} - {canonical(name) for name in model.state_dict()}
+    unused = {*stored} - {*wanted} - {canonical(name) for name in model.state_dict()}
     report = SimpleNamespace(missing_keys=set(), unexpected_keys=unused)
     model._adjust_missing_and_unexpected_keys(report)
+    if not is_scalar(model):
+        refuse_scalar_head(report.unexpected_keys)
+    wrong = []
+    for name, shape in wanted.items():
+        if (found := stored.get(name)) is None:
+            wrong.append(f"{name} is missing")
+        elif found != shape:
+            wrong.append(f"{name} is {list(found)}, where {list(shape)} is expected")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
     return report.unexpected_keys
 
 
@@ -151,30 +166,21 @@ def refuse_scalar_head(unused: Iterable[str]) -> None:
 
 
 @contextmanager
-def _quiet(silent: bool) -> Iterator[None]:
+def _quiet(folder: Path, head: Head) -> Iterator[None]:
+    """Show no progress bar for a small model in the block, and no warning of a fresh head."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
-    if silent:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    hides, before = 0 < size < 1e9 and logging.is_progress_bar_enabled(), logging.get_verbosity()
+    if hides:
+        logging.disable_progress_bar()
+    if head == "scalar":
         logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-@contextmanager
-def _progress_bar(folder: Path) -> Iterator[None]:
-    from transformers.utils import logging
-
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    quiet = 0 < size < 1e9 and logging.is_progress_bar_enabled()
-    if quiet:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if quiet:
+        if hides:
             logging.enable_progress_bar()
 
 

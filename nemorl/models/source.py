@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from nemorl.models.adapters import live_tensors, merged_tensors
 from nemorl.models.causal_lm import (
+    check_files,
     load_causal_lm,
     on_meta,
-    refuse_scalar_head,
-    unused_of,
     usable_device,
     warn_of_unused,
 )
@@ -27,7 +26,7 @@ from nemorl.models.hub import (
     weight_files,
     weights_folder,
 )
-from nemorl.models.tensor_files import TensorFiles, require_shapes
+from nemorl.models.tensor_files import TensorFiles
 
 
 class ModelSource:
@@ -113,9 +112,8 @@ class ModelSource:
             if not tensors.keys() <= stored.shapes.keys():  # transformers may know older names
                 yield from merged_tensors(load_causal_lm(self._name, **self._trust))
                 return
-            refuse_scalar_head(unused := unused_of(self.outline, stored.shapes, tensors))
-            require_shapes(stored.shapes, {name: tuple(x.shape) for name, x in tensors.items()})
-            warn_of_unused(unused)
+            wanted = {name: tuple(each.shape) for name, each in tensors.items()}
+            warn_of_unused(check_files(self.outline, stored.shapes, wanted))
         for name in tensors:
             yield name, stored.read(name)
 

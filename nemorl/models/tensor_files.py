@@ -455,20 +455,6 @@ def _batches(
     yield batch
 
 
-def require_shapes(
-    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise ValueError unless the expected tensors are stored, in these shapes."""
-    wrong = []
-    for name, shape in expected.items():
-        if (found := stored.get(name)) is None:
-            wrong.append(f"{name} is missing")
-        elif found != shape:
-            wrong.append(f"{name} is {list(found)}, where {list(shape)} is expected")
-    if wrong:
-        raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
-
-
 SIDE = 8
 """Rows and columns of each matrix in a receipt of weights, and the square of it of each vector."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,5 +1,5 @@
-"""What the built-in backends have in common: outputs, and optimizer steps along gradients that are
-added up over batches.
+"""What the built-in backends have in common: setup, outputs, checkpoints, and optimizer steps along
+gradients that are added up over batches.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +17,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.accelerator import is_accelerator, module_of
+from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
+from nemorl.models.attention import without_cudnn_attention
+from nemorl.models.causal_lm import load_causal_lm, on_meta
+from nemorl.models.hub import weights_folder
 from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, require_loss_weights
-from nemorl.parallel.checkpoint import CheckpointWriter
+from nemorl.parallel.backends import check_training
+from nemorl.parallel.checkpoint import CheckpointWriter, Contents, Saved, kind_of
 from nemorl.parallel.config import BackendConfig, OptimizerConfig
-from nemorl.parallel.layout import Cutting
-from nemorl.parallel.measure import StepMeter, of_step, profiled
+from nemorl.parallel.determinism import deterministic_kernels
+from nemorl.parallel.layout import Cutting, Layout
+from nemorl.parallel.measure import StepMeter, close_profile, of_step, profile_folder, profiled
 from nemorl.parallel.world import RanksLost, World
 
 
@@ -144,7 +150,7 @@ class Offloaded:
                 taken[storage._cdata] = storage, copy.copy_(_bytes(storage), non_blocking=True)
         self._away |= taken
         devices = {storage.device for storage, _ in self._away.values()}
-        modules = [module_of(device) for device in devices if is_accelerator(device)]
+        modules = [torch.get_device_module(device) for device in devices if is_accelerator(device)]
         for module in modules:
             module.synchronize()
         for storage, _ in taken.values():
@@ -195,17 +201,79 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def load_whole(config: BackendConfig) -> nn.Module:
+    """Load the model that the configuration names, on the CPU."""
+    return load_causal_lm(
+        config.model.path,
+        from_scratch=config.model.from_scratch,
+        seed=config.seed,
+        trust_remote_code=config.model.trust_remote_code,
+        head=config.head,
+    )
+
+
+def outline_of(config: BackendConfig, given: Any) -> tuple[Any, Any, Path | None]:
+    """Return the model on the meta device, and where its weights are: a whole model on the CPU that
+    is `given`, has random weights, or is merged with adapters; or else a folder of safetensors.
+    """
+    trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
+    folder = None
+    if given is None and not config.model.from_scratch:
+        folder = weights_folder(config.model.path, **trust)
+    if given is None and folder is None:
+        given = load_whole(config)
+    source = str(folder) if given is None else given.config
+    return on_meta(source, head=config.head, **trust), given, folder
+
+
+def require_head(needs: Needs, head: str) -> None:
+    """Raise ValueError unless a model with this head has the outputs that `needs` names."""
+    wanted, remedy = "scalar", "load the backend with that head"
+    if not needs.values:
+        wanted, remedy = "lm", f"{remedy}, or declare @nemorl.needs(values=True)"
+    requirement = f"must be {wanted} for {' and '.join(needs.outputs)}"
+    require(head == wanted, "the model's head", requirement, head, remedy)
+
+
+def whole_outputs(
+    found: Sequence[ForwardOutput], layout: Layout, needs: Needs, world: World
+) -> ForwardOutput:
+    """Return a batch's outputs from the microbatches' that ranks have; a collective call."""
+    outputs = {}
+    for name in needs.outputs:
+        placed = torch.zeros(layout.rows.input_ids.shape, device=world.device)
+        if found:
+            placed = layout.place([getattr(each, name) for each in found], world.data_rank)
+        placed = world.total(placed).to(layout.rows.input_ids.device)
+        outputs[name] = layout.restore(placed)
+    return ForwardOutput(**outputs)
+
+
+def merged_metrics(metrics: Metrics, measured: Metrics, world: World) -> Metrics:
+    """Return the metrics of all rows, and what each rank measured; a collective call."""
+    if world.size == 1:
+        return {**metrics, **measured}
+    first = world.is_last_stage and world.cp_rank == world.tp_rank == 0
+    own = {**metrics, **measured} if first else measured
+    return world.merge_objects(in_main_memory(own), merge)
+
+
 NO_MODEL = "the training backend has no model: call setup() first, and nothing after shutdown()"
 
 
 class Accumulating(InTurns, ABC):
-    """`train_step` and its halves, and `compute` and its cases, of a rank or a process."""
+    """A training backend but for what depends on how its model is spread."""
 
+    traits: Any
+    check: Any
     world: World
-    meter: StepMeter
+    _base: str
+    """Fingerprint of the weights that the run began with."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.config = BackendConfig()
+        self._given = model
+        self._model: Any = None
         self._settings = ExitStack()
         """Settings of the process, restored by `shutdown` or the end of the backend."""
         weakref.finalize(self, self._settings.close)
@@ -214,17 +282,43 @@ class Accumulating(InTurns, ABC):
         """Whether the batch whose gradient is added is all of a step."""
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
-        """Loss of these batches."""
         self._copied = 0
         """Tokens that they did not compute again."""
         self._away = Offloaded()
         self._writer: CheckpointWriter | None = None
         self.step = 0
 
-    @property
+    def setup(self, config: BackendConfig) -> None:
+        check_training(config, None, config.parallel, self)
+        self.config = config
+        profile_folder(config.profile)
+        if config.trainer.deterministic:
+            self._settings.enter_context(deterministic_kernels)
+        # cuDNN makes a plan for each new shape, in 55 ms to 1 s, and most microbatches have one.
+        self._settings.enter_context(without_cudnn_attention)
+        self._load()
+        if (initial := config.same_initial_model_as) is not None:
+            Saved(initial, self.world).require_base(self._base)
+        self._writer = CheckpointWriter(self.world)
+        sizes = self.model.config, self.world.device, self.world.plan
+        self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
+        self._forget()
+        torch.manual_seed(config.seed)
+
     @abstractmethod
+    def _load(self) -> None:
+        """Join the ranks; load the model and the reference, and make the optimizer."""
+
+    @property
     def model(self) -> Any:
-        """The model that trains. Raises RuntimeError before `setup` and after `shutdown`."""
+        """The live model, which a generator may share; asking for it ends `offload`."""
+        self._away.restore()
+        return self._loaded()
+
+    def _loaded(self) -> Any:
+        if self._model is None:
+            raise RuntimeError(NO_MODEL)
+        return self._model
 
     @property
     @abstractmethod
@@ -237,10 +331,8 @@ class Accumulating(InTurns, ABC):
         return self.world.data_rank, self.world.pp_rank
 
     @abstractmethod
-    def _compute(
-        self, batch: TokenBatch, needs: Needs, *, reference: bool = False
-    ) -> ForwardOutput:
-        """Return what `compute` does; with `reference` of the initial model, which is kept."""
+    def _outputs(self, layout: Layout, needs: Needs, *, reference: bool) -> list[ForwardOutput]:
+        """Return what this rank has of its microbatches' outputs."""
 
     @abstractmethod
     def _gradients(
@@ -252,9 +344,49 @@ class Accumulating(InTurns, ABC):
     def _held(self, *, keep_weights: bool) -> Iterable[Tensor]:
         """Yield what is kept from call to call, with or without the parameters."""
 
+    @abstractmethod
+    def _contents(self) -> Contents:
+        """Return what this rank writes of a checkpoint; a collective call."""
+
+    @abstractmethod
+    def _fill(self, saved: Saved) -> None:
+        """Copy this rank's part of a checkpoint into model and optimizer."""
+
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        """Write this rank's pieces of weights (rank 0: adapters) and optimizer state. What one
+        process writes `transformers` (with LoRA: PEFT) loads.
+        """
+        self._require_training()
+        assert self._writer is not None
+        state = {"step": self.step, "base": self._base, **kind_of(self.config.optimizer)}
+        with self.world.share_errors():
+            self._away.restore()
+        self._writer.save(self._contents(), path, state=state, background=background)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Restore what either backend's `save_checkpoint` wrote, with any plan."""
+        self._require_training()
+        saved = Saved(path, self.world)
+        saved.require_same(self.config)
+        if self.config.lora.rank or self.config.keep_reference:
+            saved.require_base(self._base)
+        with self.world.share_errors():
+            self._away.restore()
+            self._fill(saved)
+        # The weights that the run began with, whatever this backend was set up with.
+        self.step, self._base = saved.state["step"], saved.state["base"]
+
     def wait_for_checkpoint(self) -> None:
         if self._writer is not None:
             self._writer.wait()
+
+    def shutdown(self) -> None:
+        close_profile(self.config.profile)
+        if self._writer is not None:
+            self._writer.close()
+        self._model = self._given = self.optimizer = None
+        self._away = Offloaded()
+        self._settings.close()
 
     @property
     def _reducing(self) -> bool:
@@ -269,36 +401,27 @@ class Accumulating(InTurns, ABC):
     def _update(self, grad_norm: Tensor, lr: float) -> None:
         """Change the weights."""
 
-    def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
+    def compute(self, batch: TokenBatch, needs: Needs, *, reference: bool = False) -> ForwardOutput:
+        require_head(needs, self.config.head)
         self._away.restore()
-        self._require_head(needs)
-        return self._compute(batch, needs)
+        # The reference model's routers choose by themselves: the sampler's were others.
+        layout = self.cutting.own_layout(batch, self.place, replay=not reference)
+        found = self._outputs(layout, needs, reference=reference)
+        return whole_outputs(found, layout, needs, self.world)
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return Logprobs(self.compute(batch, Needs()).token_logprobs, batch.logprob_kind)
 
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         if not self.config.keep_reference:
-            raise RuntimeError(
-                "no reference model is kept: set up the backend with keep_reference=True"
-            )
-        self._away.restore()
-        output = self._compute(batch, Needs(), reference=True)
+            raise RuntimeError("no reference is kept: set up the backend with keep_reference=True")
+        output = self.compute(batch, Needs(), reference=True)
         return Logprobs(output.token_logprobs, batch.logprob_kind)
 
     def _require_training(self) -> None:
         requirement = "must be True for steps and checkpoints of a model"
         remedy = "omit trains=False where the backend is made"
         require(self.config.trains, "trains", requirement, False, remedy)
-
-    def _require_head(self, needs: Needs) -> None:
-        wanted, head = ("scalar", "lm") if needs.values else ("lm", "scalar")
-        remedy = "load the backend with that head"
-        if not needs.values:
-            remedy += ", or declare @nemorl.needs(values=True)"
-        requirement = f"must be {wanted} for {' and '.join(needs.outputs)}"
-        fits = needs.values == (self.config.head == "scalar")
-        require(fits, "the model's head", requirement, head, remedy)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Take an optimizer step on a batch alone."""
@@ -320,7 +443,7 @@ class Accumulating(InTurns, ABC):
         self._away.restore()
         require_loss_weights(batch)
         needs = needs_of(loss_fn)
-        self._require_head(needs)
+        require_head(needs, self.config.head)
         if not self._batches:
             self.meter.begin()
             self._zero_grad()
@@ -328,7 +451,7 @@ class Accumulating(InTurns, ABC):
         try:
             with profiled(self.config.profile, step=step, rank=rank, last=False):
                 metrics, loss = self._gradients(batch, loss_fn, needs)
-            merged = self._merged(metrics, {})
+            merged = merged_metrics(metrics, {}, self.world)
         except BaseException as error:
             if self._reducing:
                 raise RanksLost(
@@ -359,12 +482,11 @@ class Accumulating(InTurns, ABC):
             self.step += 1
             self._update(grad_norm, lr)
             measured = self.meter.end(batches, copied=copied)
-        return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
+            metrics = merged_metrics({}, measured, self.world)
+        return {**metrics, **of_step(batches, loss, grad_norm, lr)}
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Move parameters, gradients, optimizer state and the reference model to main memory until
-        a method other than `weights`.
-        """
+        """Move what `_held` yields to main memory, until a method other than `weights`."""
         self._drop_gradients()
         held, kind = self._held(keep_weights=keep_weights), self.world.device.type
         self._away.take(tensor for tensor in held if tensor.device.type == kind)
@@ -373,7 +495,7 @@ class Accumulating(InTurns, ABC):
         """Free gradients along which a step was taken, and what PyTorch caches of the GPU."""
         self._drop_gradients()
         if is_accelerator(self.world.device):
-            module_of(self.world.device).empty_cache()
+            torch.get_device_module(self.world.device).empty_cache()
 
     def _drop_gradients(self) -> None:
         if not self._batches:
@@ -389,10 +511,3 @@ class Accumulating(InTurns, ABC):
 
     def _restart(self) -> None:
         self._batches, self._loss, self._copied = [], torch.zeros((), device=self.world.device), 0
-
-    def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
-        if self.world.size == 1:
-            return {**metrics, **measured}
-        first = self.world.is_last_stage and self.world.cp_rank == self.world.tp_rank == 0
-        own = {**metrics, **measured} if first else measured
-        return self.world.merge_objects(in_main_memory(own), merge)

@@ -37,7 +37,7 @@ from nemorl.models.tensor_files import (
     write_manifest,
     write_tensors,
 )
-from nemorl.parallel.config import OptimizerConfig
+from nemorl.parallel.config import BackendConfig, OptimizerConfig
 from nemorl.parallel.world import World
 
 STATE = "backend.json"
@@ -165,12 +165,23 @@ class Saved:
             state = CheckedFile(path / STATE, self.checksums[STATE]).read()
             self.state: dict[str, Any] = json.loads(bytes(state))
 
-    def require_optimizer(self, name: str) -> None:
-        """Raise ValueError unless it has the state of the optimizer of this name."""
-        theirs = self.state.get(KIND, "adamw")
-        requirement = f"must be {theirs}, as when {self.path} was written"
+    def require_same(self, config: BackendConfig) -> None:
+        """Raise ValueError for another optimizer, and where only one of the two has adapters."""
+        name, rank = config.optimizer.name, config.lora.rank
         remedy = "resume with the settings of that run"
-        require(name == theirs, "optimizer.name", requirement, name, remedy)
+        written = f"as when {self.path} was written"
+        theirs, adapted = self.state.get(KIND, "adamw"), WEIGHTS in self.checksums
+        require(name == theirs, "optimizer.name", f"must be {theirs}, {written}", name, remedy)
+        wanted = "above 0" if adapted else "0"
+        require(bool(rank) == adapted, "lora.rank", f"must be {wanted}, {written}", rank, remedy)
+
+    def require_base(self, found: str) -> None:
+        """Raise ValueError unless its run began with weights of this fingerprint."""
+        if found != self.state["base"]:
+            raise ValueError(
+                f"checkpoint {self.path} must be of a run that began with the model in use, but it"
+                " began with other weights: load the initial model of that run again"
+            )
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]], *, lora: bool = False) -> TensorFiles:
         """Return the weights. Raises ValueError unless they belong to a model with `shapes`, or

@@ -263,7 +263,7 @@ class LoRAConfig:
     @property
     def largest_rank(self) -> int:
         """Return the largest rank of any layer; 0 without adapters."""
-        return max(self.rank, *self.rank_pattern.values()) if self.rank_pattern else self.rank
+        return max([self.rank, *self.rank_pattern.values()])
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer's adapter.
@@ -349,13 +349,11 @@ class BackendConfig:
         fits, remedy = self.head in ("lm", "scalar"), "scalar gives a value per token"
         require(fits, "head", "must be lm or scalar", self.head, remedy)
         check_lora(self.lora, self.model)
-        rank, keeps = self.lora.rank, self.keep_reference
+        extras = {"lora.rank": self.lora.rank, "keep_reference": self.keep_reference}
         frozen, scalar = not self.trains, self.head == "scalar"
         for used, what in ((frozen, "a model that does not train"), (scalar, "a scalar head")):
-            fits = not (used and rank)
-            require(fits, "lora.rank", f"must be 0 for {what}", rank, "remove it")
-            fits = not (used and keeps)
-            require(fits, "keep_reference", f"must be off for {what}", keeps, "remove it")
+            for name, value in extras.items():
+                require(not (used and value), name, f"must be off for {what}", value, "remove it")
 
 
 @runtime_checkable

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -74,12 +73,3 @@ def samples_of(
         # As integers: a sum of floats would lose the sign of zero.
         dist.all_reduce(found.view(torch.int32), group=world.control_group)
     return {name: (shapes[name], found[span].numpy().tobytes()) for name, span in spans.items()}
-
-
-def check_base(expected: str, found: str, folder: Path) -> None:
-    """Raise ValueError if the run of a checkpoint began with weights of another fingerprint."""
-    if found != expected:
-        raise ValueError(
-            f"checkpoint {folder} must be of a run that began with the model in use, but it began"
-            " with other weights: load the initial model of that run again"
-        )

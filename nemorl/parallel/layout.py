@@ -134,7 +134,7 @@ class Cutting:
         experts, plan = layout.experts(rank), self.plan
         ids = None if plan.pp == 1 else _ids(experts)
         for pp_rank in pp_ranks:
-            stages = plan.stage_layers(self.layers)[pp_rank :: plan.pp]
+            stages = plan.stages.layers(self.layers)[pp_rank :: plan.pp]
             layers = [layer for stage in stages for layer in stage]
             own = experts if plan.pp == 1 else experts[:, layers]
             yield RankRoutes(own, ids, layout.plans(rank))

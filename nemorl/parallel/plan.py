@@ -67,7 +67,7 @@ class Stages:
             require(not layers % self.vpp, field, requirement, layers, "change one of them")
 
     def layers(self, num_layers: int) -> tuple[range, ...]:
-        """Return the layers of each stage, in order.
+        """Return the layers of each of the pp · vpp stages, in order.
 
         >>> [len(stage) for stage in Stages(4, 1, None, None).layers(94)]
         [23, 24, 24, 23]
@@ -244,7 +244,7 @@ class ParallelPlan:
 
     @property
     def stages(self) -> Stages:
-        """The stages of the pipeline."""
+        """The stages of the pipeline; a device of pp has every pp-th one."""
         ends = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         return Stages(self.pp, self.vpp, *ends)
 
@@ -252,15 +252,6 @@ class ParallelPlan:
     def num_stages(self) -> int:
         """Parts of the layers that a microbatch goes through one after the other."""
         return self.pp * self.vpp
-
-    def stage_layers(self, num_layers: int) -> tuple[range, ...]:
-        """Return the layers of each of the `num_stages` stages, in order; a device of pp has every
-        pp-th stage.
-
-        >>> [len(stage) for stage in ParallelPlan(pp=8).stage_layers(94)]
-        [11, 12, 12, 12, 12, 12, 12, 11]
-        """
-        return self.stages.layers(num_layers)
 
     @cached_property
     def min_microbatches(self) -> int:

@@ -131,8 +131,10 @@ def on_one_device(config: Any, device: str = "cpu") -> dict[Capability, Proof]:
         of, temperature = (warm, 0.7) if name == "head" else (plain, 1.0)
         tries[name] = partial(_differs, of, model, rows, settings, temperature)
     tries["left_padded"] = partial(tries["padded"], left=True)  # type: ignore[call-arg]
-    tries["lora"] = partial(_adapted, model, rows, _settings(replace(ROWS, device=device)))
-    tries["export"] = partial(_exported, model, rows, _settings(replace(ROWS, device=device)))
+    alone = replace(ROWS, device=device)
+    adapted = {"lora": LoRAConfig(rank=4, alpha=8), "optimizer": OptimizerConfig(lr=0.05)}
+    tries["lora"] = partial(_read_back, model, rows, _settings(alone, **adapted))
+    tries["export"] = partial(_read_back, model, rows, _settings(alone))
     tries["cached"] = partial(_sampled, model, rows)
     return {name: proof_of(tries[name]) for name in CAPABILITIES if name in tries}
 
@@ -269,35 +271,22 @@ def _logprobs_differ(model: Any, rows: Any, found: Iterable[Tensor]) -> float:
     return max(float((a - b.cpu()).abs().max()) for a, b in zip(own, found, strict=True))
 
 
-def _adapted(model: Any, rows: Any, settings: BackendConfig) -> float:
-    settings = replace(
-        settings, lora=LoRAConfig(rank=4, alpha=8), optimizer=OptimizerConfig(lr=0.05)
-    )
-    batch = batch_of(rows)
-    plain = copy.deepcopy(model)
+def _read_back(model: Any, rows: Any, settings: BackendConfig) -> float:
+    """Compare a model that took a step with its checkpoint, and with merged adapters' weights."""
+    batch, merged = batch_of(rows), copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as name, trained(copy.deepcopy(model), settings) as backend:
         backend.train_step(batch, weighted)
-        found = _of_responses(backend.get_logprobs(batch).values, batch)
-        plain.load_state_dict(dict(backend.weights()), strict=False)
-        backend.save_checkpoint(Path(name) / "adapter")
-        read = merge_folder(copy.deepcopy(model), Path(name) / "adapter").requires_grad_()
-    return max(_logprobs_differ(each, rows, found) for each in (plain, read))
-
-
-def _of_responses(values: Tensor, batch: TokenBatch) -> list[Tensor]:
-    return [row[mask] for row, mask in zip(values, batch.response_mask, strict=True)]
-
-
-def _exported(model: Any, rows: Any, settings: BackendConfig) -> float:
-    batch = batch_of(rows)
-    with tempfile.TemporaryDirectory() as name, trained(copy.deepcopy(model), settings) as backend:
-        backend.train_step(batch, weighted)
-        found = backend.get_logprobs(batch).values
-        backend.save_checkpoint(Path(name) / "model")
-        trust = has_own_code(model.config)
-        read: Any = load_causal_lm(str(Path(name) / "model"), trust_remote_code=trust)
+        values, adapts = backend.get_logprobs(batch).values, bool(settings.lora.rank)
+        merged.load_state_dict(dict(backend.weights()), strict=False)
+        backend.save_checkpoint(folder := Path(name) / "saved")
+        if adapts:
+            read: Any = merge_folder(copy.deepcopy(model), folder).requires_grad_()
+        else:
+            read = load_causal_lm(str(folder), trust_remote_code=has_own_code(model.config))
     read.set_attn_implementation("eager")
-    return _logprobs_differ(read.eval().to(model.device), rows, _of_responses(found, batch))
+    found = [row[mask] for row, mask in zip(values, batch.response_mask, strict=True)]
+    models = [read.eval().to(model.device), *[merged] * adapts]
+    return max(_logprobs_differ(each, rows, found) for each in models)
 
 
 def _sampled(model: Any, rows: Any) -> float:
@@ -368,9 +357,7 @@ def on_ranks(config: Any) -> dict[Capability, Proof]:
 def _be_rank(folder: Path, *, trust: bool) -> None:
     found = on_ranks(read_config(str(folder), trust_remote_code=trust))
     if os.environ["RANK"] == "0":
-        aside = folder / "result.tmp"
-        aside.write_text(as_json(found))
-        aside.replace(folder / RESULT)
+        (folder / RESULT).write_text(as_json(found))
 
 
 if __name__ == "__main__":

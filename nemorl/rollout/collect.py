@@ -1,10 +1,11 @@
 """From prompts to judged responses (`collect`), and to a batch to train on (`to_batch`)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,24 +34,24 @@ from nemorl.rollout.episodes import Environment, judge_of, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 
 MOST_FAILED = 0.5
-"""Share of conversations that may fail; with more the run ends."""
+"""Share of conversations that may fail."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Conversations and their rewards, prompt by prompt: one entry per conversation."""
+    """Conversations and their rewards, prompt by prompt."""
 
     conversations: Sequence[Conversation]
     """With an outcome each."""
     rewards: Float[Tensor, "batch"]
-    """Rewards as the environment's global post-processing left them."""
+    """As the environment's global post-processing left them."""
     kind: LogprobKind
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the environment."""
+    """Of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
     failed: Sequence[Conversation] = ()
-    """Conversations that failed, which are in nothing else."""
+    """In nothing else."""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -79,8 +80,8 @@ class Rollouts:
 
     @property
     def correct(self) -> Bool[Tensor, "batch"] | None:
-        """True where the only reward is at least 1, or the only one of several with accuracy in its
-        name (None: there is no such one).
+        """Whether the only reward, or the only one of several with accuracy in its name, is at
+        least 1; None: there is no such one.
         """
         if len(self.components) < 2:
             return next(iter(self.components.values()), self.rewards) >= 1
@@ -88,7 +89,7 @@ class Rollouts:
         return named[0] >= 1 if len(named) == 1 else None
 
     def judged(self, index: int) -> dict[str, Any]:
-        """Return one response's reward and, where that is known, whether it is `correct`."""
+        """Return one response's reward and, if known, whether it is `correct`."""
         judged = {} if self.correct is None else {"correct": bool(self.correct[index])}
         return {"reward": float(self.rewards[index]), **judged}
 
@@ -102,7 +103,7 @@ class Rollouts:
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
-        """Return one response's components for a log: {"rewards": {name: value}}, or nothing."""
+        """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
         parts = {name: float(values[index]) for name, values in self.components.items()}
         return {"rewards": parts} if parts else {}
 
@@ -135,9 +136,9 @@ class Rollouts:
         Where a prompt rewrites what was before, a row has several segments.
 
         Args:
-            advantage: advantages per conversation or token, or their function of rewards and
-                group_id, such as `advantages.grpo`.
-            weights: weights of tokens, or their function of the loss mask, such as
+            advantage: per conversation or token, or a function of rewards and group_id, such as
+                `advantages.grpo`.
+            weights: of tokens, or a function of the loss mask, such as
                 `masks.token_mean_weights`.
 
         >>> batch = groups.to_batch(advantages.grpo, masks.token_mean_weights)  # doctest: +SKIP
@@ -161,12 +162,12 @@ def collect(
     *,
     seed: int,
 ) -> Rollouts:
-    """Have `sampling.n` conversations about each prompt, answered and judged by an environment or
-    led by an episode, `async def episode(row, policy) -> Outcome`.
+    """Have `sampling.n` conversations about each prompt, judged by an environment or led by an
+    episode, `async def episode(row, policy) -> Outcome`.
 
     Group g of `prompts.groups` (empty: 0, 1, 2, ...) samples from the seed `derive_seed(seed, g)`:
     a conversation depends on nothing else in the batch. One that fails is left out (`failed`).
-    Raises: the exception of the first where more than MOST_FAILED of them fail.
+    Raises: the first one's exception where more than MOST_FAILED fail.
     """
     driver = Driver(generator, environment, sampling, seed=seed, most_failed=MOST_FAILED)
     with closing(driver):
@@ -183,8 +184,8 @@ def as_rollouts(
     *,
     timeout_s: float = math.inf,
 ) -> Rollouts:
-    """Return conversations that have ended with the rewards that the environment's global post-
-    processing leaves them. timeout_s: the limit on that.
+    """Return conversations that have ended, after the environment's global post-processing, which
+    may take `timeout_s`.
     """
     judge, what = judge_of(environment), named(environment)
     conversations, failed = _parted(everything, what)
@@ -208,10 +209,7 @@ def as_rollouts(
         conversations=conversations,
         rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
-        metrics={
-            **_outcome_metrics(conversations),
-            **{key: float(value) for key, value in metrics.items()},
-        },
+        metrics=_outcome_metrics(conversations) | {k: float(v) for k, v in metrics.items()},
         components={
             key: reward_tensor(values, size, what, key)
             for key, values in changed.get("components", {}).items()
@@ -234,15 +232,15 @@ def _parted(
         note = f"This ended {ended}, the first about {row}, {turn} ({what})."
         first.outcome.error.add_note(note)
         raise first.outcome.error
-    names = {
-        tuple(sorted(getattr(each.outcome, "components", ())))
-        for each in found
-        if not _lacks_components(each)
-    }
-    remedy = "return 0.0 where one has no value"
+    whole = [each.outcome for each in found if not _lacks_components(each)]
+    _require_alike(what, (getattr(outcome, "components", {}) for outcome in whole))
+    return found, failed
+
+
+def _require_alike(what: str, components: Iterable[Iterable[str]]) -> None:
+    names, remedy = {tuple(sorted(each)) for each in components}, "return 0.0 where one has none"
     alike = "must return the same reward components in every conversation"
     require(len(names) < 2, what, alike, sorted(names), remedy)
-    return found, failed
 
 
 def _lacks_components(conversation: Conversation) -> bool:
@@ -284,18 +282,9 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
     first = (whole or parts)[0]
     for other in parts:
-        if other.kind != first.kind:
-            raise ValueError(
-                f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
-                f" {other.kind}"
-            )
-    for other in whole:
-        if other.components.keys() != first.components.keys():
-            raise ValueError(
-                "an environment must return the same reward components in every batch, but it"
-                f" returned {sorted(first.components)} and {sorted(other.components)}: return 0.0"
-                " where one has no value"
-            )
+        must, remedy = f"must be sampled alike, by {first.kind}", "change no sampling in a step"
+        require(other.kind == first.kind, "rollouts of one batch", must, other.kind, remedy)
+    _require_alike("an environment", (part.components for part in whole))
     conversations = [each for part in parts for each in part.conversations]
     names = dict.fromkeys(name for part in parts for name in part.metrics)
     metrics = {name: _mean_metric(name, parts) for name in names}
@@ -338,19 +327,13 @@ def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens
     ids, places, logprobs, sampled = list[int](), list[int](), list[float](), list[bool]()
     for conversation in conversations:
         for turns in segments_of(conversation.turns):
-            begin, last = len(ids), turns[-1]
-            ids += [*last.prompt, *last.completion.token_ids]
-            length = len(ids) - begin
-            places += range(length)
-            logprobs += [0.0] * length
-            sampled += [False] * length
+            begin = len(ids)
             for turn in turns:
-                said = turn.completion
-                start = begin + len(turn.prompt)
-                end = start + len(said.token_ids)
-                ids[start:end] = said.token_ids
-                logprobs[start:end] = said.logprobs
-                sampled[start:end] = [True] * len(said.token_ids)
+                given, said = turn.prompt[len(ids) - begin :], turn.completion
+                ids += [*given, *said.token_ids]
+                logprobs += [*[0.0] * len(given), *said.logprobs]
+                sampled += [*[False] * len(given), *[True] * len(said.token_ids)]
+            places += range(len(ids) - begin)
     hashes = token_hashes(
         torch.tensor([ids]), torch.tensor([places]), torch.tensor([logprobs], dtype=torch.float32)
     )
@@ -372,8 +355,7 @@ def turn_returns(
     A conversation without `turn_rewards` has its reward in its last turn. Raises: ValueError where
     the environment's global post-processing changed the reward of one with several.
     """
-    returns, labels = list[float](), dict[tuple[int, int], int]()
-    groups = list[int]()
+    returns, groups, labels = list[float](), list[int](), dict[tuple[int, int], int]()
     for each, total in zip(rollouts.conversations, rollouts.rewards.tolist(), strict=True):
         assert isinstance(each.outcome, Outcome)
         given = each.outcome.turn_rewards if len(each.turns) > 1 else ()
@@ -382,10 +364,7 @@ def turn_returns(
         remedy = "use conversation, or leave them as they are"
         require(same or not len(given), "advantage.level", fits, "turn", remedy)
         rewards = list(given) or [*[0.0] * (len(each.turns) - 1), total]
-        own, after = list[float](), 0.0
-        for reward in reversed(rewards):
-            after = reward + discount * after
-            own.append(after)
+        own = [*accumulate(reversed(rewards), lambda after, reward: reward + discount * after)]
         returns += reversed(own)
         places = [(each.group, turn) for turn in range(len(rewards))]
         groups += [labels.setdefault(place, len(labels)) for place in places]

@@ -24,7 +24,7 @@ LIMITS = ("max_turns", "discount")
 
 @runtime_checkable
 class LeadsConversations(Protocol):
-    """An environment that makes its own episode: of objects for each conversation, or of groups."""
+    """An environment that makes its own episode."""
 
     def episode(self, cohort: Cohort) -> Episode:
         """Return the episode of one conversation of a cohort."""
@@ -57,8 +57,8 @@ def judge_of(environment: Environment) -> EnvironmentInterface | None:
 
 
 def episode_of(environment: Environment, cohort: Cohort) -> Episode:
-    """Return an environment of batches as an episode: one of several turns is called with those
-    that wait for it, any other with all conversations that are left.
+    """Return an environment of batches as an episode: one of several turns is called with the
+    conversations that wait, any other with all that are left.
     """
     if isinstance(environment, LeadsConversations):
         return environment.episode(cohort)
@@ -100,9 +100,8 @@ def episode_of(environment: Environment, cohort: Cohort) -> Episode:
 
 
 def limits_read(environment: Environment) -> set[str]:
-    """Return which of `LIMITS` act on an environment.
-
-    One that leads conversations may list them in an attribute `reads`; without it, all do.
+    """Return which of `LIMITS` act on an environment: on one that leads conversations all, or the
+    ones in its attribute `reads`.
     """
     if isinstance(environment, LeadsConversations):
         return set(getattr(environment, "reads", LIMITS))
@@ -112,7 +111,7 @@ def limits_read(environment: Environment) -> set[str]:
 
 
 def whole(message: Message) -> Message:
-    """Return a message whose text has the stop string that ended it, as in NeMo RL and SkyRL."""
+    """Return a message with the stop string that ended it, as in NeMo RL and SkyRL."""
     stop = message.get("stop_string", "")
     return {**message, "content": message["content"] + stop} if stop else message
 
@@ -133,8 +132,8 @@ class Judgment:
 def judged(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
 ) -> Sequence[Judgment | Exception]:
-    """Have an environment judge conversations. An error is that of all, but one whose process ended
-    fails alone: the others are judged again.
+    """Have an environment judge conversations. An error is that of all, but where the process of
+    one ended, it fails alone, and the others are judged again.
     """
     name = type(environment).__name__
     try:

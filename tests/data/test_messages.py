@@ -21,6 +21,7 @@ from tests.data.tokenizers_small import (
     STRIPPING,
     WITH_SYSTEM,
     character_tokenizer,
+    talk,
     trained_text,
     word_tokenizer,
 )
@@ -28,14 +29,6 @@ from tests.data.tokenizers_small import (
 CHARACTERS = character_tokenizer()
 TEXT = st.text(string.ascii_letters + string.digits + " \n.?", min_size=1, max_size=12)
 STABLE = {"chatml": CHATML, "marked": MARKED, "with_system": WITH_SYSTEM, "stripping": STRIPPING}
-
-
-def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    turns = [
-        {"role": ("user", "assistant")[number % 2], "content": content}
-        for number, content in enumerate(contents)
-    ]
-    return ([{"role": "system", "content": system}] if system else []) + turns
 
 
 @pytest.mark.parametrize("template", STABLE.values(), ids=STABLE)

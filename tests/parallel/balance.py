@@ -89,6 +89,13 @@ def assert_same(
             torch.testing.assert_close(own, gradients, atol=2e-6, rtol=rtol)
 
 
+def assert_it_balances(model: Any) -> None:
+    balanced = expected(model, BATCH)[2]
+    model.router_aux_loss_coef = 0.0
+    plain = expected(model, BATCH)[2]
+    assert max((balanced[name] - plain[name]).abs().max() for name in plain) > 1e-3
+
+
 def sampled(model: Any, batch: TokenBatch, weigh: Any = forced) -> TokenBatch:
     generator, width = torch.Generator().manual_seed(0), batch.input_ids.shape[1]
     rows = [draw_experts(width, model.config, generator) for _ in range(len(batch))]

@@ -10,7 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemorl.models.tensor_files import MANIFEST, TensorFiles, checksum, write_manifest
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.store.export import write_checkpoint
+from tests.ranks import run_ranks
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -39,6 +41,15 @@ class Carried(TorchDispatchMode):
 def contents(folder: Path) -> dict[str, torch.Tensor]:
     stored = TensorFiles(folder.glob("*.safetensors"))
     return {name: stored.read(name) for name in stored.shapes}
+
+
+def on_all(plan: dict[str, Any], function: Any, *args: Any) -> Any:
+    """What a function returns on each rank of a plan; without one, in this process."""
+    if not plan:
+        return function(*args)
+    first, *others = run_ranks(ParallelPlan(**plan).num_ranks, function, *args)
+    assert all(other == first for other in others)
+    return first
 
 
 def assert_same(a: Path, b: Path, *, atol: float = 0) -> None:

@@ -12,20 +12,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.source import ModelSource
 from nemorl.models.tensor_files import DamagedFile
 from nemorl.parallel import checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.plan import ParallelPlan
-from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.saved import assert_same, contents, exported
-from tests.parallel.ways import set_up
+from tests.parallel.saved import assert_same, contents, exported, on_all
+from tests.parallel.ways import set_up, step
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
-LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 PLANS = {
     "alone": {},
     "fsdp 3": {"dp_shard": 3},
@@ -42,10 +38,6 @@ optimizer's state, too.
 def backend(folder: Path, plan: dict[str, Any], **options: Any) -> DTensorBackend:
     optimizer = {"weight_decay": 0.1, "schedule": "linear"}
     return set_up(None, folder, plan=plan, optimizer=optimizer, total_steps=9, **options)
-
-
-def step(made: DTensorBackend) -> float:
-    return float(finalize(made.train_step(random_batch(LENGTHS, seed=made.step), nll_loss))["loss"])
 
 
 def save_and_go_on(root: Path, name: str, options: dict[str, Any]) -> list[float]:
@@ -70,11 +62,7 @@ def load_and_go_on(root: Path, name: str, options: dict[str, Any]) -> dict[str, 
 
 
 def on(name: str, function: Any, *args: Any) -> Any:
-    if name == "alone":
-        return function(*args)
-    first, *others = run_ranks(ParallelPlan(**PLANS[name]).num_ranks, function, *args)
-    assert all(other == first for other in others)
-    return first
+    return on_all(PLANS[name], function, *args)
 
 
 def stored_bytes(folder: Path, kind: str) -> int:

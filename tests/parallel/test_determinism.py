@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.decoding import Slot, SlotTensors, sample_tokens
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.scheduler import Request
+from tests.parallel.ways import set_up
 from tests.tiny_models import tiny_model
 
 
@@ -44,9 +43,7 @@ def test_it_is_on_and_then_as_before(monkeypatch, workspace):
 
 def test_a_backend_that_nobody_shuts_down_restores_them():
     before = settings()
-    backend = DTensorBackend(tiny_model())
-    trainer = TrainerConfig(device="cpu", deterministic=True)
-    backend.setup(BackendConfig(trainer=trainer))
+    backend = set_up(tiny_model(), trainer={"deterministic": True})
     assert settings() != before
     del backend
     gc.collect()

@@ -125,7 +125,7 @@ def test_ranks_are_sent_the_routes_of_their_own_tokens_and_layers(lengths, layou
     without = replace(batch, routed_experts=None)
     for (rank, pp_rank), routes in sent.items():
         arrived = replace(without, routed_experts=routes)
-        stages = plan.stage_layers(LAYERS)[pp_rank :: plan.pp]
+        stages = plan.stages.layers(LAYERS)[pp_rank :: plan.pp]
         layers = [layer for stage in stages for layer in stage]
         for given_ in (arrived, batch):  # what the driver has sent, and what is cut here
             parts = cuts.own_layout(given_, (rank, pp_rank), replay=True).parts(rank)
@@ -151,7 +151,7 @@ def test_routes_of_another_layout_are_refused():
 def test_stages_of_all_sizes_have_each_layer_once(pp: int, vpp: int):
     plan = ParallelPlan(pp=pp, vpp=vpp)
     for layers in range(plan.num_stages, 130):
-        stages = plan.stage_layers(layers)
+        stages = plan.stages.layers(layers)
         counts = [len(stage) for stage in stages]
         assert [layer for stage in stages for layer in stage] == list(range(layers))
         assert len(stages) == plan.num_stages and min(counts) > 0
@@ -165,5 +165,5 @@ def test_stages_of_all_sizes_have_each_layer_once(pp: int, vpp: int):
 def test_large_models_have_shorter_stages_at_both_ends():
     """As Megatron's account_for_embedding_in_pipeline_split and ..loss."""
     for layers, pp, end in ((94, 4, 23), (94, 8, 11), (126, 8, 15), (126, 16, 7)):
-        counts = [len(stage) for stage in ParallelPlan(pp=pp).stage_layers(layers)]
+        counts = [len(stage) for stage in ParallelPlan(pp=pp).stages.layers(layers)]
         assert counts == [end, *[end + 1] * (pp - 2), end]

@@ -22,12 +22,10 @@ from nemorl.rollout.conversation import Prompts
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.batches import LENGTHS, nll_loss, random_batch
 from tests.parallel.ways import set_up
 from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
-
-LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 
 
 def backend(model: nn.Module | None = None, *, lora: Any = None, **options: Any) -> DTensorBackend:

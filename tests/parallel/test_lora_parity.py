@@ -9,13 +9,11 @@ from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.batches import LENGTHS, nll_loss, random_batch
+from tests.parallel.ways import set_up
 from tests.tiny_models import tiny_model
 
-LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 STEPS = 6
 PATTERNS: dict[str, Any] = {
     "rank_pattern": {"q_proj": 8, r"layers\.1\.mlp\..*": 2},
@@ -37,15 +35,8 @@ def loss_by_hand(model: Any, batch: TokenBatch) -> Tensor:
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_a_run_is_pefts_own(kind, patterns):
     optimizer = {"lr": 1e-2, "weight_decay": 0.1}
-    made = DTensorBackend(tiny_model(kind, scale=2.0))
-    made.setup(
-        BackendConfig(
-            trainer=TrainerConfig(device="cpu"),
-            optimizer=OptimizerConfig(**optimizer),
-            lora=LoRAConfig(rank=4, alpha=8.0, **patterns),
-            seed=3,
-        )
-    )
+    lora = {"rank": 4, "alpha": 8.0, **patterns}
+    made = set_up(tiny_model(kind, scale=2.0), optimizer=optimizer, lora=lora, seed=3)
     settings = LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", **patterns
     )

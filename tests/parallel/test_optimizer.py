@@ -12,22 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from transformers import CONFIG_MAPPING, get_scheduler
 
-from nemorl.losses.types import finalize
 from nemorl.models.adapters import full_tensor
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.accumulation import learning_rate
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.dtensor import optimizers
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
-from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.saved import contents
+from tests.parallel import ways
+from tests.parallel.batches import LENGTHS, nll_loss, random_batch
+from tests.parallel.saved import assert_same, on_all
 from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_critic, tiny_model
 
-LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 STEPS = 4
 
 
@@ -230,23 +228,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def step(made: DTensorBackend) -> float:
-    return float(finalize(made.train_step(random_batch(LENGTHS, seed=made.step), nll_loss))["loss"])
-
-
-def on(plan: str, function: Any, *args: Any) -> list[float]:
-    if plan == "alone":
-        return function(*args)
-    first, second = run_ranks(2, function, *args)
-    assert first == second
-    return first
-
-
 def save_and_go_on(root: Path, plan: str, name: str) -> list[float]:
     made = backend(PLANS[plan], root / "model", **OPTIONS[name])
-    losses = [step(made) for _ in range(2)]
+    losses = [ways.step(made) for _ in range(2)]
     made.save_checkpoint(root / plan)
-    losses += [step(made) for _ in range(2)]
+    losses += [ways.step(made) for _ in range(2)]
     made.save_checkpoint(root / f"{plan} later")
     return losses
 
@@ -257,7 +243,7 @@ def load_and_go_on(root: Path, plan: str, name: str) -> list[float]:
         made = backend(PLANS[plan], root / "model", **OPTIONS[name])
         made.load_checkpoint(root / other)
         made.save_checkpoint(root / f"{other} by {plan}")
-        losses += [step(made) for _ in range(2)]
+        losses += [ways.step(made) for _ in range(2)]
         made.save_checkpoint(root / f"{other} by {plan} later")
     return losses
 
@@ -269,22 +255,16 @@ def test_any_number_of_ranks_trains_alike_and_goes_on_from_any_other(name, kind,
     if name == "adamw8bit":
         pytest.importorskip("bitsandbytes")
     wide_model(kind).save_pretrained(tmp_path / "model")
-    losses = {plan: on(plan, save_and_go_on, tmp_path, plan, name) for plan in PLANS}
+    losses = {plan: on_all(PLANS[plan], save_and_go_on, tmp_path, plan, name) for plan in PLANS}
     assert losses["alone"][-1] < losses["alone"][0]
     # Gradients round otherwise on two ranks, and so do momentum and its 8 bits after them.
     assert losses["fsdp 2"] == pytest.approx(losses["alone"], abs=2e-3)
     for plan in PLANS:
-        again = on(plan, load_and_go_on, tmp_path, plan, name)
+        again = on_all(PLANS[plan], load_and_go_on, tmp_path, plan, name)
         assert again == pytest.approx(losses["alone"][2:] * 2, abs=2e-3)
         for other in PLANS:
             assert_same(tmp_path / other, tmp_path / f"{other} by {plan}")
         assert_same(tmp_path / f"{plan} later", tmp_path / f"{plan} by {plan} later")
-
-
-def assert_same(a: Path, b: Path) -> None:
-    found, expected = contents(b), contents(a)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path):

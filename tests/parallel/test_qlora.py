@@ -11,13 +11,12 @@ from nemorl.losses.types import finalize
 from nemorl.models.adapters import dequantize_layers, quantize_layers
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
-from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.batches import LENGTHS, nll_loss, random_batch
 from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
-LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 
 
 def wide_model() -> nn.Module:

@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemorl.losses.types import finalize
 from nemorl.parallel.accumulation import storage_of
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.ways import set_up
+from tests.parallel.batches import LENGTHS, random_batch
+from tests.parallel.ways import set_up, step
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
-
-LENGTHS = [9, 2, 30, 17]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +29,6 @@ def backend(folder: Path, plan: Any, *, seed: int = 0, **lora: Any) -> DTensorBa
 def bases(made: DTensorBackend) -> set[int]:
     parameters = made._loaded().named_parameters()
     return {storage_of(each) for name, each in parameters if ".lora_" not in name}
-
-
-def step(made: DTensorBackend) -> float:
-    return float(finalize(made.train_step(random_batch(LENGTHS, seed=made.step), nll_loss))["loss"])
 
 
 def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.packing import rows_of
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import BackendConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.layout import cut, with_the_same_prompt
 from nemorl.parallel.tokens import once, work_of
 from tests.parallel.batches import GROUPS, grouped, nll_loss
+from tests.parallel.ways import set_up
 from tests.tiny_models import ALPHABET, tiny_model
 
 SEGMENTS = st.lists(
@@ -80,9 +80,8 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_no_number_depends_on_it(batch: TokenBatch, kind: str, layout: dict[str, Any]):
     found = list[Any]()
     for share in (True, False):
-        backend = DTensorBackend(tiny_model(kind, scale=2.0))
-        trainer = TrainerConfig(device="cpu", share_prompts=share, logprob_chunk=7, **layout)
-        backend.setup(BackendConfig(trainer=trainer))
+        trainer = {"share_prompts": share, "logprob_chunk": 7, **layout}
+        backend = set_up(tiny_model(kind, scale=2.0), trainer=trainer)
         before = backend.get_logprobs(batch).values
         metrics = finalize(backend.forward_backward(batch, nll_loss))
         gradients = torch.cat([p.grad.flatten() for p in backend.model.parameters()])
@@ -95,8 +94,7 @@ def test_no_number_depends_on_it(batch: TokenBatch, kind: str, layout: dict[str,
 def test_a_groups_prompt_goes_through_the_decoder_once():
     batch, shapes, heads = grouped([(45, [14] * 8), (30, [5, 9])]), [], []
     for share in (True, False):
-        backend = DTensorBackend(tiny_model(scale=2.0))
-        backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu", share_prompts=share)))
+        backend = set_up(tiny_model(scale=2.0), trainer={"share_prompts": share})
         backend.model.model.register_forward_pre_hook(
             lambda _, args, given: shapes.append(given["input_ids"].numel()), with_kwargs=True
         )

@@ -17,11 +17,10 @@ from nemorl.parallel.config import (
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import Completion, SamplingParams
+from tests.parallel import batches
 from tests.parallel.batches import nll_loss, random_batch
 
 LENGTHS = [9, 2, 30, 17, 1, 12]
-
-
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, eps=1e-4)
 
 
@@ -65,6 +64,12 @@ def weights(backend: Any) -> dict[str, Tensor]:
 def train(backend: Any, *seeds: int) -> list[float]:
     steps = (backend.train_step(random_batch(LENGTHS, seed=seed), nll_loss) for seed in seeds)
     return [finalize(metrics)["loss"] for metrics in steps]
+
+
+def step(backend: Any) -> float:
+    """Take the next step; return its loss."""
+    batch = random_batch(batches.LENGTHS, seed=backend.step)
+    return finalize(backend.train_step(batch, nll_loss))["loss"]
 
 
 def set_up(

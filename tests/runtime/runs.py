@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,18 @@ def learn(step: Any, found: Rollouts) -> Any:
     step.log({}, samples=found)
     step.train(batch, LOSS)
     return batch
+
+
+def resumed(config: Any, **changes: Any) -> Any:
+    """The configuration that resumes a run, perhaps with changes."""
+    return replace(config, run=replace(config.run, resume=True), **changes)
+
+
+def chat_rows() -> list[dict[str, Any]]:
+    """`addition_rows` whose prompts are messages."""
+    return [
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in addition_rows()
+    ]
 
 
 def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:

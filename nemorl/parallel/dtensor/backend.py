@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemorl.accelerator import is_accelerator, module_of
+from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, to_device
 from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
 from nemorl.models.adapters import Adapters, base_of, merged_tensors, quantize_layers
-from nemorl.models.attention import use_attention, without_cudnn_attention
+from nemorl.models.attention import use_attention
 from nemorl.models.capabilities import known
-from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
+from nemorl.models.causal_lm import require_head, usable_device
 from nemorl.models.hub import check_supported, loading, read_config
-from nemorl.parallel.accumulation import NO_MODEL, Accumulating, Offloaded, storage_of
+from nemorl.parallel.accumulation import Accumulating, load_whole, storage_of
 from nemorl.parallel.attention import (
     ATTENTION_NAME,
     kernel_of,
@@ -31,10 +30,8 @@ from nemorl.parallel.attention import (
     segment_attention,
 )
 from nemorl.parallel.backend import ForwardOutput, LossFn
-from nemorl.parallel.backends import check_training
-from nemorl.parallel.checkpoint import CheckpointWriter, Saved, kind_of
+from nemorl.parallel.checkpoint import Contents, Saved
 from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor import limits, mesh
 from nemorl.parallel.dtensor.build import build
 from nemorl.parallel.dtensor.experts import Mixtures
@@ -48,9 +45,8 @@ from nemorl.parallel.dtensor.lora import (
 from nemorl.parallel.dtensor.optimizers import make_optimizer
 from nemorl.parallel.dtensor.pieces import contents_of, gathering, load
 from nemorl.parallel.experts import require_one_batch
-from nemorl.parallel.fingerprint import check_base, fingerprint
-from nemorl.parallel.layout import Cutting
-from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
+from nemorl.parallel.fingerprint import fingerprint
+from nemorl.parallel.layout import Cutting, Layout
 from nemorl.parallel.tokens import Work, plain_outputs, planned, sharded_outputs
 from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
@@ -85,22 +81,14 @@ class DTensorBackend(Accumulating):
     traits, check = limits.traits, staticmethod(limits.check)
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
-        self._given = model
-        self._model: nn.Module | None = None
+        super().__init__(model)
         self._reference: nn.Module | None = None
         self._forward: dict[nn.Module, Forward] = {}
 
-    def setup(self, config: BackendConfig) -> None:
-        check_training(config, None, config.parallel, limits)
-        self.config = config = _settled(config, self._given)
+    def _load(self) -> None:
+        self.config = config = _settled(self.config, self._given)
         if config.lora.rank:
             adapters.require_peft("lora.rank")
-        profile_folder(config.profile)
-        if config.trainer.deterministic:
-            self._settings.enter_context(deterministic_kernels)
-        # cuDNN makes a plan for each new shape, in 55 ms to 1 s, and most microbatches have one.
-        self._settings.enter_context(without_cudnn_attention)
         if self._given is not None:
             _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank
@@ -114,8 +102,6 @@ class DTensorBackend(Accumulating):
         sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
         self._kernel = kernel_of(self.model.config, self.device, dtype, sinks=sinks)
         self._settings.enter_context(newer_flash(self._kernel, self.model.config, self.device))
-        if (initial := config.same_initial_model_as) is not None:
-            check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if shares:
             share_base(self)
         mixtures = Mixtures(self.model, self.world, config.trainer)
@@ -124,11 +110,6 @@ class DTensorBackend(Accumulating):
             self.optimizer = make_optimizer(self.model, config.optimizer)
         models = [each for each in (self.model, self._reference) if each is not None]
         self._forward = {model: _outputs_of(self, model) for model in models}
-        self._writer = CheckpointWriter(self.world)
-        sizes = self.model.config, self.device, self.world.plan
-        self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
-        self._forget()
-        torch.manual_seed(config.seed)
 
     def _set_up_plain(self, keeps_reference: bool) -> None:
         config, path = self.config, self.config.model.path
@@ -137,10 +118,11 @@ class DTensorBackend(Accumulating):
         require(not plan.needs_ranks, "parallel", requirement, plan, f"start it by {remedy}")
         self.device = usable_device(config.trainer.device)
         if is_accelerator(self.device) and self.device.index is not None:
-            module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
+            # By which engines know what GPU trains.
+            torch.get_device_module(self.device).set_device(self.device)
         plan = plan.with_precision(accelerator=is_accelerator(self.device))
         self.world = World(plan=plan, device=self.device)
-        model: Any = _loaded_here(config) if self._given is None else self._given
+        model: Any = load_whole(config) if self._given is None else self._given
         quantized = config.lora.quantize != "none"
         model = model.to(device=None if quantized else self.device, dtype=torch.float32)
         self._found = Found(
@@ -176,17 +158,6 @@ class DTensorBackend(Accumulating):
         self._given = None
 
     @property
-    def model(self) -> Any:
-        """The live model, which a generator may share; asking for it ends `offload`."""
-        self._away.restore()
-        return self._loaded()
-
-    def _loaded(self) -> nn.Module:
-        if self._model is None:
-            raise RuntimeError(NO_MODEL)
-        return self._model
-
-    @property
     def cutting(self) -> Cutting:
         layers = len(self._mixtures.blocks) if self._mixtures else 0
         trainer, plan = self.config.trainer, self.world.plan
@@ -213,8 +184,7 @@ class DTensorBackend(Accumulating):
                 output = loss_fn(self._forward[model](rows, work, needs), rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
-        if world.data_group is not None:
-            dist.all_reduce(loss, group=world.data_group)
+        loss = world.total(loss)
         if self._mixtures is None:
             return metrics, loss
         of_experts, more = self._mixtures.end_batch()
@@ -246,71 +216,39 @@ class DTensorBackend(Accumulating):
         options: Any = {"dtype": dtype, "present": self._away.present, "adapters": adapters}
         yield from merged_tensors(self._loaded(), **options)
 
-    def _held(self, *, keep_weights: bool) -> Iterator[Tensor]:
+    def _held(self, *, keep_weights: bool) -> list[Tensor]:
+        parameters = list(self._loaded().parameters())
+        found = [p.grad for p in parameters if p.grad is not None]
+        for state in [] if self.optimizer is None else self.optimizer.state.values():
+            found += [x for x in state.values() if isinstance(x, Tensor)]
+        found += [] if self._reference is None else self._reference.parameters()
+        found += [] if keep_weights else parameters
         others = others_weights(self)
-        yield from (x for x in _held(self, keep_weights) if storage_of(x) not in others)
+        return [each for each in found if storage_of(each) not in others]
 
-    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write this rank's pieces of weights (rank 0: adapters) and optimizer state. What one
-        process writes `transformers` (with LoRA: PEFT) loads.
-        """
-        self._require_training()
-        assert self._writer is not None
-        state = {"step": self.step, "base": self._base, **kind_of(self.config.optimizer)}
-        with self.world.share_errors():
-            self._away.restore()
-        contents = contents_of(self.model, self.optimizer, self.world)
-        self._writer.save(contents, path, state=state, background=background)
+    def _contents(self) -> Contents:
+        return contents_of(self.model, self.optimizer, self.world)
 
-    def load_checkpoint(self, path: Path) -> None:
-        self._require_training()
-        saved = Saved(path, self.world)
-        saved.require_optimizer(self.config.optimizer.name)
-        with_adapters = (path / adapters.CONFIG).exists()
-        rank = self.config.lora.rank
-        requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"
-        remedy = "resume with the settings of that run"
-        require(bool(rank) == with_adapters, "lora.rank", requirement, rank, remedy)
-        if with_adapters or self.config.keep_reference:
-            check_base(saved.state["base"], self._base, path)
-        with self.world.share_errors():
-            load(saved, self.model, self.optimizer)
-        # The weights that the run began with, whatever this backend was set up with.
-        self.step, self._base = saved.state["step"], saved.state["base"]
+    def _fill(self, saved: Saved) -> None:
+        load(saved, self.model, self.optimizer)
 
     def shutdown(self) -> None:
         """Restore a given model but for its weights, which stay trained and in float32."""
-        close_profile(self.config.profile)
-        if self._writer is not None:
-            self._writer.close()
         shared = self._model is not None and leave_base(self)
         if self._model is not None and not self.world.sharded and not shared:
             _give_back(self.model, self._found, self.config)
-        self._model = self._reference = self._given = self.optimizer = None
-        self._forward = {}
-        self._away = Offloaded()
-        self._settings.close()
+        self._reference, self._forward = None, {}
+        super().shutdown()
 
-    def _compute(
-        self, batch: TokenBatch, needs: Needs, *, reference: bool = False
-    ) -> ForwardOutput:
+    def _outputs(self, layout: Layout, needs: Needs, *, reference: bool) -> list[ForwardOutput]:
         model = self._reference if reference and self._reference is not None else self.model
         forward, was_training = self._forward[model], model.training
         model.eval()
-        # The reference model's routers choose by themselves: the sampler's were others.
-        layout = self.cutting.own_layout(batch, self.place, replay=not reference)
-        rank = self.world.data_rank
         with torch.no_grad(), _passes(self, model, reference=reference):
-            parts = layout.parts(rank)
+            parts = layout.parts(self.world.data_rank)
             found = [forward(*_next(self, x, x.response_mask), needs) for x in parts]
         model.train(was_training)
-        outputs = {}
-        for name in needs.outputs:
-            placed = layout.place([getattr(output, name) for output in found], rank)
-            if self.world.data_group is not None:
-                dist.all_reduce(placed, group=self.world.data_group)
-            outputs[name] = layout.restore(placed.to(batch.input_ids.device))
-        return ForwardOutput(**outputs)
+        return found
 
 
 def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = False) -> ExitStack:
@@ -390,23 +328,6 @@ def _check_given(model: nn.Module, config: BackendConfig) -> None:
             " (merge_and_unload()); lora.rank gives it new ones"
         )
     require_head(model, config.head)
-
-
-def _loaded_here(config: BackendConfig) -> nn.Module:
-    given: Any = {"head": config.head, "seed": config.seed}
-    given |= {"trust_remote_code": config.model.trust_remote_code}
-    return load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, **given)
-
-
-def _held(backend: DTensorBackend, keep_weights: bool) -> Iterator[Tensor]:
-    parameters = list(backend._loaded().parameters())
-    yield from (p.grad for p in parameters if p.grad is not None)
-    for state in [] if backend.optimizer is None else backend.optimizer.state.values():
-        yield from (x for x in state.values() if isinstance(x, Tensor))
-    if backend._reference is not None:
-        yield from backend._reference.parameters()
-    if not keep_weights:
-        yield from parameters
 
 
 def _outputs_of(backend: DTensorBackend, model: nn.Module) -> Forward:

@@ -15,18 +15,16 @@ from nemorl.models.adapters import live_tensors
 from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import (
     SCORE,
+    check_files,
     decoder_of,
     fresh_head,
     head_of,
     layers_of,
-    load_causal_lm,
-    on_meta,
-    refuse_scalar_head,
-    unused_of,
     warn_of_unused,
 )
-from nemorl.models.hub import loading, weight_files, weights_folder
-from nemorl.models.tensor_files import TensorFiles, require_shapes, shapes_of, stored_names
+from nemorl.models.hub import loading, weight_files
+from nemorl.models.tensor_files import TensorFiles, shapes_of, stored_names
+from nemorl.parallel.accumulation import outline_of
 from nemorl.parallel.attention import (
     ATTENTION_NAME,
     CONTEXT_ATTENTION,
@@ -51,24 +49,17 @@ def build(
 
     frozen: without gradients and adapters.
     """
-    lora, path = LoRAConfig() if frozen else config.lora, config.model.path
-    fresh = config.model.from_scratch
-    trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-    folder = None if fresh or given is not None else weights_folder(path, **trust)
-    if folder is None and given is None:
-        given = load_causal_lm(
-            path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
-        )
-    model = on_meta(str(folder) if given is None else given.config, head=config.head, **trust)
+    lora = LoRAConfig() if frozen else config.lora
+    model, whole, folder = outline_of(config, given)
     world.plan.check(model.config)
     if lora.rank:
-        add_adapters(model, lora, base=path, seed=config.seed)
+        add_adapters(model, lora, base=config.model.path, seed=config.seed)
     if frozen:
         model.requires_grad_(False)
     shard(model, world)
     materialize(model, world)
-    if given is not None:
-        copy_whole(model, given.state_dict())
+    if whole is not None:
+        copy_whole(model, whole.state_dict())
     else:
         assert folder is not None
         unused = load_folder(model, folder, seed=config.seed)
@@ -135,15 +126,12 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> set[str]:
         if set(SCORE) <= wanted.keys() - stored.shapes.keys():
             copy_whole(model, fresh_head(model.config, seed=seed))
             wanted = {name: tensor for name, tensor in wanted.items() if name not in SCORE}
-        elif not set(SCORE) <= wanted.keys():
-            refuse_scalar_head(stored.shapes.keys() - wanted.keys())
         names = stored_names(model)
         names = {name: names[name] for name in names.keys() - stored.shapes.keys()}
-        expected = shapes_of(wanted, names)
-        require_shapes(stored.shapes, expected)
+        unused = check_files(model, stored.shapes, shapes_of(wanted, names))
         for name, tensor in wanted.items():
             fill(tensor, stored, name, names)
-    return unused_of(model, stored.shapes, expected)
+    return unused
 
 
 @torch.no_grad()

@@ -185,13 +185,7 @@ def _frozen(backend: Any) -> dict[str, Any]:
 
 def _equal(one: Any, other: Any) -> bool:
     a, b = local_part(one), local_part(other)
-    kinds = (
-        (
-            x.shape,
-            x.dtype,
-            x.device,
-            *(getattr(y, at, None) for at in ("placements", "device_mesh")),
-        )
-        for x, y in ((a, one), (b, other))
-    )
-    return next(kinds) == next(kinds) and torch.equal(a, b)
+    same = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    for name in ("placements", "device_mesh"):
+        same &= getattr(one, name, None) == getattr(other, name, None)
+    return same and torch.equal(a, b)

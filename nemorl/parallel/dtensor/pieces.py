@@ -210,25 +210,15 @@ def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Conten
     optimizer.
     """
     lora, names = has_adapters(model), _names(model)
-    state = _state(model, optimizer)
+    state, weights = _state(model, optimizer), live_tensors(model)
+    if lora:  # whole matrices, which rank 0 writes
+        weights = {name: full_tensor(x.detach()) for name, x in adapter_tensors(model).items()}
     return Contents(
-        weights=_adapters(model, world) if lora else own_pieces(live_tensors(model), world, names),
+        weights=own_pieces(weights, world, names),
         optimizer=own_pieces(state, world, of_parameters(state, names)),
         write_config=partial(write_adapter_config if lora else write_model_config, model),
         adapters=lora,
     )
-
-
-def _adapters(model: nn.Module, world: World) -> tuple[list[Piece], list[Tensor]]:
-    """Return PEFT's matrices, which rank 0 writes whole; a collective call."""
-    pieces: list[Piece] = []
-    values: list[Tensor] = []
-    for name, tensor in adapter_tensors(model).items():
-        whole = full_tensor(tensor.detach())
-        if world.rank == 0:
-            pieces.append(Piece.whole(name, whole))
-            values.append(whole)
-    return pieces, values
 
 
 def _state(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:

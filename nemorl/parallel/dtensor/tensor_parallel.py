@@ -2,10 +2,10 @@
 layout of activations between modules.
 """
 
-import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import linear
 
-from nemorl.models.adapters import adapted_layers
+from nemorl.models.adapters import adapted_layers, itself
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
 
 
@@ -177,7 +177,7 @@ class Whole(ParallelStyle):
             _spread(part, mesh, Replicate())
         inner = module.forward
 
-        @functools.wraps(inner)
+        @wraps(inner)
         def forward(*args: Any, **options: Any) -> Any:
             if not self.cut_between:
                 with _local_parameters(module):
@@ -208,7 +208,7 @@ class Experts(ParallelStyle):
         module.num_experts, module._is_expert_parallel = count, True
         inner = module.forward
 
-        @functools.wraps(inner)
+        @wraps(inner)
         def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             here = (chosen >= first) & (chosen < first + count)
             own = torch.where(here, chosen - first, count)  # `count`: it is left out
@@ -253,12 +253,18 @@ def spread_adapters(
             continue  # it is in a block that each rank has as a whole
         (layout,) = style.output_layouts
         by_rows = isinstance(style, ColwiseParallel)
+        moved = partial(_moved, mesh=mesh, wanted=layout)
+        first: Placement = Replicate()
+        second: Placement = Replicate()
         if (layout if by_rows else style.input_layouts[0]).is_replicate():
-            first, second, inner, outer = _compute_whole(mesh, layout)
-        elif by_rows:
-            first, second, inner, outer = _follow_rows(mesh)
-        else:
-            first, second, inner, outer = _follow_columns(mesh, layout)
+            inner, outer = _product(), _product(partial(moved, layout=Replicate()))
+        elif by_rows:  # each rank has the outputs of its rows of B
+            second = Shard(0)
+            inner, outer = _product(partial(_sum_backward, mesh=mesh)), _product()
+        else:  # products with columns of A are summed; B takes all tokens, or the rank's
+            first, gradient = Shard(1), Partial() if layout.is_shard() else Replicate()
+            inner = _product(partial(moved, layout=Partial()))
+            outer = _product(gradient=[gradient])
         for key in adapted.lora_A:
             _place(adapted.lora_A[key], mesh, first, inner)
             _place(adapted.lora_B[key], mesh, second, outer)
@@ -266,42 +272,16 @@ def spread_adapters(
     return left
 
 
-def _compute_whole(mesh: Any, layout: Placement) -> tuple[Placement, Placement, Any, Any]:
+def _product(
+    after: Callable[[Tensor], Tensor] = itself, gradient: Sequence[Placement] | None = None
+) -> Any:
+    """Return the forward pass of an adapter's matrix. gradient: the layout of its gradient."""
 
-    def inner(self: Any, x: Tensor) -> Tensor:
-        x = x.to_local() if isinstance(x, DTensor) else x
-        return linear(x, self.weight.to_local())
-
-    def outer(self: Any, x: Tensor) -> Tensor:
-        return _moved(linear(x, self.weight.to_local()), mesh, Replicate(), layout)
-
-    return Replicate(), Replicate(), inner, outer
-
-
-def _follow_rows(mesh: Any) -> tuple[Placement, Placement, Any, Any]:
-    """Each rank has the outputs of its rows: x ↦ B (A x), of which it has rows of B."""
-
-    def inner(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         x = x.to_local() if isinstance(x, DTensor) else x  # with sequence parallelism
-        return _sum_backward(linear(x, self.weight.to_local()), mesh)
+        return after(linear(x, self.weight.to_local(grad_placements=gradient)))
 
-    def outer(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight.to_local())
-
-    return Replicate(), Shard(0), inner, outer
-
-
-def _follow_columns(mesh: Any, layout: Placement) -> tuple[Placement, Placement, Any, Any]:
-    """Products with columns of A are summed; B takes all tokens, or (`layout` Shard) the rank's."""
-    gradient = Partial() if layout.is_shard() else Replicate()
-
-    def inner(self: Any, x: Tensor) -> Tensor:
-        return _moved(linear(x, self.weight.to_local()), mesh, Partial(), layout)
-
-    def outer(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight.to_local(grad_placements=[gradient]))
-
-    return Shard(1), Replicate(), inner, outer
+    return forward
 
 
 def _place(matrix: nn.Module, mesh: Any, placement: Placement, forward: Any) -> None:

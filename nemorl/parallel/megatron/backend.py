@@ -6,10 +6,9 @@ megatron-core is imported by `setup`: a process that only starts ranks does with
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,33 +18,18 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
-from nemorl.models.attention import without_cudnn_attention
-from nemorl.models.causal_lm import (
-    load_causal_lm,
-    on_meta,
-    refuse_scalar_head,
-    unused_of,
-    warn_of_unused,
-)
-from nemorl.models.hub import CONFIG, loading, weight_files, weights_folder
-from nemorl.models.tensor_files import TensorFiles, as_stored, require_shapes, sampled, stored_names
-from nemorl.parallel.accumulation import NO_MODEL, Accumulating, Offloaded, storage_of
+from nemorl.models.causal_lm import check_files, warn_of_unused
+from nemorl.models.hub import loading, weight_files
+from nemorl.models.tensor_files import TensorFiles, as_stored, sampled, stored_names
+from nemorl.parallel.accumulation import Accumulating, outline_of, storage_of
 from nemorl.parallel.attention import newer_flash
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.backends import check_training
-from nemorl.parallel.checkpoint import (
-    CheckpointWriter,
-    Contents,
-    Saved,
-    shared_out,
-    write_model_config,
-)
+from nemorl.parallel.checkpoint import Contents, Saved, shared_out, write_model_config
 from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.experts import require_one_batch
-from nemorl.parallel.fingerprint import Box, check_base, hash_of, samples_of
-from nemorl.parallel.layout import Cutting
-from nemorl.parallel.measure import StepMeter, close_profile, profile_folder
+from nemorl.parallel.fingerprint import Box, hash_of, samples_of
+from nemorl.parallel.layout import Cutting, Layout
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import MegatronEngine, Order
 from nemorl.parallel.megatron.routing import balancing
@@ -70,14 +54,12 @@ class MegatronBackend(Accumulating):
     traits, check = limits.traits, staticmethod(limits.check)
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
-        self._given = model
+        super().__init__(model)
         self._stages: Any = None
         self._reference: Any = None
         self._engine: MegatronEngine | None = None
 
-    def setup(self, config: BackendConfig) -> None:
-        self.config = config
+    def _load(self) -> None:
         require(
             is_started_as_rank(),
             "trainer.backend",
@@ -86,33 +68,16 @@ class MegatronBackend(Accumulating):
             "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself",
         )
         from nemorl.parallel.megatron import core
-
-        check_training(config, None, config.parallel, limits)
-        profile_folder(config.profile)
-        if config.trainer.deterministic:
-            self._settings.enter_context(deterministic_kernels)
-        self._settings.enter_context(without_cudnn_attention)  # as in the dtensor backend
-        timeout = config.collective_timeout_s
-        self.world = core.join(config.parallel, config.trainer.device, timeout_s=timeout)
-        self.device = self.world.device
-        self._runtime = partial(core.runtime, self.device)
-        source, initial = self._load(), config.same_initial_model_as
-        if initial is not None or config.trains:
-            self._base = source.fingerprint(self.world)
-        if initial is not None:
-            check_base(Saved(initial, self.world).state["base"], self._base, initial)
-        self._writer = CheckpointWriter(self.world)
-        self.meter = StepMeter(self.model.config, self.device, self.world.plan)
-        self._forget()
-        torch.manual_seed(config.seed)
-
-    def _load(self) -> Source:
         from nemorl.parallel.megatron.model import Stage
         from nemorl.parallel.megatron.optimizer import ShardedAdamW
         from nemorl.parallel.megatron.pipeline import Pipeline
         from nemorl.parallel.megatron.weights import Conversion, mark_split
 
         config = self.config
+        timeout = config.collective_timeout_s
+        self.world = core.join(config.parallel, config.trainer.device, timeout_s=timeout)
+        self.device = self.world.device
+        self._runtime = partial(core.runtime, self.device)
         source = source_of(config, self._given)
         if self.world.rank == 0:
             warn_of_unused(source.unused)
@@ -137,14 +102,13 @@ class MegatronBackend(Accumulating):
         if config.keep_reference:
             self._reference = models[1].requires_grad_(False).eval()
         self._given = None
-        return source
+        if config.trains or config.same_initial_model_as is not None:
+            self._base = source.fingerprint(self.world)
 
     @property
     def model(self) -> Any:
         """The Hugging Face model on the meta device; the weights are megatron-core's."""
-        if self._stages is None:
-            raise RuntimeError(NO_MODEL)
-        return self._model
+        return self._loaded()
 
     @property
     def cutting(self) -> Cutting:
@@ -168,7 +132,7 @@ class MegatronBackend(Accumulating):
         loss = torch.zeros((), device=self.device)
         for output in outputs:
             metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
-        loss = self._pipeline.from_last_stage(loss)
+        loss = self.world.total(loss)
         if pull is None:
             return metrics, loss
         metrics = {**metrics, "router_aux_loss": Mean(balance, torch.tensor(1.0))}
@@ -200,22 +164,10 @@ class MegatronBackend(Accumulating):
         with self._runtime():
             self.optimizer.step(grad_norm, lr)
 
-    def _compute(
-        self, batch: TokenBatch, needs: Needs, *, reference: bool = False
-    ) -> ForwardOutput:
+    def _outputs(self, layout: Layout, needs: Needs, *, reference: bool) -> list[ForwardOutput]:
         stages = self._reference if reference else self._stages
         stages.eval()
-        # The reference model's routers choose by themselves: the sampler's were others.
-        layout = self.cutting.own_layout(batch, self.place, replay=not reference)
-        found = self._pipeline.run(stages, layout, "response_mask", needs)
-        outputs = {}
-        for name in needs.outputs:
-            placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
-            if found:
-                placed = layout.place([getattr(x, name) for x in found], self.world.data_rank)
-            placed = self._pipeline.from_last_stage(placed).to(batch.input_ids.device)
-            outputs[name] = layout.restore(placed)
-        return ForwardOutput(**outputs)
+        return self._pipeline.run(stages, layout, "response_mask", needs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors, gathered one by one: all ranks go through them together."""
@@ -252,51 +204,23 @@ class MegatronBackend(Accumulating):
         held = self.weights(DTYPES[self.world.plan.precision])
         return {name: sampled(tensor, version).cpu() for name, tensor in held}
 
-    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write this rank's pieces of the weights and of the optimizer's state."""
-        self._require_training()
-        assert self._writer is not None
-        with self.world.share_errors():
-            self._away.restore()
-            boxes = own_boxes(self._stages, self.optimizer, self.conversion)
-        contents = Contents(
+    def _contents(self) -> Contents:
+        boxes = own_boxes(self._stages, self.optimizer, self.conversion)
+        return Contents(
             weights=own_weights(boxes, self.optimizer),
             optimizer=own_moments(boxes, self.optimizer, self.step),
             write_config=partial(write_model_config, self._model),
         )
-        state = {"step": self.step, "base": self._base}
-        self._writer.save(contents, path, state=state, background=background)
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint`, of any plan, or the dtensor backend wrote."""
-        self._require_training()
-        require(
-            not (path / CONFIG).exists(),
-            "the checkpoint",
-            "must be of a whole model with trainer.backend megatron",
-            path,
-            "it has adapters: resume with trainer.backend dtensor",
-        )
-        saved = Saved(path, self.world)
-        saved.require_optimizer(self.config.optimizer.name)
-        if self.config.keep_reference:
-            check_base(saved.state["base"], self._base, path)
-        with self.world.share_errors():
-            self._away.restore()
-            weights = saved.weights(self.conversion.shapes)
-            stored = saved.optimizer(self.conversion.shapes)
-            _fill(self, [self._stages], weights.read)
-            fill_moments(self._stages, self.optimizer, self.conversion, stored, self.device)
-        # The weights that the run began with, whatever this backend was set up with.
-        self.step, self._base = saved.state["step"], saved.state["base"]
+    def _fill(self, saved: Saved) -> None:
+        weights = saved.weights(self.conversion.shapes)
+        stored = saved.optimizer(self.conversion.shapes)
+        _fill(self, [self._stages], weights.read)
+        fill_moments(self._stages, self.optimizer, self.conversion, stored, self.device)
 
     def shutdown(self) -> None:
-        close_profile(self.config.profile)
-        if self._writer is not None:
-            self._writer.close()
-        self._stages = self._reference = self._given = self._writer = self._engine = None
-        self.optimizer, self._away = None, Offloaded()
-        self._settings.close()
+        super().shutdown()
+        self._stages = self._reference = self._writer = self._engine = None
 
     def _parameters(self, stages: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if self.optimizer is not None:
@@ -358,15 +282,8 @@ class Source:
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:
-    """Return where weights come from: safetensors; or a whole model on the CPU that is `given`, has
-    random weights, or is merged with adapters.
-    """
-    path, fresh = config.model.path, config.model.from_scratch
-    trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-    folder = None if fresh or given is not None else weights_folder(path, **trust)
-    if folder is None and given is None:
-        given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
-    model = on_meta(str(folder) if given is None else given.config, **trust)
+    """Return where weights come from: safetensors, or a whole model."""
+    model, given, folder = outline_of(config, given)
     stored = stored_names(model)
 
     def of_files(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -379,11 +296,8 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     assert folder is not None
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
-        unused = unused_of(model, files.shapes, tensors)
-        refuse_scalar_head(unused)
-        found = source(read=files.read, unused=unused)
-        require_shapes(files.shapes, found.shapes)
-    return found
+        found = source(read=files.read)
+        return replace(found, unused=check_files(model, files.shapes, found.shapes))
 
 
 def _box(

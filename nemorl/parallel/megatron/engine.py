@@ -145,7 +145,7 @@ def _places(plan: ParallelPlan, num_layers: int) -> tuple[list[int], int]:
     >>> _places(ParallelPlan(pp=2, vpp=2), 7)
     ([0, 1, 4, 5, 2, 3, 6], 4)
     """
-    stages = plan.stage_layers(num_layers)
+    stages = plan.stages.layers(num_layers)
     of_ranks = [list(chain(*stages[rank :: plan.pp])) for rank in range(plan.pp)]
     most = max(map(len, of_ranks))
     places = {

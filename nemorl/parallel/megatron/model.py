@@ -151,7 +151,7 @@ class Stage(core.GPTModel):
             # megatron-core 0.19 has a partial here, 0.16 a ModuleSpec.
             parts = getattr(layer.mlp, "keywords", None) or vars(layer.mlp)
             parts["submodules"].router = Router
-        counts = [len(stage) for stage in world.plan.stage_layers(config.num_layers)]
+        counts = [len(stage) for stage in world.plan.stages.layers(config.num_layers)]
         first = sum(counts[world.stage(earlier)] for earlier in range(part))
         with world.device:  # for routers, which megatron-core would leave on the CPU
             super().__init__(
@@ -343,7 +343,7 @@ def stage_parts(plan: ParallelPlan, num_layers: int) -> list[list[str]] | None:
     """
     if plan.pp == 1:
         return None
-    found = [["decoder"] * len(stage) for stage in plan.stage_layers(num_layers)]
+    found = [["decoder"] * len(stage) for stage in plan.stages.layers(num_layers)]
     found[0].insert(0, "embedding")
     found[-1].append("loss")
     return found

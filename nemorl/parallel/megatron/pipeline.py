@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemorl.data.batch import TokenBatch, to_device
@@ -74,15 +73,6 @@ class Pipeline:
             self.run(stages, layout, None, Needs())
         dist.all_reduce(sums)  # each rank had other tokens, or other layers
         return load
-
-    def from_last_stage(self, values: Tensor) -> Tensor:
-        """Return the sum of the last stages' values over all rows, on all ranks."""
-        if self.world.data_group is not None:
-            dist.all_reduce(values, group=self.world.data_group)
-        if (group := self.world.pp_group) is not None:
-            last = dist.get_global_rank(group, self.world.plan.pp - 1)
-            dist.broadcast(values, last, group=group)
-        return values
 
     def _forward(
         self,

@@ -124,7 +124,7 @@ def routes_of(
     if part.routed_experts is None:
         return None
     assert isinstance(part.routed_experts, Tensor)
-    pp, stages = world.plan.pp, world.plan.stage_layers(num_layers)
+    pp, stages = world.plan.pp, world.plan.stages.layers(num_layers)
     own = part.routed_experts.cpu().split([len(each) for each in stages[world.pp_rank :: pp]], 2)
     return by_state(work.computed(own[stage // pp], free=-1), world)
 

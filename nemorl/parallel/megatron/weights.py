@@ -65,7 +65,7 @@ class Conversion:
 
     def __init__(self, hf: Any, shapes: Shapes, world: World) -> None:
         self.shapes, self.world = shapes, world
-        self.layers = world.plan.stage_layers(hf.num_hidden_layers)
+        self.layers = world.plan.stages.layers(hf.num_hidden_layers)
         self.groups = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
         self.heads_per_group = hf.num_attention_heads // self.groups
         self.family = FAMILIES[hf.model_type]

@@ -71,7 +71,7 @@ def stages_of(step: PlannedStep) -> Sequence[PlannedStep | PlannedStage]:
     """Return a pipeline's stages, or the step alone."""
     if not step.shards_optimizer:
         return [step]
-    parts, pp = step.plan.stage_layers(step.model.num_hidden_layers), step.plan.pp
+    parts, pp = step.plan.stages.layers(step.model.num_hidden_layers), step.plan.pp
     return [PlannedStage(step, index, sum(map(len, parts[index::pp]))) for index in range(pp)]
 
 

@@ -89,9 +89,10 @@ class GapWatch(Callback):
             value, found = math.nan, "the sampler has no finite logprob for any token"
         found = f"step {step}: {found} (token_mult_prob_error;"
         causes = (
-            "Usual causes: older weights (async.max_staleness); an engine that computes differently"
-            " (quantized, other kernels; bfloat16 gives 1.01 to 1.03); dropout. Look at"
-            f" worst_tokens in {self.directory.samples_file(step)} or in nemorl report."
+            "Usual causes: weights that an engine did not take (then the gap grows), or older ones"
+            " (async.max_staleness); an engine that computes differently (quantized, other kernels;"
+            " bfloat16 gives 1.01 to 1.03); dropout. Look at worst_tokens in"
+            f" {self.directory.samples_file(step)} or in nemorl report."
         )
         if self.config.stop is not None and not value <= self.config.stop:
             self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")

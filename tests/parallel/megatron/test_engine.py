@@ -1,5 +1,6 @@
 """Plans that the conformance suite of generation does not run, against engines of one process."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import Completion, SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
 from tests.parallel.saved import exported
-from tests.parallel.ways import answers
+from tests.parallel.ways import answers, set_up
 from tests.ranks import run_ranks
 from tests.rollout.backends import (
     greedy,
@@ -47,13 +47,7 @@ PLANS = {
 
 
 def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
-    backend = MegatronBackend()
-    config = BackendConfig(
-        model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(device="cpu", **options),
-        parallel=plan,
-    )
-    backend.setup(config)
+    backend = set_up(None, folder, trainer=options, plan=asdict(plan), make=MegatronBackend)
     backend.open_engine(max_batch_size=8, max_positions=256, end_tokens=[1])
     return backend
 

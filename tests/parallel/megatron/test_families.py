@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from nemorl.models.causal_lm import load_causal_lm
-from nemorl.parallel.config import BackendConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.model import transformer_config
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import World
@@ -19,7 +17,7 @@ from tests.parallel.parity.cases import Case
 from tests.parallel.parity.compare import verdict
 from tests.parallel.parity.golden import Problem
 from tests.parallel.parity.run import run_chunk
-from tests.parallel.ways import LENGTHS, start
+from tests.parallel.ways import LENGTHS, set_up, start
 from tests.ranks import run_ranks
 from tests.tiny_models import OTHERS, tiny_model
 
@@ -55,8 +53,7 @@ def test_layers_that_do_not_rotate_have_no_factor_of_the_rotation(tmp_path: Path
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
     rope |= {"original_max_position_embeddings": 32}
     tiny_model("smollm3", scale=3.0, rope_parameters=rope).save_pretrained(tmp_path)
-    alone = DTensorBackend(load_causal_lm(str(tmp_path)))
-    alone.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    alone = set_up(load_causal_lm(str(tmp_path)))
     expected = alone.get_logprobs(random_batch(LENGTHS)).values
     for found in run_ranks(2, scored, tmp_path):
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)

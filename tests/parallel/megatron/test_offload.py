@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.megatron.engine import Order
-from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import SamplingParams
 from tests.parallel.batches import nll_loss
 from tests.parallel.offloaded import FIRST, SECOND, generations
 from tests.parallel.offloaded import held_by_megatron as held
+from tests.parallel.ways import set_up
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -31,17 +30,15 @@ PLANS = {
 
 
 def start(folder: Path, way: str, *, device: str = "cpu", **options: Any) -> MegatronBackend:
-    backend = MegatronBackend()
-    backend.setup(
-        BackendConfig(
-            model=ModelConfig(path=str(folder)),
-            trainer=TrainerConfig(device=device, backend="megatron"),
-            optimizer=OptimizerConfig(lr=1e-2, eps=1e-4),
-            parallel=ParallelPlan(**PLANS[way]),
-            **{"keep_reference": True, **options},
-        )
+    return set_up(
+        None,
+        folder,
+        trainer={"device": device},
+        optimizer={"eps": 1e-4},
+        plan=PLANS[way],
+        make=MegatronBackend,
+        **{"keep_reference": True, **options},
     )
-    return backend
 
 
 def trained(backend: MegatronBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:

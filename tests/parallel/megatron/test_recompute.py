@@ -13,11 +13,10 @@ from torch import Tensor
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.ways import start, weights
+from tests.parallel.ways import LENGTHS, start, weights
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
 
-LENGTHS = [9, 2, 30, 17, 1, 12]
 PARTS = {
     "core_attn": lambda layer: layer.self_attention.core_attention,
     "mlp": lambda layer: layer.mlp.linear_fc1,

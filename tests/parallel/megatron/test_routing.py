@@ -13,11 +13,9 @@ from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.experts import require_routes
 from nemorl.parallel.megatron.routing import Routes
 from tests.parallel.batches import nll_loss, random_batch
-from tests.parallel.ways import start
+from tests.parallel.ways import LENGTHS, start
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
-
-LENGTHS = [9, 2, 30, 17, 1, 12]
 
 
 def of_reference(folder: Path, batch: TokenBatch) -> tuple[Tensor, Tensor]:

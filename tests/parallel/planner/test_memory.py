@@ -110,7 +110,7 @@ def shards_of_1024(cases: list[tuple[dict[str, Any], ParallelPlan]]) -> list[int
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from nemorl.parallel.dtensor.build import on_meta, shard
+    from nemorl.parallel.dtensor.build import shard
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
     found = []

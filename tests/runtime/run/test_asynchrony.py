@@ -33,16 +33,9 @@ from tests.runtime.runs import (
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("staleness", "in_flight"),
-    [
-        (2, "keep"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, "keep"), (4, "keep"), (1, "abort"), (2, "abort"), (4, "abort"))
-        ),
-    ],
-)
+@pytest.mark.slow_cases(but=["keep-2"])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
 def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
     staleness: int, in_flight: str, tmp_path: Path
 ):

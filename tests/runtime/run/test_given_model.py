@@ -30,9 +30,8 @@ def go(config, model) -> nemorl.TrainResult:
     return nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=rows, reward=reward)
 
 
-@pytest.mark.parametrize(
-    "kind", ["live", *(pytest.param(k, marks=pytest.mark.slow) for k in ("precomputed", "grpo"))]
-)
+@pytest.mark.slow_cases("precomputed", "grpo")
+@pytest.mark.parametrize("kind", WITH_REFERENCE)
 def test_a_trained_model_is_not_taken_for_the_reference(kind, tmp_path: Path):
     make = WITH_REFERENCE[kind]
     model = tiny_model(scale=2.0)

@@ -29,14 +29,7 @@ from tests.parallel.offloaded import held
 from tests.rollout.updates import update
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
-from tests.runtime.runs import (
-    addition_rows,
-    digits,
-    grpo_config,
-    numbers,
-    saved_model,
-    sft_config,
-)
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, saved_model, sft_config
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
 
 
@@ -111,7 +104,7 @@ def test_deterministic_kernels_where_the_engine_computes_too(
 ):
     """Though the ranks are other processes, as those stand-ins are made to be."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr("nemorl.parallel.dtensor.backend.deterministic_kernels", nullcontext())
+    monkeypatch.setattr("nemorl.parallel.accumulation.deterministic_kernels", nullcontext())
     found = []
     step = TorchGenerationBackend._step
 
@@ -126,16 +119,13 @@ def test_deterministic_kernels_where_the_engine_computes_too(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize(
-    "lora", [{"export": "merged"}, pytest.param({"export": "adapter"}, marks=pytest.mark.slow)]
-)
-def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
+@pytest.mark.slow_cases("adapter")
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_adapters_on_ranks(export, folder, ranks, tmp_path: Path):
     """The copy that generates has them merged, which is another order of the same sums."""
+    lora = nemorl.LoRAConfig(rank=2, export=export)
     config = on_ranks(
-        grpo_config(
-            tmp_path / "run", steps=2, run={"export": True}, lora=nemorl.LoRAConfig(rank=2, **lora)
-        ),
-        folder,
+        grpo_config(tmp_path / "run", steps=2, run={"export": True}, lora=lora), folder
     )
     spread, whole = go(config), go(alone(config))
     for line, other in zip(spread.history, whole.history, strict=True):

@@ -28,6 +28,7 @@ from tests.runtime.runs import (
     grpo_config,
     numbers,
     opened,
+    resumed,
     run_config,
     sft_config,
     start,
@@ -90,7 +91,7 @@ def test_a_loop_that_is_left_goes_on_where_it_was(how: str, tmp_path: Path):
     else:
         assert how == "break" and run.result.metrics["loss"] == expected[1]["loss"]
     assert list(checkpoint.present(tmp_path / "left")) == [2]
-    config = replace(config, run=replace(config.run, resume=True))
+    config = resumed(config)
     assert whole(config) == expected
 
 
@@ -286,6 +287,8 @@ def test_which_models_a_run_may_have(tmp_path: Path):
         assert torch.equal(run.trainer.get_logprobs(BATCH).values, before)
         with pytest.raises(ValueError, match="model must be given where the policy's was, which"):
             run.backend("late", trains=False)
+        with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places"):
+            run.backend("apart", model=tiny_model(), own_ranks=True)
         for step in run.steps(2):
             with pytest.raises(ValueError, match="must be called before the first step"):
                 run.backend("critic", model=tiny_model())
@@ -326,7 +329,7 @@ def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
 def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path):
     config = grpo_config(tmp_path / "script", steps=2)
     whole(config, 1)
-    again = replace(config, run=replace(config.run, resume=True))
+    again = resumed(config)
     theirs = (
         "run.dir must be the folder of a run of grpo, but it is 'one of a script with GRPOConfig'"
     )
@@ -341,7 +344,7 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path):
         " but it is 'one of grpo': nemorl grpo"
     )
     with pytest.raises(ValueError, match=ours):
-        whole(replace(config, run=replace(config.run, resume=True)))
+        whole(resumed(config))
 
 
 @pytest.mark.parametrize("where", ["loss", "advantage", "callback"])

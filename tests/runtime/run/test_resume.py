@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.killed import (
-    KillInTurn,
-    assert_equal_outcomes,
-    kill_and_resume,
-    process,
-    talk,
-)
+from tests.runtime.killed import KillInTurn, assert_equal_outcomes, kill_and_resume, process, talk
 from tests.runtime.runs import lines, prove, sft_config, start
 
 STREAM = {"streaming": True}
@@ -56,9 +50,8 @@ KILLS = [("between", 3), ("checkpoint", 4)]
 """
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == FRESH else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow_cases(but=[FRESH])
+@pytest.mark.parametrize("name", CASES)
 def test_killed_between_two_steps_and_in_a_checkpoint(name: str, forked: Path, tmp_path: Path):
     last = sys.executable if name == FRESH else None
     kill_and_resume(forked / "python", tmp_path, KILLS, last=last, **CASES[name])

@@ -301,7 +301,6 @@ _NAMES = {
     "nemorl.runtime.watch.report": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-_SUBPACKAGES = ("data", "losses")
 
 
 def __getattr__(name: str) -> Any:
@@ -311,7 +310,7 @@ def __getattr__(name: str) -> Any:
         value: Any = version("nemorl")
     elif name in _MODULE_OF:
         value = getattr(import_module(_MODULE_OF[name]), name)
-    elif name in _SUBPACKAGES:
+    elif name in __all__:
         value = import_module(f"nemorl.{name}")
     else:
         raise AttributeError(f"module 'nemorl' has no attribute {name!r}")

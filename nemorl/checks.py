@@ -104,17 +104,11 @@ def _one_word(word: str, other: str) -> bool:
     return long.startswith(short) or (alike and (len(short) > 4 or word[0] == other[0]))
 
 
-def own_methods(value: Any, protocol: type) -> set[str]:
-    """Return which methods of a Protocol a class or object has itself."""
+def has_own(value: Any, name: str, protocol: type) -> bool:
+    """Return whether a class or object has a method, other than a Protocol's that it inherits."""
     kind = value if isinstance(value, type) else type(value)
-    listed = kind if protocol is object else protocol
-    names = [name for name in dir(listed) if name[0] != "_" and callable(getattr(listed, name))]
-    return {
-        name
-        for name in names
-        if callable(getattr(value, name, None))
-        and getattr(kind, name, None) is not getattr(protocol, name, None)
-    }
+    inherited = getattr(kind, name, None) is getattr(protocol, name, None)
+    return callable(getattr(value, name, None)) and not inherited
 
 
 def short(value: object, limit: int = 120) -> str:
@@ -184,8 +178,7 @@ def warn(message: str) -> None:
 
     In a thread it names the line that called this function.
     """
-    here = sys._getframe(1)
-    frame = here
+    here = frame = sys._getframe(1)
     while (name := frame.f_code.co_filename).startswith(INSIDE) or f"-packages{sep}" in name:
         if frame.f_back is None:
             frame = here

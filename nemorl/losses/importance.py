@@ -71,10 +71,9 @@ def importance_weights(
 
     With d_t = log π_prev − log π_gen of a sequence's trained tokens, the ratio is exp d_t
     (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"), at most e²⁰
-    (`bounded_exp`), which a long sequence's product soon exceeds. Outside of [min, max] it is
-    clamped (mode="truncate") or w = 0 ("mask"); with "sequence_mask" w = 0 in every sequence whose
-    *geometric* ratio is outside, and others keep theirs, however large. Whatever level and mode,
-    w = 0 outside of these bounds (low, high):
+    (`bounded_exp`). Outside of [min, max] it is clamped (mode="truncate") or w = 0 ("mask"); with
+    "sequence_mask" w = 0 in every sequence whose *geometric* ratio is outside, and others keep
+    theirs, however large. Whatever level and mode, w = 0 outside of these bounds (low, high):
 
         token_bounds: tokens by exp d_t.
         extreme_bounds: sequences with any such token.
@@ -252,8 +251,6 @@ def sampler_gap(
 
 BITS = 0xFFFFFFFF
 """Hashes are integers from 0 to 2^32 − 1, in int64: no product below overflows."""
-FIRST_DEPTHS = tuple(4**power for power in range(12))
-"""Where the parts of a response begin that `gap_by_depth` measures apart."""
 
 
 def _mixed(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
@@ -360,7 +357,7 @@ def gap_by_depth(
     follows = pad(response_mask[:, :-1], (1, 0)) & same_segment(segment_ids)
     inside = response.long().cumsum(-1)
     depth = inside - torch.where(response & ~follows, inside - 1, 0).cummax(-1).values
-    begins = [first for first in FIRST_DEPTHS if first <= max(segment_ids.shape[1] - 1, 1)]
+    begins = [4**n for n in range(12) if 4**n <= max(segment_ids.shape[1] - 1, 1)]
     return {
         f"receipts/kl_from_{first}": mean_of(error, usable & (depth >= first) & (depth < end))
         for first, end in pairwise([*begins, math.inf])

@@ -80,8 +80,7 @@ def require_same_support(
     if unlike:
         raise LogprobKindError(
             f"{what_a} and {what_b} log-probabilities are of different distributions"
-            f" ({'; '.join(unlike)}): {what_a} is {kind_a}, {what_b} is {kind_b}; compute both with"
-            " the same temperature and filters"
+            f" ({'; '.join(unlike)}): compute both with the same temperature and filters"
         )
 
 

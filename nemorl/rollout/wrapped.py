@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemorl.checks import own_methods, require
+from nemorl.checks import has_own, require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
 from nemorl.rollout.calls import accepted, blocking
@@ -52,7 +52,8 @@ def as_generation_backend(target: Any) -> Any:
     Traceback (most recent call last):
     ValueError: a generation backend must have the methods setup, update_weights, shutdown, ...
     """
-    own = own_methods(target, GenerationBackend)
+    names = (*NEEDED, "sample", *_OPTIONAL)
+    own = {name for name in names if has_own(target, name, GenerationBackend)}
     missing = [name for name in NEEDED if name not in own]
     if not own & {"sample", "generate"}:
         missing.append("sample (or generate)")
@@ -133,8 +134,7 @@ class WrappedBackend(ScheduledBackend):
         return self._optional("metrics") or {}
 
     def _optional(self, name: str) -> Any:
-        has = name in own_methods(self.inner, GenerationBackend)
-        return getattr(self.inner, name)() if has else None
+        return getattr(self.inner, name)() if has_own(self.inner, name, GenerationBackend) else None
 
     def shutdown(self) -> None:
         with self._scheduler.lock:

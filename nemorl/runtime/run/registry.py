@@ -8,7 +8,7 @@ from inspect import getattr_static, signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import checked_by, closest, own_methods, require
+from nemorl.checks import checked_by, closest, has_own, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import TrainingTraits
 from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_known
@@ -228,7 +228,7 @@ def has_method(config: BaseConfig, name: str) -> bool:
     from nemorl.parallel.backend import FullTrainingBackend
 
     backend = training_backend_class(config.trainer.backend)
-    return name in own_methods(backend, FullTrainingBackend) or hasattr(backend, "__getattr__")
+    return has_own(backend, name, FullTrainingBackend) or hasattr(backend, "__getattr__")
 
 
 def get_generation_backend(name: str) -> "type[GenerationBackend]":

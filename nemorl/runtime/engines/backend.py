@@ -272,11 +272,17 @@ def _sampled(config: PretrainedConfig) -> float:
     rows = samples(config.vocab_size)
     first, second = tiny_model(config), tiny_model(config, seed=1)
     backend = VLLMGenerationBackend(model=first)
-    settings: dict[str, Any] = {"engine": {"kv_cache_memory_bytes": 2**25}, "max_restarts": 0}
-    settings |= {"backend": "vllm", "max_batch_size": 4, "max_model_len": 128}
     with tempfile.TemporaryDirectory() as logs:
+        settings = GenerationConfig(
+            backend="vllm",
+            engine={"kv_cache_memory_bytes": 2**25},
+            max_restarts=0,
+            max_batch_size=4,
+            max_model_len=128,
+            log_dir=logs,
+        )
         try:
-            backend.setup(GenerationConfig(**settings, log_dir=logs))
+            backend.setup(settings)
             worst = sampled_differ(backend, first, rows)
             update = Weights(version=1, tensors=merged_tensors(second))
             blocking(backend.update_weights(update))

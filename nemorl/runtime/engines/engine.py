@@ -486,7 +486,7 @@ class EngineActor:
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            gpus=tuple(gpus.split(",")) if gpus else (),
+            gpus=tuple(filter(None, gpus.split(","))),
             uuids=self._engine.uuids,
         )
 

@@ -65,7 +65,6 @@ from nemorl.runtime.workers.cluster import DRIVER, Bundle, RayVirtualCluster, Re
 from nemorl.runtime.workers.worker import Worker
 
 SHUTDOWN_S = 10.0
-START = "generation.start_timeout_s"
 
 
 @dataclass(eq=False)
@@ -149,7 +148,8 @@ class EngineProcesses:
     async def _start(self, id: ProcessId) -> None:
         process = self.running[id] = EngineProcess(id, self.launched(id.rank))
         worker, first, limit_s = process.worker, self.spec, self.config.start_timeout_s
-        up = partial(worker.answer, doing="its start", timeout_s=limit_s, setting=START)
+        setting = "generation.start_timeout_s"
+        up = partial(worker.answer, doing="its start", timeout_s=limit_s, setting=setting)
         stages = range(1, first.pipeline_parallel_size)
         if stages:
             first = await up(worker.actor.meet.remote(first))
@@ -342,10 +342,7 @@ class Supply:
         self._receipt: UpdateReceipt | None = None
 
     def update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
-        """Give all replicas that are up the newest weights, and return their version.
-
-        After an error requests in flight fail, and nothing is generated until an update succeeds.
-        """
+        """Give all replicas that are up the newest weights, and return their version."""
         router = self._router
         try:
             if in_flight == "wait":

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
+from unittest.mock import patch
 
 import cloudpickle
 import torch
@@ -118,8 +119,7 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
     if setting != "auto":
         needs = f"needs {NEEDS.get(setting)}"
         require(works[setting], "generation.weight_transport", needs, setting, "remove it")
-        required = ", or as adapter_rank or pipeline_parallel_size requires"
-        return Transport(setting, "as set" + required * (setting == "object_store"))
+        return Transport(setting, "as set, or as other settings require")
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
@@ -193,11 +193,8 @@ def _given_back(transfer: Any) -> Iterator[None]:
                 torch.UntypedStorage._release_ipc_counter(counter, offset, device=DEVICE)
         return gather(handles)
 
-    transfer._all_gather_and_merge_handles = gathered
-    try:
+    with patch.object(transfer, "_all_gather_and_merge_handles", gathered):
         yield
-    finally:
-        del transfer._all_gather_and_merge_handles
 
 
 def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

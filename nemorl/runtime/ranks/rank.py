@@ -81,11 +81,11 @@ class Rank:
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> Any:
         """fetch: returns this rank's routes of a batch, the first argument."""
-        name = kwargs.get("backend", "")
+        options = {**kwargs}
+        name = options.pop("backend", "")
         if fetch is not None:
             routes = fetch(self._ready(name).place)
             args = (replace(args[0], routed_experts=routes), *args[1:])
-        options = {key: value for key, value in kwargs.items() if key != "backend"}
         if method not in BACKGROUND:
             self._name = name
         call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
@@ -199,7 +199,6 @@ PATIENCE = timedelta(days=7)
 
 class TorchrunRanks:
     places: Sequence[Place] = ()
-    """Not known."""
 
     def __init__(self, make: Callable[[], Any], size: int, config: BaseConfig) -> None:
         self._calls, self._done, self._background = _groups(config)

@@ -214,9 +214,13 @@ class LiveDisplay(Display):
             parts += [Text(), self._validation()]
         if self.samples:
             parts += [Text(), self._samples(width)]
-        title = f"[bold]{self.title}[/]"
-        style: Any = {"title_align": "left", "border_style": "blue", "padding": (1, 2)}
-        return Panel(Group(*parts), title=title, **style)
+        return Panel(
+            Group(*parts),
+            title=f"[bold]{self.title}[/]",
+            title_align="left",
+            border_style="blue",
+            padding=(1, 2),
+        )
 
     def _progress(self) -> Table:
         cells = [Text(self.left, style="bold")]

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import ray
@@ -86,8 +87,8 @@ class ClusterLost(RayClusterError):
 _LOCK = threading.RLock()
 _STATE = {"users": 0, "ours": False, "local": False}
 _SESSION = ExitStack()
-"""Gives up the folder of a cluster that was started here: a later start removes it, as Ray's
-processes may still write to it.
+"""Gives up the folder of a cluster that was started here, to which Ray's processes may still write:
+a later start removes it.
 """
 _GUARDS: list[subprocess.Popen] = []
 
@@ -242,8 +243,10 @@ def _attach(address: str) -> None:
 
 def _initialize(address: str, variables: Mapping[str, str], **options: Any) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = address != "local"  # as read from the environment before
+    # Daemons' messages on dead workers, which no setting turns off.
+    quiet = patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
     try:
-        with _environment(variables), _handlers(), _quiet():
+        with _environment(variables), _handlers(), quiet:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception:
         with suppress(Exception):
@@ -283,18 +286,6 @@ def _handlers() -> Iterator[None]:
             signal.signal(number, handler)
         if ended:
             signal.raise_signal(signal.SIGTERM)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Ray from printing its daemons' messages on dead workers, which no setting does."""
-    module = ray._private.worker
-    before = module.listen_error_messages
-    module.listen_error_messages = lambda worker, threads_stopped: None
-    try:
-        yield
-    finally:
-        module.listen_error_messages = before
 
 
 def _probe(address: str) -> None:

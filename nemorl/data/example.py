@@ -26,7 +26,7 @@ class Example:
     generation_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
     policy_versions: Sequence[int] | None = None
-    """As in `TokenBatch`, like the rest."""
+    """As in `TokenBatch`, as all fields are."""
     routed_experts: Any = None
     """`[tokens, layers, topk]`, of lists or a tensor."""
 

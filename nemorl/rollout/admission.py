@@ -60,7 +60,7 @@ class LoopState:
     dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Groups that the present step takes and does not train on, by reason."""
     data: Sequence[Digest] = field(default_factory=list, repr=False)
-    """Of the data sets to train and to validate on."""
+    """Digests of the data sets to train and to validate on."""
     synced: int = field(default=0, compare=False)
     """Finished steps that the engines' weights include; not saved, like what follows."""
     asked: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -59,7 +59,7 @@ class Cohort:
     _outside: int = 0
     _asked: list[Question] = field(default_factory=list)
     _groups: dict[int, SamplingParams] = field(default_factory=dict)
-    """By prompt."""
+    """How each prompt is sampled."""
     _shared: dict[tuple[int, SamplingParams], asyncio.Task[list[Completion]]] = field(
         default_factory=dict
     )

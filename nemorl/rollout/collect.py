@@ -44,14 +44,14 @@ class Rollouts:
     conversations: Sequence[Conversation]
     """With an outcome each."""
     rewards: Float[Tensor, "batch"]
-    """As the environment's global post-processing left them."""
+    """Rewards as the environment's global post-processing left them."""
     kind: LogprobKind
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the environment."""
+    """Metrics of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
     """As in `Outcome`."""
     failed: Sequence[Conversation] = ()
-    """In nothing else."""
+    """Conversations that failed, which are in nothing else."""
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:

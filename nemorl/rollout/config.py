@@ -14,7 +14,7 @@ TRAITS = {
     ),
     "vllm": GenerationTraits(shares_model=False, engines=True, records_experts=True),
 }
-"""By name; registered backends join."""
+"""What generation backends can do, by name; registered ones join."""
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

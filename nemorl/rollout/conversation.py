@@ -236,7 +236,7 @@ class Prompts:
     groups: Sequence[int] = ()
     """The number of each prompt's group in the run; empty: not numbered yet."""
     tokenizer: Any = None
-    """That made `token_ids`, with its chat template: for the messages of later turns."""
+    """The one that made `token_ids`, with its chat template: for the messages of later turns."""
     limits: Limits = Limits()
     """Of the conversations about them."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -58,7 +58,7 @@ class SlotTensors:
     greedy: Tensor | None
     """Rows that take the most likely token, if any."""
     filters: dict[str, Any]
-    """Of `FILTERS_OFF`: a number for all slots, or one for each."""
+    """temperature, top_k, top_p and min_p: a number for all slots, or one for each."""
     places: Tensor
     """Tokens that each has so far."""
     positions: Tensor
@@ -119,7 +119,7 @@ def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
 
 
 LEAST_LENGTH = 32
-"""Of keys; others are multiples of it."""
+"""The cache's shortest length, of which the others are multiples."""
 
 
 def stepped(count: int, least: int = 1) -> int:
@@ -208,7 +208,7 @@ class SlotCache:
             return key, value
         assert self._positions is not None
         rows, heads = key.shape[:2]
-        if self._lines is None:  # of head_dim in a store, for all layers
+        if self._lines is None:  # for all layers: places in a store seen as lines of head_dim
             self._lines = (
                 torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length
                 + self._positions[:, None]
@@ -234,8 +234,8 @@ def cached_attention(
     """Return the attention of new tokens to the cached ones that mask and rule show.
 
     mask: `[batch, 1, new, seq]`, True for a token's own place and all before it. None: the new
-    tokens are all there are. Heads of one new token that share a key head are taken as its tokens:
-    repeating keys and values would copy the whole cache in every layer.
+    tokens are all there are. One new token's heads that share a key head are taken as several
+    tokens of that head: repeating keys and values would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
     if mask is None:
@@ -272,7 +272,7 @@ def decoding(model: nn.Module) -> Iterator[None]:
 PREFILL_TOKENS = 8192
 """Prompt tokens of a pass, padding included."""
 PREFILL_MULTIPLE = 8
-"""Of padded prompts' lengths: a kernel of CUDA pads other masks in each layer."""
+"""Padded prompts have a multiple of it: a kernel of CUDA pads other masks in each layer."""
 MARGIN = 8
 """Characters that may be wrong at the beginning of a text that is decoded from the middle of a
 response: a part of one, or a lost space.
@@ -385,7 +385,7 @@ class Decoding:
         return True
 
     def _room(self) -> bool:
-        """While others decode, there is once an eighth is free."""
+        """Return whether to admit a group now: while others decode, once an eighth is free."""
         if not self.waiting:
             return False
         free = self.max_batch_size - len(self.active)

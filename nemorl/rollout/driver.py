@@ -30,7 +30,7 @@ from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.scheduler import WAITING
 
 ATTEMPTS = 3
-"""Of a failed conversation that its group needs."""
+"""How often a conversation is begun at most, where its group needs it and it fails."""
 THREADS = 64
 """Calls of environments' methods that block, at a time."""
 STOP_S = 30.0

@@ -293,7 +293,9 @@ class GenerationBackend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTraits:
-    """Where a generation backend computes, and what it can sample; by default as here."""
+    """Where a generation backend computes, and what it can sample. A class without traits has the
+    defaults.
+    """
 
     on_trainer: bool = False
     """The trainer's ranks sample: it is made with `trainer` in place of `model`."""

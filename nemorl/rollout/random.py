@@ -6,7 +6,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 Bits = TypeVar("Bits", int, Int64[Tensor, "batch"])
-"""64 bits, of an int the lowest."""
+"""64 bits: the lowest ones of an int."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

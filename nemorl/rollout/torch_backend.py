@@ -31,7 +31,7 @@ from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 
 STEP_S = 0.05
-"""Of a step, of several tokens; its start takes 0.5 ms."""
+"""Seconds of a step, of several tokens; its start takes 0.5 ms."""
 
 
 class TorchGenerationBackend(ScheduledBackend):

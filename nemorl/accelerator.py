@@ -1,6 +1,4 @@
-"""Questions about devices that are answered by what a device is, not by its maker's name."""
-
-from typing import Any
+"""A question about devices that is answered by what a device is, not by its maker's name."""
 
 import torch
 
@@ -12,8 +10,3 @@ def is_accelerator(device: torch.device) -> bool:
     [True, False, False]
     """
     return device.type not in ("cpu", "meta", "mps")
-
-
-def module_of(device: torch.device) -> Any:
-    """Return torch's module for an accelerator's kind, such as `torch.cuda`."""
-    return torch.get_device_module(device)

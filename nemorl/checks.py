@@ -1,6 +1,4 @@
-"""How a wrong value is refused, everywhere alike: field, requirement, value, remedy; and warnings
-with the user's line.
-"""
+"""Refusals of wrong values (field, requirement, value, remedy), warnings with the user's line."""
 
 import difflib
 import math
@@ -32,7 +30,7 @@ def require(condition: bool, field_name: str, requirement: str, value: object, r
 
 @contextmanager
 def checked_by(backend: str) -> Iterator[None]:
-    """Run the `check` of a backend in the block; other errors than ValueErrors name it."""
+    """Run a backend's `check` in the block; errors other than ValueErrors name it."""
     try:
         yield
     except ValueError:
@@ -45,13 +43,8 @@ def checked_by(backend: str) -> Iterator[None]:
 def at_least(minimum: float, **values: float | None) -> None:
     """Require that no value is below `minimum`; optimizer__lr is the field optimizer.lr."""
     for name, value in values.items():
-        require(
-            value is None or value >= minimum,
-            name.replace("__", "."),
-            f"must be at least {minimum}",
-            value,
-            f"use {minimum} or more",
-        )
+        fits, least = value is None or value >= minimum, f"must be at least {minimum}"
+        require(fits, name.replace("__", "."), least, value, f"use {minimum} or more")
 
 
 def valid_seed(**values: int | None) -> None:
@@ -94,13 +87,13 @@ def _misspelled(parts: list[str], others: list[str]) -> bool:
 
 def _one_letter(word: str, other: str) -> bool:
     """Return whether words of four letters or more differ in one, a slip if others are equal."""
-    different = [pair for pair in zip(word, other, strict=False) if pair[0] != pair[1]]
-    return len(word) == len(other) >= 4 and len(different) == 1 and "".join(*different).isalpha()
+    unlike = [one + two for one, two in zip(word, other, strict=False) if one != two]
+    return len(word) == len(other) >= 4 and len(unlike) == 1 and unlike[0].isalpha()
 
 
 def _one_word(word: str, other: str) -> bool:
     """Whether two words are one with a slip: swapped or doubled letters, or a beginning."""
-    if word == other or sorted(word) == sorted(other):
+    if sorted(word) == sorted(other):
         return True
     if re.sub(r"\D", "", word) != re.sub(r"\D", "", other):
         return False  # beta1 is not beta2
@@ -111,17 +104,11 @@ def _one_word(word: str, other: str) -> bool:
     return long.startswith(short) or (alike and (len(short) > 4 or word[0] == other[0]))
 
 
-def own_methods(value: Any, protocol: type) -> set[str]:
-    """Return which methods of a Protocol a class or object has itself."""
+def has_own(value: Any, name: str, protocol: type) -> bool:
+    """Return whether a class or object has a method, other than a Protocol's that it inherits."""
     kind = value if isinstance(value, type) else type(value)
-    listed = kind if protocol is object else protocol
-    names = [name for name in dir(listed) if name[0] != "_" and callable(getattr(listed, name))]
-    return {
-        name
-        for name in names
-        if callable(getattr(value, name, None))
-        and getattr(kind, name, None) is not getattr(protocol, name, None)
-    }
+    inherited = getattr(kind, name, None) is getattr(protocol, name, None)
+    return callable(getattr(value, name, None)) and not inherited
 
 
 def short(value: object, limit: int = 120) -> str:
@@ -191,11 +178,8 @@ def warn(message: str) -> None:
 
     In a thread it names the line that called this function.
     """
-    here = sys._getframe(1)
-    frame = here
-    while frame.f_code.co_filename.startswith(INSIDE) or f"-packages{sep}" in (
-        frame.f_code.co_filename
-    ):
+    here = frame = sys._getframe(1)
+    while (name := frame.f_code.co_filename).startswith(INSIDE) or f"-packages{sep}" in name:
         if frame.f_back is None:
             frame = here
             break

@@ -15,7 +15,7 @@ CHOICES = {*LIMITS, "OMP_WAIT_POLICY"}
 def limit_spinning() -> bool:
     """Set how long threads spin, in this process and those that it starts, unless the user has.
 
-    Return whether torch has read the environment before, so that its threads spin in this process.
+    Return whether it is too late for this process: torch has read the environment before.
     """
     chosen = CHOICES & os.environ.keys()
     if "OMP_WAIT_POLICY" not in chosen:
@@ -29,4 +29,4 @@ def spinning_variables() -> dict[str, str]:
 
 
 SPINS = limit_spinning()
-"""Whether the threads of this process spin, because torch was imported before nemorl."""
+"""Whether this process's threads spin, because torch was imported before nemorl."""

@@ -251,6 +251,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
     plain_args, plain_kwargs = pytree.tree_map_only(Emulated, lambda x: x.raw, (args, kwargs))
+    if func is aten.histc.default:  # CUDA's counts integers, a CPU's does not
+        plain_args = (plain_args[0].float(), *plain_args[1:])
     out = func(*plain_args, **plain_kwargs)
     written = _written(func, args, kwargs)
     if written:

@@ -1,7 +1,6 @@
 """The scripts of examples/, as modules and as programs, and the files that documents name."""
 
 import importlib
-import json
 import re
 import runpy
 import shutil
@@ -14,6 +13,7 @@ from types import ModuleType
 from nemorl.runtime.config import tree
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run import registry
+from tests.runtime.runs import addition_rows, rows_file
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -85,11 +85,11 @@ def write_example_files(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     for name in ("model", "sft"):
         shutil.copytree(folder / "model", folder / "runs" / "quickstart-0" / name)
-    sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
+    sums = [(row["prompt"], row["answer"]) for row in addition_rows()]
     rows = {
         "demonstrations": [{"prompt": p, "response": a} for p, a in sums],
         "questions": [{"prompt": p, "answer": a} for p, a in sums],
         "pairs": [{"prompt": p, "chosen": a, "rejected": str(int(a) + 1)} for p, a in sums],
     }
     for name, content in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+        rows_file(folder / f"{name}.jsonl", content)

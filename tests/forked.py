@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PRELOADED = [
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
+LIBRARIES = [
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "datasets"),
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
-    "datasets",
+]
+PRELOADED = [
+    *LIBRARIES,
     "matplotlib.pyplot",
     "nemorl.runtime.cli.main",
     "nemorl.runtime.algorithms.sft",
@@ -54,6 +55,18 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
+
+
+def succeeded(
+    *command: str | Path, cwd: Path = ROOT, timeout: float | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program with these variables besides; its exit code must be 0."""
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 @contextmanager

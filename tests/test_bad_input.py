@@ -26,7 +26,14 @@ from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from tests.runtime.run.mishaps import FailsOnce
-from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config
+from tests.runtime.runs import (
+    addition_rows,
+    dpo_config,
+    grpo_config,
+    rows_file,
+    saved_model,
+    sft_config,
+)
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tools.from_nemo_rl import translate
 
@@ -50,9 +57,9 @@ class Place:
     def run_folder(self) -> Path:
         return self.folder / "run"
 
-    def write(self, name: str, content: str | bytes) -> str:
+    def write(self, name: str, content: str) -> str:
         path = self.folder / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_text(content)
         return str(path)
 
     def config(self, make: Callable[..., Any], **options: Any) -> Any:
@@ -113,19 +120,18 @@ def run(
 sft, grpo, dpo = (partial(run, make) for make in (Place.sft, Place.grpo, Place.dpo))
 
 
-def rows(message: str, given: Any, start: Callable[..., Case] = sft, **data: Any) -> Case:
-    return start(message, {"train": given}, data={"train": None, **data})
+def rows(message: str, given: Any, **data: Any) -> Case:
+    return sft(message, {"train": given}, data={"train": None, **data})
 
 
 def reward(message: str, given: Any, **options: Any) -> Case:
     return grpo(message, {"reward": given}, **options)
 
 
-def file(message: str, name: str, content: str | bytes, **data: Any) -> Case:
+def file(message: str, name: str, content: str) -> Case:
     """SFT on a file of rows."""
     return Case(
-        message,
-        lambda place: nemorl.run(place.sft(data={"train": place.write(name, content), **data})),
+        message, lambda place: nemorl.run(place.sft(data={"train": place.write(name, content)}))
     )
 
 
@@ -415,11 +421,6 @@ def messages(*contents: str) -> list[dict[str, str]]:
 
 
 DATA = [
-    rows(
-        r"row 1: completions must have two of unlike rank, got ranks \[0, 0\]: leave the row out",
-        [{"context": "1", "completions": [{"rank": 0, "completion": each} for each in "12"]}],
-        dpo,
-    ),
     dpo(
         r"row 1: label must be true or false, got 'maybe' \(data\.label_column",
         {"train": [{"prompt": "1", "response": "2", "label": "maybe"}]},
@@ -431,20 +432,13 @@ DATA = [
         "rows.jsonl",
         LINE + "[1]\n",
     ),
-    file(r"rows\.jsonl: not UTF-8 text .*convert the file", "rows.jsonl", b'{"prompt": "\xff"}\n'),
-    file(r"rows\.json, line 2: not JSON .*name it \.jsonl", "rows.json", LINE + LINE),
     file(
         r"rows\.csv, line 3: the header has 2 columns, this row has 3",
         "rows.csv",
         "prompt,response\n1,2\n1,2,3\n",
     ),
     file(
-        r"rows\.jsonl, line 2: a number must have at most 4300 digits, .*: give it as text",
-        "rows.jsonl",
-        LINE + '{"prompt": "1+1=", "answer": %s}\n' % ("9" * 5000),
-    ),
-    file(
-        r"rows\.json: .*brackets be less than \d+ deep",
+        r"rows\.json, line 1: .*brackets be less than \d+ deep",
         "rows.json",
         f'[{LINE}, {{"prompt": {"[" * 10**5}',
     ),
@@ -453,7 +447,6 @@ DATA = [
         "rows.jsonl",
         LINE + '{"prompt": "\\ud800", "response": "2"}\n',
     ),
-    file(r"rows\.parquet: not a Parquet file that can be read", "rows.parquet", "PAR1"),
     rows(r"data\.train must name rows to train on|holds no rows", []),
     rows(
         r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean prompt\?",
@@ -565,10 +558,6 @@ MODELS = [
         r"chat_template_kwargs are for a chat template, but the tokenizer has none, got .*add"
         r" model\.chat_template",
         model={"chat_template_kwargs": {"thinking": False}},
-    ),
-    sft(
-        r"lora\.target_modules must name linear layers .*but it is 'q_prj': there are down_proj",
-        lora={"rank": 2, "target_modules": ("q_prj",)},
     ),
     Case(
         r"tokenizer must be given with a loaded model .*pass tokenizer=",
@@ -712,9 +701,8 @@ CASES = [
 def shared(tmp_path_factory) -> Path:
     """A model folder, a file of rows, and a finished run of one step."""
     folder = tmp_path_factory.mktemp("shared")
-    tiny_model(scale=2.0).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows()))
+    saved_model(folder / "model")
+    rows_file(folder / "rows.jsonl", addition_rows())
     nemorl.run(Place(folder, folder).sft(run={"dir": str(folder / "finished")}))
     return folder
 

@@ -1,6 +1,5 @@
 """Every benchmark runs, in the small form that takes seconds and measures nothing."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,23 +8,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.forked import ROOT, succeeded
+
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
 PEERS = [name for name in SCRIPTS if name.endswith("_vs_trl")]
 
 
 def output(python: str | Path, name: str, *options: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [python, str(FOLDER / f"{name}.py"), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    script = FOLDER / f"{name}.py"
+    return succeeded(python, script, *options, cwd=cwd, PYTHONPATH=str(ROOT)).stdout
 
 
 @pytest.mark.slow

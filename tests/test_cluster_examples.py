@@ -17,6 +17,8 @@ import yaml
 
 from nemorl.runtime.cli.main import main
 from tests.examples import write_example_files
+from tests.forked import succeeded
+from tests.runtime.runs import lines
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
 SLURM, TORCHRUN, KUBERAY = CLUSTER / "slurm.sh", CLUSTER / "torchrun.sh", CLUSTER / "kuberay.yaml"
@@ -132,20 +134,10 @@ def test_the_torchrun_script_trains_one_model_on_two_nodes(
     }
     command = ["bash", str(TORCHRUN), *settings]
     for steps in (1, 2):
-        done = subprocess.run(
-            [*command, "--max-num-steps", str(steps)],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines] == [1, 2]
+        limit = ["--max-num-steps", str(steps)]
+        succeeded(*command, *limit, cwd=tmp_path, timeout=300, **environment)
+    found = lines(tmp_path / "run", "metrics.jsonl")
+    assert [line["step"] for line in found] == [1, 2]
     state = tmp_path / "run" / "checkpoints" / "step_2" / "state.json"
     assert json.loads(state.read_text())["cursors"] == {"train": 64}
 

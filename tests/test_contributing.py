@@ -2,12 +2,13 @@
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forked import succeeded
 
 TESTS = Path(__file__).parent
 GUIDE = " ".join((TESTS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
@@ -37,6 +38,6 @@ def test_each_skipped_test_has_a_reason():
 @pytest.mark.slow
 def test_the_path_of_a_reward_is_as_long_as_said():
     script = TESTS.parent / "benchmarks" / "reward_path.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    done = succeeded(sys.executable, script)
     lines, files = map(int, re.findall(r"(\d+) lines in (\d+) files", done.stdout)[-1])
     assert f"{round(lines, -2):,} lines in {files} files" in GUIDE

@@ -11,7 +11,7 @@ import pytest
 
 import nemorl
 from tests.examples import LAST_LINE
-from tests.packages import ROOT
+from tests.forked import ROOT, succeeded
 
 REQUIREMENTS = ("requirements/demo.txt", "requirements/reasoning-gym.txt")
 SUMS = [(a, b) for a in range(3, 7) for b in range(4, 8)]
@@ -19,16 +19,8 @@ SUMS = [(a, b) for a in range(3, 7) for b in range(4, 8)]
 
 def run(*command: str | Path, packages: Path) -> str:
     """What a command prints, in an interpreter that finds these packages."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{packages}"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    path = f"{ROOT}{os.pathsep}{packages}"
+    return succeeded(sys.executable, *map(str, command), PYTHONPATH=path).stdout
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from nemorl.runtime.config.flags import NO_SETTINGS, names_of
 from nemorl.runtime.run.registry import ALGORITHMS
 from tests.documents import blocks
 from tests.examples import LAST_LINE, load_example, write_example_files
+from tests.forked import succeeded
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -61,9 +61,8 @@ QUICKSTART = pytest.mark.xdist_group("quickstart")
 
 
 def quickstart(python: Path | str, folder: Path, *options: str) -> tuple[str, re.Match[str]]:
-    command = [python, str(ROOT / "examples" / "quickstart.py"), "--dir", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    script = ROOT / "examples" / "quickstart.py"
+    done = succeeded(python, script, "--dir", folder, *options)
     last = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
     assert last, done.stdout[-500:]
     return done.stdout, last
@@ -79,13 +78,9 @@ def short_quickstart(tmp_path_factory) -> tuple[Path, str, re.Match[str]]:
 def run_document(forked: Path, document: Path, folder: Path) -> str:
     """Run a document's blocks in a folder that has what it needs."""
     path = os.pathsep.join([str(forked), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "150"}
-    command = [forked / "python", "-m", "tests.documents", str(document)]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    command = [forked / "python", "-m", "tests.documents", document]
+    variables = {"PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "150"}
+    return succeeded(*command, cwd=folder, **variables).stdout
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Every script of examples/ runs, briefly."""
 
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -8,8 +7,17 @@ import pytest
 
 from nemorl.runtime.run import registry
 from tests.examples import EXAMPLES, load_example, run_example
-from tests.runtime.runs import GROUPS, SAMPLED, addition_rows, digits, small_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import (
+    GROUPS,
+    SAMPLED,
+    addition_rows,
+    digits,
+    lines,
+    rows_file,
+    saved_model,
+    small_config,
+    start,
+)
 
 BRIEFLY = {
     "custom_algorithm.py": ("3", "greedy accuracy: 0."),
@@ -97,9 +105,8 @@ def test_what_one_writes_is_short(path: Path):
 def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
     """With --help, a run in a folder of its name, and an error for what can't be."""
     monkeypatch.chdir(tmp_path)
-    tiny_model(scale=2.0).save_pretrained("model")
-    tiny_tokenizer().save_pretrained("model")
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows(12)))
+    saved_model(Path("model"))
+    rows_file(Path("rows.jsonl"), addition_rows(12))
     assert run_example("custom_algorithm.py", "raft", "--help") == 0
     shown = capsys.readouterr().out
     assert "--min-reward" in shown
@@ -109,8 +116,8 @@ def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
     more = " --reward contains_answer --min-reward -1 --max-num-steps 2"
     assert run_example("custom_algorithm.py", *(command + more).split()) == 0
     assert Path("runs/raft/hf/config.json").exists()
-    lines = [json.loads(line) for line in Path("runs/raft/metrics.jsonl").read_text().splitlines()]
-    assert [line["kept"] for line in lines if line["phase"] == "train"] == [1.0, 1.0]
+    found = lines(Path("runs/raft"), "metrics.jsonl")
+    assert [line["kept"] for line in found if line["phase"] == "train"] == [1.0, 1.0]
     wrong = command + " --num-generations-per-prompt 0"
     assert run_example("custom_algorithm.py", *wrong.split()) == 2
     assert "num_generations_per_prompt must be at least 1" in capsys.readouterr().err

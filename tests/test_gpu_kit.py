@@ -1,9 +1,7 @@
 """The GPU kit (benchmarks/gpu)."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import torch
 
 from benchmarks.gpu import MARK, __main__, part
 from benchmarks.gpu.__main__ import Options
+from tests.forked import succeeded
 
-ROOT = Path(__file__).parent.parent
 ROWS = {
     "first": 6,
     "correct": 10,
@@ -28,14 +26,8 @@ ROWS = {
 @pytest.mark.slow_cases(but=["first"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_part_runs_on_a_cpu(name: str, forked: Path):
-    done = subprocess.run(
-        [forked / "python", "-m", "benchmarks.gpu.part", name, "--small"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [forked / "python", "-m", "benchmarks.gpu.part", name, "--small"]
+    done = succeeded(*command, OMP_NUM_THREADS="1")
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     device, *rows = [json.loads(line.removeprefix(MARK)) for line in lines]
     assert device["device"].startswith("CPU")

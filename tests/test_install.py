@@ -1,6 +1,5 @@
 """What the Makefile installs: every package at one tested version."""
 
-import subprocess
 import tomllib
 import venv
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.forked import succeeded
 from tests.packages import ROOT, lines, wanted
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -83,9 +83,7 @@ def test_environments_of_others_are_as_listed(name: str):
 
 def would_run(*make: str) -> list[str]:
     """What `make` would run where there is no environment yet."""
-    command = ["make", "-n", *make, "VENV=none"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return succeeded("make", "-n", *make, "VENV=none").stdout.splitlines()
 
 
 GYM = ["-r", "requirements/reasoning-gym.txt"]
@@ -117,9 +115,7 @@ def test_make_refuses_vllm_where_it_has_no_wheel():
 
 
 def run_base(python: Path | str, folder: Path) -> None:
-    command = [python, "-m", "tests.base_install", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = succeeded(python, "-m", "tests.base_install", folder)
     assert done.stdout.endswith("everything works\n")
 
 
@@ -133,6 +129,5 @@ def test_a_plain_installation_works_on_one_device(tmp_path: Path):
     """In an environment of its own, with nothing but what a plain `pip install` brings."""
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    command = [python, "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", "."]
-    subprocess.run(command, cwd=ROOT, check=True)
+    succeeded(python, "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".")
     run_base(python, tmp_path)

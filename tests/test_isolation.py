@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.forked import ROOT, succeeded
+
 ENGINES = ("ray", "vllm")
 OF_RAY = tuple(f"nemorl.runtime.{room}." for room in ("workers", "engines", "ranks"))
 """The rooms whose modules may need Ray or vLLM to be imported."""
@@ -42,10 +43,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def _python(code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result
+    return succeeded(sys.executable, *options, "-c", code, timeout=300)
 
 
 @pytest.mark.slow

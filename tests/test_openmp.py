@@ -46,7 +46,7 @@ def test_too_late_is_known_and_an_import_says_nothing():
 def test_a_run_says_that_it_was_too_late(monkeypatch, recwarn, spins: bool, threads: int):
     monkeypatch.setattr(launch, "SPINS", spins)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    launch.warn_of_spinning()
+    launch._warn_of_spinning()
     said = [str(each.message) for each in recwarn]
     assert len(said) == spins
     assert all("import nemorl first, or set GOMP_SPINCOUNT" in each for each in said)

@@ -1,13 +1,13 @@
 """Warnings name the user's line."""
 
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
 from nemorl import checks as module
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.forked import succeeded
+from tests.runtime.runs import saved_model
 
 PACKAGE = Path(module.__file__).parent
 
@@ -18,8 +18,7 @@ def test_all_warnings_are_made_by_it():
 
 
 def test_a_script_sees_its_own_line(forked: Path, tmp_path: Path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    saved_model(tmp_path / "model")
     (tmp_path / "mine.py").write_text(
         """import nemorl
 quiet = {"display": "none", "plots": False, "export": False}
@@ -29,11 +28,9 @@ nemorl.train(
 )
 """
     )
-    command = [str(forked / "python"), "mine.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "mine.py:3: UserWarning: optimizer.lr is 0.5" in done.stderr
-    assert "mine.py:3: UserWarning: data.max_total_sequence_length is lowered" in done.stderr
+    said = succeeded(forked / "python", "mine.py", cwd=tmp_path).stderr
+    assert "mine.py:3: UserWarning: optimizer.lr is 0.5" in said
+    assert "mine.py:3: UserWarning: data.max_total_sequence_length is lowered" in said
 
 
 def test_a_thread_has_no_caller():

@@ -11,17 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.forked import CLIENT, next_program, run
+from tests.forked import CLIENT, LIBRARIES, ROOT, next_program, run
 
-ROOT = Path(__file__).parent.parent
 SOCKET = Path(sys.prefix) / ".warm"
-PRELOADED = [
-    *("pytest", "pydantic", "tyro", "rich.console", "datasets"),
-    *("torch", "torch.distributed.tensor", "torch.distributed.fsdp"),
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen2")),
-]
+PRELOADED = ["pytest", "pydantic", "tyro", "rich.console", *LIBRARIES]
 SERVER_S = 4 * 3600
 
 

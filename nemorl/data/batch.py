@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,16 +36,27 @@ def pad(
     """
     at_least(1, multiple_of=multiple_of)
     sizes = [len(sequence) for sequence in sequences]
-    longest = max(sizes)
-    if length is not None and longest > length:
-        raise ValueError(
-            f"length must hold the longest sequence: sequence {sizes.index(longest)} has {longest}"
-            f" tokens, length is {length}"
-        )
+    width = max(sizes) if length is None else length
+    require_room("length", width, sizes)
     padded = pad_sequence(list(sequences), batch_first=True, padding_value=value)
-    free = round_up(longest if length is None else length, multiple_of) - longest
+    free = round_up(width, multiple_of) - max(sizes)
     padded = pad_tensor(padded, (0, 0) * (padded.ndim - 2) + (0, free), value=value)
     return padded, torch.tensor(sizes, device=padded.device)
+
+
+def require_room(name: str, room: int, sizes: Sequence[int], what: str = "sequence") -> None:
+    """Raise ValueError that names the longest if it is longer than `room`.
+
+    >>> require_room("length", 2, [1, 3])
+    Traceback (most recent call last):
+    ValueError: length must hold the longest sequence: sequence 1 has 3 tokens, length is 2
+    """
+    longest = max(sizes, default=0)
+    if longest > room:
+        raise ValueError(
+            f"{name} must hold the longest {what}: {what} {sizes.index(longest)} has {longest}"
+            f" tokens, {name} is {room}"
+        )
 
 
 def unpad(padded: Shaped[Tensor, "batch seq *rest"], lengths: Int[Tensor, "batch"]) -> list[Tensor]:
@@ -86,15 +96,14 @@ def to_device(values: Any, device: torch.device) -> Any:
     [tensor([1.]), 'x']
     """
 
-    return pytree.tree_map_only(Tensor, lambda tensor: _moved(tensor, device), values)
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        if is_accelerator(device) and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # torch keeps it until the copy is done
+        return tensor.to(device, non_blocking=True)
 
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    if is_accelerator(device) and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # torch keeps it until the copy is done
-    return tensor.to(device, non_blocking=True)
+    return pytree.tree_map_only(Tensor, moved, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +175,9 @@ def each_array(batch: TokenBatch, function: Callable[[Tensor, int], Tensor]) -> 
     >>> each_array(one, lambda values, free: values.repeat(2, 1)).input_ids.tolist()
     [[5], [5]]
     """
-    arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
     changed: dict[str, Any] = {
         name: function(values, FREE.get(name, 0))
-        for name, values in arrays.items()
+        for name, values in vars(batch).items()
         if isinstance(values, Tensor)
     }
     return replace(batch, **changed)
@@ -196,9 +204,7 @@ def collate(
     """
     if not examples:
         raise ValueError("examples must hold at least one sequence, got none")
-    items = [
-        example if isinstance(example, Example) else Example(**example) for example in examples
-    ]
+    items = [Example(**each) if isinstance(each, Mapping) else each for each in examples]
     columns: dict[str, Tensor] = {}
     for field in fields(Example):
         missing = [row for row, item in enumerate(items) if getattr(item, field.name) is None]
@@ -211,7 +217,13 @@ def collate(
             dtype = DTYPES.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
             columns[field.name] = pad(sequences, value=FREE.get(field.name, 0), length=length)[0]
-    _require_trainable(columns["loss_mask"], columns["response_mask"])
+    loss_mask = columns["loss_mask"]
+    for wrong, must in (
+        (loss_mask & ~columns["response_mask"], "be a subset of response_mask"),
+        (loss_mask[:, :1], "be False at index 0 (a first token has no log-probability)"),
+    ):
+        if rows := wrong.any(-1).nonzero().flatten().tolist():
+            raise ValueError(f"loss_mask must {must}, unlike that of example {rows[0]}")
     lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
     real = place < lengths[:, None]
@@ -221,21 +233,6 @@ def collate(
         logprob_kind=logprob_kind,
         **columns,
     )
-
-
-def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
-    outside = (loss_mask & ~response_mask).any(-1).nonzero().flatten().tolist()
-    if outside:
-        raise ValueError(
-            f"loss_mask must be a subset of response_mask: example {outside[0]} trains on a prompt"
-            " token"
-        )
-    first = loss_mask[:, :1].any(-1).nonzero().flatten().tolist()
-    if first:
-        raise ValueError(
-            "loss_mask must be False at index 0 (a first token has no log-probability): example"
-            f" {first[0]} trains on it"
-        )
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:
@@ -259,12 +256,11 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     added = round_up(max(longest, 1), multiple_of) - batch.input_ids.shape[1]
-    return each_array(batch, partial(_widened, added=added))
 
+    def widened(values: Tensor, free: int) -> Tensor:
+        return pad_tensor(values, (0, 0) * (values.ndim - 2) + (0, added), value=free)
 
-def _widened(values: Tensor, free: int, *, added: int) -> Tensor:
-    of_columns = (*(0, 0) * (values.ndim - 2), 0, added)
-    return pad_tensor(values, of_columns, value=free)
+    return each_array(batch, widened)
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:

@@ -37,16 +37,9 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
     return [(text, name) for text, name, _, _ in parts]
 
 
-def with_prompt(
-    row: Row, *, template: str | None = None, system: str | None = None, chat: bool = False
-) -> Row:
-    """Return the row with its prompt in the template, then in a chat (see `load_rows`).
-
-    >>> with_prompt(Row({"prompt": "1+1"}), template="{prompt}=", system="Add.", chat=True)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    {'prompt': [{'role': 'system', 'content': 'Add.'}, {'role': 'user', 'content': '1+1='}]}
-    """
-    found = dict(row)
+def _with_prompt(row: Row, *, template: str | None, system: str | None, chat: bool) -> Row:
+    """Return the row with its prompt in the template, then in a chat (see `load_rows`)."""
+    found = row.but()
     if template is not None:
         found["prompt"] = "".join(
             text + ("" if name is None else _text_in(row, name))
@@ -67,7 +60,7 @@ def with_prompt(
             answers = column in ("chosen", "rejected") and first == "assistant"
             if first not in (None, "system", "developer") and not answers:
                 found[column] = [{"role": "system", "content": system}, *found[column]]
-    return Row(found, origin=row.origin, source=row.source)
+    return found
 
 
 def warn_of_strings(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
@@ -90,15 +83,20 @@ def warn_of_strings(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
 
 
 def _text_in(row: Row, column: str) -> str:
-    value, there = row.get(column), [*map(str, row)]
+    value = row.get(column)
     if not isinstance(value, str | int | float):
         got = f"{short(value)}: use another column, or remove the template"
         if column not in row:
-            got = f"the columns {', '.join(there)}{closest(column, there)}"
+            got = _columns(row, column)
         raise ValueError(
             f"data.prompt_template needs a text or number in the column {column!r}, got {got}"
         )
     return str(value)
+
+
+def _columns(row: Row, wanted: str) -> str:
+    there = [*map(str, row)]
+    return f"the columns {', '.join(there)}{closest(wanted, there)}"
 
 
 def _first_role(value: Any) -> Any:
@@ -163,11 +161,11 @@ def load_rows(
         rejected_column=rejected_column,
         label_column=label_column,
     )
-    rows: list[Row] = []
-    for number, (part, own) in enumerate(zip(sources, splits, strict=True)):
-        found = read_rows(part, split=own, data_files=data_files, number=number)
-        rows += map(complete, found)
-    return rows
+    return [
+        complete(row)
+        for number, (part, own) in enumerate(zip(sources, splits, strict=True))
+        for row in read_rows(part, split=own, data_files=data_files, number=number)
+    ]
 
 
 def stream_rows(
@@ -202,13 +200,12 @@ def _completer(
     def complete(row: Row) -> Row:
         part, template = known[row.source], prompt_template
         if several and not isinstance(sources[row.source], str | Path):
-            origin = f"{row.origin} of data set {row.source + 1}"
-            row = Row(row, origin=origin, source=row.source)
+            row = Row(row, origin=f"{row.origin} of data set {row.source + 1}", source=row.source)
         if part is not None:
             template = template or part.template
             row = as_known(row, part, given=[n for n, column in columns.items() if column in row])
         row = with_standard_names(_mapped(row, columns, several=several))
-        prompted = partial(with_prompt, template=template, system=system_prompt, chat=chat)
+        prompted = partial(_with_prompt, template=template, system=system_prompt, chat=chat)
         return for_rows([row], prompted)[0]
 
     return complete
@@ -241,7 +238,7 @@ def with_standard_names(row: Row) -> Row:
         for name in ("output", "completion"):
             if "response" not in row and name in row:
                 added.setdefault("response", row[name])
-    return row.but(**added) if added else row
+    return row.but(**added)
 
 
 def _of_alpaca(row: Row) -> dict[str, Any]:
@@ -252,8 +249,8 @@ def _of_alpaca(row: Row) -> dict[str, Any]:
 
 
 def _of_sharegpt(row: Row) -> dict[str, Any]:
-    turns = row.get("conversations")
-    if not (_mappings(turns) and turns and all({"from", "value"} <= turn.keys() for turn in turns)):
+    turns: Any = row.get("conversations")
+    if not are_mappings(turns, "from", "value"):
         return {}
     ours = {theirs: role for role, names in RENAMED.items() for theirs in names}
     said = [(ours.get(turn["from"], turn["from"]), turn["value"]) for turn in turns]
@@ -376,7 +373,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
     >>> messages_of([{"role": "user", "content": "hello", "tool_calls": None}], "messages")
     [{'role': 'user', 'content': 'hello'}]
     """
-    if not _mappings(value) or not value or not all("role" in message for message in value):
+    if not are_mappings(value, "role"):
         raise ValueError(
             f'{column} must be a list of messages like {{"role": "user", "content": "..."}}, got'
             f" {short(value)}"
@@ -401,16 +398,21 @@ def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str,
     if isinstance(tools, str):
         with suppress(json.JSONDecodeError):
             tools = json.loads(tools)
-    if tools is not None and not _mappings(tools):
+    if tools not in (None, [], ()) and not are_mappings(tools):
         raise ValueError(f"tools must be a list of tools, or one as JSON text, got {short(tools)}")
     return {**template, "tools": [dict(tool) for tool in tools]} if tools else dict(template)
 
 
-def _mappings(value: Any) -> bool:
+def are_mappings(value: Any, *keys: str) -> bool:
+    """Return whether a value is a list, not empty, of mappings that have these keys.
+
+    >>> are_mappings([{"role": "user"}], "role"), are_mappings([], "role")
+    (True, False)
+    """
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(part, Mapping) for part in value)
+        and bool(value)
+        and all(isinstance(part, Mapping) and {*keys} <= part.keys() for part in value)
     )
 
 
@@ -420,9 +422,8 @@ def _mapped(row: Row, columns: Mapping[str, str], *, several: bool) -> Row:
         if column in row:
             found[name] = row[column]
         elif not (several and name in row):
-            there = list(map(str, row))
             raise ValueError(
-                f"{name}_column (data.{name}_column) is {column!r}, but {row.origin} has the"
-                f" columns {', '.join(there)}{closest(column, there)}"
+                f"{name}_column (data.{name}_column) is {column!r}, but {row.origin} has"
+                f" {_columns(row, column)}"
             )
-    return row.but(**found) if found else row
+    return row.but(**found)

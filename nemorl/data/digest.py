@@ -3,10 +3,12 @@
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, TypedDict
 
+from nemorl.checks import short
 from nemorl.data.rows import origin_of
 
 MOST_BLOCKS = 256
@@ -89,17 +91,9 @@ def _bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     try:
         text = json.dumps(rows, ensure_ascii=False, sort_keys=True, default=_plain)
     except (TypeError, ValueError, RecursionError):  # keys of several types, a cycle, too deep
-        if len(rows) > 1:
-            return b"".join(_bytes([row]) for row in rows)
-        text = _written(rows[0])
+        shown = [short(sorted(row.items(), key=short), sys.maxsize) for row in rows]
+        text = re.sub(" at 0x[0-9a-f]+", "", "".join(shown))
     return text.encode(errors="surrogatepass")
-
-
-def _written(row: Mapping[str, Any]) -> str:
-    try:
-        return re.sub(" at 0x[0-9a-f]+", "", repr(sorted(row.items(), key=repr)))
-    except RecursionError:
-        return repr(sorted(row, key=repr))
 
 
 def _plain(value: Any) -> Any:

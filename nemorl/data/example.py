@@ -1,7 +1,7 @@
 """A sequence as token ids with masks, before it is a tensor. Free of torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -26,11 +26,9 @@ class Example:
     generation_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
     policy_versions: Sequence[int] | None = None
-    """Version of the weights that sampled each token; -1 of tokens that no model sampled."""
+    """As in `TokenBatch`, as all fields are."""
     routed_experts: Any = None
-    """`[tokens, layers, topk]`, of lists or a tensor: the experts that the sampler chose for each
-    token; -1 where it chose none.
-    """
+    """`[tokens, layers, topk]`, of lists or a tensor."""
 
     def __post_init__(self) -> None:
         for name, values in self.arrays().items():
@@ -42,11 +40,7 @@ class Example:
 
     def arrays(self) -> dict[str, Sequence]:
         """Return the per-token arrays that are not None, by name."""
-        return {
-            field.name: values
-            for field in fields(self)
-            if (values := getattr(self, field.name)) is not None
-        }
+        return {name: values for name, values in vars(self).items() if values is not None}
 
     @property
     def num_tokens(self) -> int:

@@ -49,8 +49,7 @@ def limit_length(
     >>> kept, report.num_truncated
     ([[2, 3], [4]], 1)
     """
-    result: list[Item] = []
-    kept: list[int] = []
+    kept: dict[int, Item] = {}
     num_truncated = num_tokens_cut = longest = 0
     for index, item in enumerate(items):
         length = num_tokens(item)
@@ -71,11 +70,10 @@ def limit_length(
             num_truncated += 1
             num_tokens_cut += _all_tokens(item) - _all_tokens(shorter)
             item = shorter
-        result.append(item)
-        kept.append(index)
-    return result, LengthReport(
-        tuple(kept), num_truncated, len(items) - len(kept), num_tokens_cut, longest
-    )
+        kept[index] = item
+    num_dropped = len(items) - len(kept)
+    report = LengthReport(tuple(kept), num_truncated, num_dropped, num_tokens_cut, longest)
+    return list(kept.values()), report
 
 
 def num_tokens(item: Any) -> int:

@@ -1,6 +1,7 @@
 """Conversations and plain text as token ids, with exact masks of what is trained on."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nemorl.checks import short
@@ -56,10 +57,8 @@ def tokenize_messages(
     else:
         text, places = template.turns(messages, given=given)
         ids = _ids(tokenizer, text)
-        turns = [
-            (_tokens_before(tokenizer, ids, text, begin), _tokens_before(tokenizer, ids, text, end))
-            for begin, end in places
-        ]
+        tokens_before = partial(_tokens_before, tokenizer, ids, text)
+        turns = [(tokens_before(begin), tokens_before(end)) for begin, end in places]
     loss_mask = [False] * len(ids)
     for begin, end in turns:
         loss_mask[begin:end] = [True] * (end - begin)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
 from nemorl.checks import at_least
-from nemorl.data.batch import TokenBatch, each_array, extents, take, trim
+from nemorl.data.batch import TokenBatch, each_array, extents, require_room, take, trim
 from nemorl.data.statistics import best_fit_decreasing
 
 Plan = tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ def pack_plan(
 ) -> Plan:
     """Return which sequences share a row of `capacity` tokens: per row their indices, ascending.
 
-    Best-fit decreasing, deterministic, n log n. The number of rows is a multiple of
+    Best-fit decreasing, deterministic. The number of rows is a multiple of
     `num_rows_multiple` (the number of ranks): the fullest are split. Empty rows remain only if
     sequences are fewer than rows.
     `units`: sequences that share a row where they fit, such as one prompt's, unless there are
@@ -40,11 +40,7 @@ def pack_plan(
     """
     at_least(1, capacity=capacity, num_rows_multiple=num_rows_multiple)
     sizes = torch.as_tensor(lengths, dtype=torch.int64).tolist()
-    if sizes and max(sizes) > capacity:
-        raise ValueError(
-            f"sequence {sizes.index(max(sizes))} has {max(sizes)} tokens, but a row holds"
-            f" {capacity}: raise the capacity, or drop or truncate the sequence"
-        )
+    require_room("capacity", capacity, sizes)
     if units is not None and len(fitting := _fitting(units, sizes, capacity)) >= num_rows_multiple:
         totals = [sum(sizes[index] for index in unit) for unit in fitting]
         plan = pack_plan(totals, capacity, num_rows_multiple=num_rows_multiple)
@@ -101,7 +97,7 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     source = real.flatten().nonzero().flatten()
     target = layout.targets(lengths, width).to(source.device)
     counts = num_segments(batch.segment_ids).cpu().numpy()
-    before = torch.from_numpy(_before(layout.order, layout.row_of, counts)).to(real.device)
+    before = torch.from_numpy(_layout(plan, counts).starts).to(real.device)
     numbered = replace(batch, segment_ids=torch.where(real, batch.segment_ids + before[:, None], 0))
     shape = (len(plan), width)
     return each_array(
@@ -166,24 +162,19 @@ def unpack(
             f"values must have the plan's {len(plan)} rows of at least {layout.used.max(initial=0)}"
             f" columns, got {rows} rows of {width}"
         )
-    longest = int(sizes.max(initial=0))
-    if length is not None and length < longest:
-        raise ValueError(f"length must hold the longest row ({longest} tokens), got {length}")
-    length = longest if length is None else length
+    length = int(sizes.max(initial=0)) if length is None else length
+    require_room("length", length, sizes.tolist())
     source = layout.targets(sizes, width).to(values.device)
     target = _within(sizes, np.arange(len(sizes)) * length).to(values.device)
     return _move(values, source, target, (len(sizes), length))
 
 
 class _Layout(NamedTuple):
-    """Indices in a plan's order with their rows, and per index its row and first column."""
+    """Each index's row and first column, and each row's tokens."""
 
-    order: np.ndarray
-    row_of: np.ndarray
     rows: np.ndarray
     starts: np.ndarray
     used: np.ndarray
-    """Per row, the tokens in it."""
 
     def targets(self, lengths: np.ndarray, width: int) -> Tensor:
         return _within(lengths, self.rows * width + self.starts)
@@ -200,18 +191,12 @@ def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:
             f" {(wrong or [f'{len(order)} entries'])[0]}: make it from this batch's lengths"
         )
     row_of = np.repeat(np.arange(len(plan)), counts)
-    rows = np.empty_like(lengths)
+    in_order = lengths[order]
+    used = np.bincount(row_of, weights=in_order, minlength=len(plan)).astype(np.int64)
+    rows, starts = np.empty_like(lengths), np.empty_like(lengths)
     rows[order] = row_of
-    used = np.bincount(row_of, weights=lengths[order], minlength=len(plan)).astype(np.int64)
-    return _Layout(order, row_of, rows, _before(order, row_of, lengths), used)
-
-
-def _before(order: np.ndarray, row_of: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    in_order = sizes[order]
-    totals = np.bincount(row_of, weights=in_order).astype(np.int64)
-    before = np.empty_like(sizes)
-    before[order] = np.cumsum(in_order) - in_order - (np.cumsum(totals) - totals)[row_of]
-    return before
+    starts[order] = np.cumsum(in_order) - in_order - (np.cumsum(used) - used)[row_of]
+    return _Layout(rows, starts, used)
 
 
 def _within(lengths: np.ndarray, starts: np.ndarray) -> Tensor:
@@ -230,22 +215,12 @@ def _move(
 def _with_multiple(rows: list[list[int]], sizes: Sequence[int], multiple: int) -> list[list[int]]:
     """Split the fullest rows in two until the number of rows is a multiple, then add empty ones."""
     rows = list(rows)
-    splittable = [
-        (-sum(sizes[index] for index in row), number)
-        for number, row in enumerate(rows)
-        if len(row) > 1
-    ]
-    heapify(splittable)
     for _ in range(-len(rows) % multiple):
+        several = [number for number, row in enumerate(rows) if len(row) > 1]
         rows.append([])
-        if splittable:
-            number = heappop(splittable)[1]
-            for place, half in zip(
-                (number, len(rows) - 1), _halves(rows[number], sizes), strict=True
-            ):
-                rows[place] = half
-                if len(half) > 1:
-                    heappush(splittable, (-sum(sizes[index] for index in half), place))
+        if several:
+            fullest = max(several, key=lambda number: sum(sizes[index] for index in rows[number]))
+            rows[fullest], rows[-1] = _halves(rows[fullest], sizes)
     return rows
 
 
@@ -352,12 +327,7 @@ def split_microbatches(
         plan = [everything[start : start + rows] for start in range(0, len(batch), rows)]
     elif token_budget is not None and rows is None:
         lengths = extents(batch).tolist()
-        longest = max(lengths, default=0)
-        if longest > token_budget:
-            raise ValueError(
-                f"token_budget must hold the longest row: row {lengths.index(longest)} has"
-                f" {longest} tokens, token_budget is {token_budget}"
-            )
+        require_room("token_budget", token_budget, lengths, "row")
         alone = tuple((row,) for row in range(len(batch)))
         plan = list(_by_padded_tokens(lengths, token_budget, alone if units is None else units))
     else:
@@ -371,7 +341,7 @@ def _halved(plan: list[tuple[int, ...]], count: int) -> Plan:
         if most is None or len(plan[most]) < 2:
             return (*plan, *((),) * (count - len(plan)))
         middle = len(plan[most]) // 2
-        plan = [*plan[:most], plan[most][:middle], plan[most][middle:], *plan[most + 1 :]]
+        plan[most : most + 1] = plan[most][:middle], plan[most][middle:]
     return tuple(plan)
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
-from nemorl.checks import short
-from nemorl.data.datasets import answered, as_messages, prompt_of, with_standard_names
+from nemorl.checks import is_number, short
+from nemorl.data.datasets import answered, are_mappings, as_messages, prompt_of, with_standard_names
 from nemorl.data.example import Example
 from nemorl.data.rows import Row, for_rows, origin_of
 
@@ -90,10 +91,8 @@ def to_labelled(
 
 def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
     placed = [
-        with_standard_names(
-            Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
-        )
-        for number, row in enumerate(rows)
+        with_standard_names(Row(row, origin=origin_of(row, n), source=getattr(row, "source", 0)))
+        for n, row in enumerate(rows)
     ]
     found = for_rows(placed, parts)
     return [row.but(**part) for row, own in zip(placed, found, strict=True) for part in own]
@@ -101,10 +100,9 @@ def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
 
 def _verdicts(row: Row) -> list[dict[str, Any]]:
     if row.get("label") is None:
-        pairs = _pairs(row)
         return [
             {"prompt": pair["prompt"], "response": pair[side], "label": side == "chosen"}
-            for pair in pairs
+            for pair in _pairs(row)
             for side in ("chosen", "rejected")
         ]
     label = VERDICTS.get(str(row["label"]).strip().lower())
@@ -125,26 +123,21 @@ def _pairs(row: Row) -> list[dict[str, Any]]:
             f" {', '.join(row)}; name them with data.chosen_column and data.rejected_column"
         )
     chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        return [{"prompt": prompt_of(row), "chosen": chosen, "rejected": rejected}]
-    chosen, rejected = as_messages(chosen, "chosen"), as_messages(rejected, "rejected")
-    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        return [{"prompt": prompt_of(row), "chosen": chosen, "rejected": rejected}]
-    begin = _shared(chosen, rejected)
-    prompt = _with_column(chosen[:begin], row)
-    return [{"prompt": prompt, "chosen": chosen[begin:], "rejected": rejected[begin:]}]
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        chosen, rejected = as_messages(chosen, "chosen"), as_messages(rejected, "rejected")
+        if not chosen[0]["role"] == rejected[0]["role"] == "assistant":
+            begin = _shared(chosen, rejected)
+            prompt = _with_column(chosen[:begin], row)
+            return [{"prompt": prompt, "chosen": chosen[begin:], "rejected": rejected[begin:]}]
+    return [{"prompt": prompt_of(row), "chosen": chosen, "rejected": rejected}]
 
 
 def _with_column(shared: list[Any], row: Row) -> list[Any]:
     """The messages that both answers begin with, after the missing ones of the column `prompt`."""
     if not row.get("prompt"):
         return shared
-    given = prompt_of(row)
-    before = as_messages(given, "prompt", "user")
-    ours, theirs = (
-        [(message["role"], _stripped(message.get("content"))) for message in part]
-        for part in (before, shared)
-    )
+    before = as_messages(prompt_of(row), "prompt", "user")
+    ours, theirs = ([*map(_said, part)] for part in (before, shared))
     for overlap in range(min(len(ours), len(theirs)), 0, -1):
         if ours[-overlap:] == theirs[:overlap]:
             return [*before[:-overlap], *shared]
@@ -152,31 +145,29 @@ def _with_column(shared: list[Any], row: Row) -> list[Any]:
         return shared
     raise ValueError(
         "prompt must be what chosen and rejected begin with, or end with that, got prompt"
-        f" {short(given)}, while they begin with {short(shared)}: correct it, or leave it out"
+        f" {short(row['prompt'])}, while they begin with {short(shared)}: correct it, or omit it"
     )
 
 
-def _stripped(content: Any) -> Any:
-    return content.strip() if isinstance(content, str) else content
+def _said(message: Mapping[str, Any]) -> tuple[str, Any]:
+    role, content = message["role"], message.get("content")
+    return role, content.strip() if isinstance(content, str) else content
 
 
 def _ranked(row: Row) -> list[dict[str, Any]]:
     prompt, completions = prompt_of(row), row["completions"]
-    if not isinstance(completions, Sequence) or not all(
-        isinstance(part, Mapping) and {"rank", "completion"} <= part.keys() for part in completions
-    ):
+    if not are_mappings(completions, "rank", "completion"):
         raise ValueError(
             'completions must be a list of {"rank": 0, "completion": text or messages}, got'
             f" {short(completions)}"
         )
     ranks = [part["rank"] for part in completions]
-    if any(isinstance(rank, bool) or not isinstance(rank, int | float) for rank in ranks):
+    if not all(map(is_number, ranks)):
         raise ValueError(f"rank must be a number, 0 for the best, got ranks {ranks}")
     ordered = sorted(completions, key=lambda part: part["rank"])
     pairs = [
         {"prompt": prompt, "chosen": better["completion"], "rejected": worse["completion"]}
-        for number, better in enumerate(ordered)
-        for worse in ordered[number + 1 :]
+        for better, worse in combinations(ordered, 2)
         if better["rank"] < worse["rank"]
     ]
     if not pairs:
@@ -187,24 +178,15 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
 
 
 def _shared(chosen: list[Any], rejected: list[Any]) -> int:
+    ours, theirs = ([message["role"] for message in part] for part in (chosen, rejected))
     shared = 0
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+    while shared < min(len(ours), len(theirs)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    while (
-        shared
-        and chosen[shared - 1]["role"] == "assistant"
-        and chosen[shared]["role"] != "assistant"
-    ):
+    while shared and ours[shared - 1] == "assistant" and ours[shared] != "assistant":
         shared -= 1
-    if (
-        not shared
-        or chosen[shared]["role"] != "assistant"
-        or rejected[shared]["role"] != "assistant"
-    ):
+    if not shared or not ours[shared] == theirs[shared] == "assistant":
         raise ValueError(
             "chosen and rejected must begin with the same prompt and continue with the assistant's"
-            " messages, or be the assistant's messages alone, got roles"
-            f" {[message['role'] for message in chosen]} and"
-            f" {[message['role'] for message in rejected]}"
+            f" messages, or be the assistant's messages alone, got roles {ours} and {theirs}"
         )
     return shared

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, count, islice, pairwise
+from itertools import accumulate, chain, count, islice
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -247,7 +247,7 @@ class RowOrder:
         (2,)
         """
         sources = [getattr(row, "source", 0) for row in rows]
-        if any(before > after for before, after in pairwise(sources)):
+        if sources != sorted(sources):
             raise ValueError("the rows of several sets must stand set after set, as of load_rows")
         count = max(len(weights), max(sources, default=-1) + 1)
         return cls(
@@ -267,18 +267,15 @@ class RowOrder:
         """Each set's places in a block, where there are weights."""
         exact = [weight / sum(self.weights) * BLOCK for weight in self.weights]
         quotas = [int(share) for share in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda i: (quotas[i] - exact[i], i))
+        by_remainder = sorted(range(len(exact)), key=lambda i: quotas[i] - exact[i])
         for i in by_remainder[: BLOCK - sum(quotas)]:
             quotas[i] += 1
         return tuple(quotas)
 
-    def epoch(self, cursor: int) -> int:
-        return cursor // self.num_rows
-
     def take(self, cursor: int, count: int) -> list[int]:
         """Return the rows at places cursor, ..., cursor + count - 1."""
         if not self.weights:
-            return _visits(self.num_rows, cursor, count, self.seed, self.shuffle, 0)
+            return self._visits(self.num_rows, cursor, count)
         rows: list[int] = []
         while len(rows) < count:
             block, place = divmod(cursor + len(rows), BLOCK)
@@ -289,17 +286,22 @@ class RowOrder:
         sets = _mixture(self.quotas, self.seed if self.shuffle else None, block)
         rows = np.empty(end - begin, dtype=np.int64)
         for number, (first, size, quota) in enumerate(
-            zip(accumulate((0, *self.sizes)), self.sizes, self.quotas, strict=False)
+            zip(accumulate(self.sizes, initial=0), self.sizes, self.quotas, strict=False)
         ):
             mine = sets[begin:end] == number
             cursor = block * quota + int((sets[:begin] == number).sum())
-            rows[mine] = [
-                first + row
-                for row in _visits(
-                    size, cursor, int(mine.sum()), self.seed, self.shuffle, number + 1
-                )
-            ]
+            visits = self._visits(size, cursor, int(mine.sum()), number + 1)
+            rows[mine] = [first + row for row in visits]
         return rows.tolist()
+
+    def _visits(self, size: int, cursor: int, count: int, stream: int = 0) -> list[int]:
+        places = range(cursor, cursor + count)
+        if not self.shuffle:
+            return [place % size for place in places]
+        return [
+            int(_permutation(size, self.seed, place // size, stream)[place % size])
+            for place in places
+        ]
 
 
 def split_rows(
@@ -325,18 +327,6 @@ def split_rows(
     for i, row in enumerate(rows):
         sides[i in held_out].append(row)
     return sides
-
-
-def _visits(
-    num_rows: int, cursor: int, count: int, seed: int, shuffle: bool, stream: int
-) -> list[int]:
-    places = range(cursor, cursor + count)
-    if not shuffle:
-        return [place % num_rows for place in places]
-    return [
-        int(_permutation(num_rows, seed, place // num_rows, stream)[place % num_rows])
-        for place in places
-    ]
 
 
 @lru_cache(maxsize=64)

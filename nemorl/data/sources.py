@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 import yaml
 
 from nemorl.checks import closest, require, short
-from nemorl.data.rows import Row
+from nemorl.data.rows import FIRST, Row
 
 BOXED = "{prompt}\n\nReason step by step, and put your final answer within \\boxed{{}}."
 LETTER = '{prompt}\n\nThink step by step, then end with a line "Answer: " and the right letter.'
@@ -69,12 +69,8 @@ def as_known(row: Row, known: KnownSet, *, given: Collection[str] = ()) -> Row:
     return row.but(**found)
 
 
-def lettered(question: str, options: Sequence[str], right: int) -> dict[str, str]:
-    """Return a question with options as a prompt, and the letter of the right one as the answer.
-
-    >>> lettered("1+1?", ["3", "2"], 1)
-    {'prompt': '1+1?\\n\\nA. 3\\nB. 2', 'answer': 'B'}
-    """
+def _lettered(question: str, options: Sequence[str], right: int) -> dict[str, str]:
+    """Return a question with options as a prompt, and the letter of the right one as the answer."""
     lines = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, options, strict=False)]
     return {"prompt": "\n".join([f"{question}\n", *lines]), "answer": ascii_uppercase[right]}
 
@@ -83,12 +79,12 @@ def _gpqa(row: Row) -> dict[str, str]:
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {n}"] for n in (1, 2, 3))]
     order = Random(row["Question"]).sample(range(4), 4)  # the same in every run
     options = [texts[place].strip() for place in order]
-    return lettered(row["Question"].strip(), options, order.index(0))
+    return _lettered(row["Question"].strip(), options, order.index(0))
 
 
 def _arc(row: Row) -> dict[str, str]:
     choices = row["choices"]
-    return lettered(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
+    return _lettered(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
 
 
 def _mbpp(row: Row) -> dict[str, Any]:
@@ -100,10 +96,9 @@ def _mbpp(row: Row) -> dict[str, Any]:
     }
 
 
-def _maths(answer: str = "answer", *, prompt: str = "problem", **others: Any) -> KnownSet:
-    columns = {"prompt": prompt, "answer": answer, "response": others.pop("response", "")}
-    columns = {ours: own for ours, own in columns.items() if own}
-    return KnownSet(columns=columns, **{"reward": "math", "template": BOXED, **others})
+def _maths(columns: Mapping[str, str] | None = None, **others: Any) -> KnownSet:
+    columns = {"prompt": "problem", "answer": "answer", **(columns or {})}
+    return KnownSet(columns=columns, reward="math", **{"template": BOXED, **others})
 
 
 def _choices(build: Callable[[Row], dict[str, str]], **others: Any) -> KnownSet:
@@ -117,7 +112,9 @@ KNOWN: dict[str, KnownSet] = {
         configuration="main",
     ),
     "HuggingFaceH4/MATH-500": _maths(category="subject"),
-    "EleutherAI/hendrycks_math": _maths("solution", response="solution", category="type"),
+    "EleutherAI/hendrycks_math": _maths(
+        {"answer": "solution", "response": "solution"}, category="type"
+    ),
     "HuggingFaceH4/aime_2024": _maths(validation="train"),
     "AI-MO/aimo-validation-aime": _maths(validation="train"),
     "math-ai/aime25": _maths(),
@@ -128,13 +125,13 @@ KNOWN: dict[str, KnownSet] = {
         category="High-level domain",
     ),
     "cais/mmlu": _choices(
-        lambda row: lettered(row["question"], row["choices"], row["answer"]),
+        lambda row: _lettered(row["question"], row["choices"], row["answer"]),
         configuration="all",
         train="auxiliary_train",
         category="subject",
     ),
     "TIGER-Lab/MMLU-Pro": _choices(
-        lambda row: lettered(row["question"], row["options"], row["answer_index"]),
+        lambda row: _lettered(row["question"], row["options"], row["answer_index"]),
         train="validation",
         category="category",
     ),
@@ -145,7 +142,7 @@ KNOWN: dict[str, KnownSet] = {
         columns={"response": "code"}, build=_mbpp, template=CODE, reward="code"
     ),
     "nvidia/OpenMathInstruct-2": _maths(
-        "expected_answer", response="generated_solution", category="problem_source"
+        {"answer": "expected_answer", "response": "generated_solution"}, category="problem_source"
     ),
     "BytedTsinghua-SIA/DAPO-Math-17k": KnownSet(
         build=lambda row: {"answer": row["reward_model"]["ground_truth"]}, reward="math"
@@ -153,7 +150,8 @@ KNOWN: dict[str, KnownSet] = {
     # No template: SFT reads its messages, which one would replace.
     "open-r1/OpenR1-Math-220k": _maths(template=None, category="problem_type"),
     "zwhe99/DeepMath-103K": _maths(
-        "final_answer", prompt="question", response="r1_solution_1", category="topic"
+        {"prompt": "question", "answer": "final_answer", "response": "r1_solution_1"},
+        category="topic",
     ),
     "HuggingFaceH4/ultrafeedback_binarized": KnownSet(train="train_prefs", validation="test_prefs"),
 }
@@ -179,38 +177,20 @@ def task_of(name: str, **settings: Any) -> Any:
     task, _, given = name.partition("?")
     remedy = f"see reasoning_gym.factory.DATASETS{closest(task, DATASETS)}"
     require(task in DATASETS, "task", "must be one of reasoning-gym's", task, remedy)
+    own = {key: yaml.safe_load(text) for key, text in parse_qsl(given, keep_blank_values=True)}
     try:
-        return create_dataset(task, **{"size": 1000, "seed": 0} | _settings(given) | settings)
+        return create_dataset(task, **{"size": 1000, "seed": 0} | own | settings)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"{PREFIX}{name}: {error}: change the setting") from error
 
 
-def is_generated(source: Any) -> bool:
-    """Return whether `generated` makes the rows of a source.
-
-    >>> is_generated("reasoning_gym:leg_counting"), is_generated("sums.jsonl")
-    (True, False)
-    """
-    return isinstance(source, str) and source.startswith(PREFIX)
-
-
-def generated(source: str, split: str) -> list[dict[str, Any]]:
-    """Return the rows of a task, of "validation" with other seeds; `task` judges them.
-
-    >>> len(generated("reasoning_gym:leg_counting?size=3", "train"))
-    3
-    """
-    known, remedy = split in ("train", "validation"), "there is no other"
-    require(known, "the split of a task", 'must be "train" or "validation"', split, remedy)
+def _generated(source: str, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a task, of "validation" with other seeds; `task` judges them."""
     task = task_of(name := source.removeprefix(PREFIX))
     if split == "validation":
         task = task_of(name, seed=task.seed + APART)
     rows = (task[number] for number in range(len(task)))
     return [{"prompt": row.pop("question"), "task": name, **row} for row in rows]
-
-
-def _settings(given: str) -> dict[str, Any]:
-    return {key: yaml.safe_load(text) for key, text in parse_qsl(given, keep_blank_values=True)}
 
 
 Placed = tuple[str, Any]
@@ -294,7 +274,7 @@ def shards_of(source: Any, split: str) -> list[Shard]:
     found = []
     for number, part in enumerate(sources_of(source)):
         data, before, own = part, "", split
-        if isinstance(part, str | Path) and has_splits(part) and not is_generated(part):
+        if _is_set(part):
             data = _named(_load_dataset(part, split, streaming=True), split, part)
             before, own = f"{part}, ", "train"
         for n in range(size := getattr(data, "num_shards", 1)):
@@ -304,17 +284,15 @@ def shards_of(source: Any, split: str) -> list[Shard]:
     return found
 
 
-def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
-    """Return the first `count` rows of each file that can be read row by row: .jsonl and .csv.
+def first_rows(source: Any) -> list[list[Row]]:
+    """Return the first 1,000 rows of each file that can be read row by row: .jsonl and .csv.
 
     >>> first_rows([{"prompt": "1+1="}])  # no file
     []
     """
-    found = []
-    for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
-        if path.suffix in (".jsonl", ".csv"):
-            found.append(list(islice(Shard(path)(), count)))
-    return found
+    parts = [part for part in sources_of(source) if isinstance(part, str | Path)]
+    files = [part for part in map(Path, parts) if part.suffix in (".jsonl", ".csv")]
+    return [[*islice(Shard(file)(), FIRST)] for file in files]
 
 
 def set_names(source: Any) -> list[str]:
@@ -343,32 +321,38 @@ def name_of(source: Any) -> str:
 
 
 def _is_source(part: Any) -> bool:
-    if isinstance(part, Mapping):
-        return hasattr(part, "column_names")  # a DatasetDict; any other mapping is a row
-    return isinstance(part, str | Path | list | tuple | DataModule) or hasattr(part, "column_names")
+    table = hasattr(part, "column_names")  # any other mapping is a row
+    return table or isinstance(part, str | Path | list | tuple | DataModule)
+
+
+def _is_task(source: Any) -> bool:
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def _is_set(source: Any) -> bool:
+    return isinstance(source, str | Path) and has_splits(source) and not _is_task(source)
 
 
 def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
-    named = isinstance(source, str | Path)
-    is_set = named and Path(source).suffix not in READERS
-    if data_files is not None and not is_set:
+    if _is_set(source):
+        data = _load_dataset(source, split, data_files)
+        return _numbered(_named(data, split, source), f"{source}, ")
+    if data_files is not None:
         raise ValueError(
             "data_files chooses files on the hub or in a folder, but the source is"
             f" {name_of(source)}: remove it"
         )
-    if is_generated(source):
-        return _numbered(generated(source, split), f"{source}, ")
-    if is_set:
-        data = _load_dataset(source, split, data_files)
-        return _numbered(_named(data, split, source), f"{source}, ")
-    if named:
+    if isinstance(source, DataModule) or _is_task(source):
+        known, remedy = split in ("train", "validation"), "there is no other"
+        require(
+            known, f"split of {name_of(source)}", 'must be "train" or "validation"', split, remedy
+        )
+    if _is_task(source):
+        return _numbered(_generated(source, split), f"{source}, ")
+    if isinstance(source, str | Path):
         _require_train(split, source)
         return _read_file(Path(source))
     if isinstance(source, DataModule):
-        if split not in ("train", "validation"):
-            raise ValueError(
-                f'split of a DataModule must be "train" or "validation", got {split!r}'
-            )
         return _numbered(source.train_rows() if split == "train" else source.validation_rows())
     return _numbered(_named(source, split, source))
 
@@ -387,9 +371,7 @@ def _named(data: Any, split: str, source: Any) -> Any:
         return data[split]
     if data is source:
         _require_train(split, source)
-    if (not isinstance(data, Sequence) or isinstance(data, str)) and not hasattr(
-        data, "column_names"
-    ):
+    if not isinstance(data, Sequence) and not hasattr(data, "column_names"):
         raise ValueError(
             "a source of rows must be a path, a hub name, a list of dicts, a datasets.Dataset or a"
             f" DataModule, got {name_of(source)}"
@@ -458,29 +440,12 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                place = f"{path}, line {number}"
-                try:
-                    yield place, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{place}: not JSON ({error.msg} at column {error.colno}):"
-                        f" {short(line.strip())}"
-                    ) from error
-                except (ValueError, RecursionError) as error:
-                    raise _excessive(place, error) from error
+                yield f"{path}, line {number}", _parsed(line.rstrip(), path, number)
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
-    text = path.read_text(encoding="utf-8-sig")
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}); if it"
-            " has one object per line, name it .jsonl"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise _excessive(str(path), error) from error
+    remedy = "name it .jsonl if it has a row per line"
+    rows = _parsed(path.read_text(encoding="utf-8-sig"), path, remedy=remedy)
     if not isinstance(rows, list):
         raise ValueError(
             f"{path}, line 1: a .json file must hold a list of objects, got {short(rows)}"
@@ -488,11 +453,19 @@ def _read_json(path: Path) -> Iterator[Placed]:
     return _numbered(rows, f"{path}, ")
 
 
-def _excessive(place: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"{place}: a number must have at most {sys.get_int_max_str_digits()} digits, and brackets"
-        f" be less than {sys.getrecursionlimit()} deep ({short(str(error))}): give it as text"
-    )
+def _parsed(text: str, path: Path, line: int = 1, remedy: str = "") -> Any:
+    """Return the JSON that begins at a line of a file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        what = f"not JSON ({error.msg} at column {error.colno}): {remedy or short(text)}"
+        raise ValueError(f"{path}, line {line + error.lineno - 1}: {what}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}, line {line}: a number must have at most {sys.get_int_max_str_digits()}"
+            f" digits, and brackets be less than {sys.getrecursionlimit()} deep"
+            f" ({short(str(error))}): give it as text"
+        ) from error
 
 
 def _read_csv(path: Path) -> Iterator[Placed]:

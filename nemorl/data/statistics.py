@@ -2,9 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,30 +14,22 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     [[1, 2, 5], [0, 3, 4]]
     """
     rows: list[list[int]] = []
-    rooms: list[int] = []  # the rooms that some row has, ascending
-    rows_with: dict[int, list[int]] = {}
+    rooms: list[tuple[int, int, int]] = []  # room, when it arose (newest first), row; ascending
+    least = min(filter(None, sizes), default=0)
     order = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()
-    for size, run in groupby(order, key=sizes.__getitem__):
-        same, done = list(run) if size else [], 0
-        while done < len(same):
-            place = bisect_left(rooms, size)
-            if place == len(rooms):
-                room, row = capacity, len(rows)
-                rows.append([])
-            else:
-                room = rooms[place]
-                row = rows_with[room].pop()
-                if not rows_with[room]:
-                    del rows_with[room], rooms[place]
-            # The tightest row remains it: it takes as many of this size as fit.
-            moved = same[done : done + room // size]
-            done += len(moved)
-            rows[row] += moved
-            room -= len(moved) * size
-            if room not in rows_with:
-                rows_with[room] = []
-                insort(rooms, room)
-            rows_with[room].append(row)
+    for turn, index in enumerate(order):
+        size = sizes[index]
+        if not size:
+            break
+        place = bisect_left(rooms, (size,))
+        if place == len(rooms):
+            rows.append([])
+            room, row = capacity, len(rows) - 1
+        else:
+            room, _, row = rooms.pop(place)
+        rows[row].append(index)
+        if room - size >= least:
+            insort(rooms, (room - size, -turn, row))
     return rows
 
 
@@ -54,11 +44,8 @@ class Lengths:
     tokens: Sequence[int]
     """Length of each sequence, and of each pair's longer side."""
     limit: int
-    """The greatest length allowed."""
     num_truncated: int = 0
-    """How many were longer and were cut."""
     num_dropped: int = 0
-    """How many were longer and were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +71,6 @@ class LengthStatistics:
     """All that are or were longer."""
     histogram: tuple[tuple[int, int], ...]
     """Greatest length and number of sequences of up to ten classes of equal width."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def length_statistics(lengths: Lengths) -> LengthStatistics:
@@ -118,16 +102,12 @@ def length_statistics(lengths: Lengths) -> LengthStatistics:
 
 
 def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
-    sample = tokens[:: -(-len(tokens) // SAMPLE)] if len(tokens) else tokens
+    sample = tokens[:: max(1, -(-len(tokens) // SAMPLE))]
     rows = len(best_fit_decreasing(sample.tolist(), capacity))
     return int(sample.sum()) / (rows * capacity) if rows else 0.0
 
 
 def _histogram(tokens: np.ndarray, longest: int) -> tuple[tuple[int, int], ...]:
     width = max(1, -(-longest // 10))
-    counts = np.bincount((tokens - 1).clip(0) // width, minlength=-(-longest // width))
-    return (
-        tuple(((number + 1) * width, int(count)) for number, count in enumerate(counts))
-        if len(tokens)
-        else ()
-    )
+    counts, edges = np.histogram(tokens - 1, np.arange(0, longest + width, width))
+    return tuple(zip(edges[1:].tolist(), counts.tolist(), strict=True))

@@ -1,11 +1,7 @@
 """Chat templates: rendered with the places of every turn."""
 
 import copy
-import json
-import math
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,11 +14,9 @@ from nemorl.checks import short
 Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MARK_TURNS = "mark what the assistant says with {% generation %} and {% endgeneration %}"
 PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """What `passthrough` stands for: the messages' contents, one behind the other."""
-MAX_SECONDS = 10.0
-"""Longest rendering of a conversation."""
-_END = threading.local()
 
 
 def with_chat_template(
@@ -43,21 +37,18 @@ def with_chat_template(
     """
     if template is None and not kwargs:
         return tokenizer
-    tokenizer = copy.copy(tokenizer)
-    if template is not None:
-        tokenizer.chat_template = _with_defaults(_text_of(template), {})
-    if kwargs:
-        own = tokenizer.chat_template
-        if not own:
-            raise ValueError(
-                "chat_template_kwargs are for a chat template, but the tokenizer has none, got"
-                f" {dict(kwargs)}: add model.chat_template"
-            )
-        tokenizer.chat_template = (
-            {name: _with_defaults(text, kwargs) for name, text in own.items()}
-            if isinstance(own, Mapping)
-            else _with_defaults(own, kwargs)
+    own = tokenizer.chat_template if template is None else _text_of(template)
+    if not own:
+        raise ValueError(
+            "chat_template_kwargs are for a chat template, but the tokenizer has none, got"
+            f" {kwargs}: add model.chat_template"
         )
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = (
+        {name: _with_defaults(text, kwargs) for name, text in own.items()}
+        if isinstance(own, Mapping)
+        else _with_defaults(own, kwargs)
+    )
     return tokenizer
 
 
@@ -69,26 +60,22 @@ def _text_of(template: str) -> str:
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
             "model.chat_template must be a Jinja template, a file with one, or passthrough, but"
-            f" {template!r} can't be read ({reason})"
+            f" {template!r} can't be read ({error})"
         ) from error
 
 
-def _with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
-    known = _variables(template)
-    for name in kwargs:
+def _with_defaults(template: str, kwargs: Mapping[str, Any] | None) -> str:
+    known, defaults = _variables(template), ""
+    for name, value in (kwargs or {}).items():
         if name not in known:
             own = sorted(known - {"messages", "tools", "add_generation_prompt"})
             raise ValueError(
                 f"model.chat_template_kwargs has {name!r}, but the chat template doesn't use"
                 f" it; it uses {', '.join(own) or 'none'}"
             )
-    defaults = "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
-        for name, value in kwargs.items()
-    )
+        defaults += f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
     return defaults + template
 
 
@@ -106,22 +93,13 @@ def _variables(template: str) -> set[str]:
     return meta.find_undeclared_variables(environment.parse(template))
 
 
-def _literal(value: Any) -> str:
-    if isinstance(value, Mapping):
-        items = (f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
 @dataclass(frozen=True)
 class Template:
     """A tokenizer's chat template with its arguments; renders to text."""
 
     tokenizer: Any
     chat_template: str | None
-    tools: Sequence[dict | Callable] | None
+    tools: Any
     kwargs: Mapping[str, Any]
 
     def source(self) -> str:
@@ -143,18 +121,14 @@ class Template:
     def is_passthrough(self) -> bool:
         return self.source() == PASSTHROUGH
 
-    @property
-    def has_marks(self) -> bool:
-        return GENERATION.search(self.source()) is not None
-
     def render(self, messages: Sequence[Message], **options: bool) -> str:
         source = self.source()
-        with _refusal(messages, source):
+        with _refusal(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 chat_template=source,
-                tools=self._tools(),
+                tools=self.tools,
                 **options,
                 **self.kwargs,
             )
@@ -163,7 +137,7 @@ class Template:
         self, messages: Sequence[Message], *, given: int = 0
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the character ranges of assistant turns after `given`."""
-        if not self.has_marks:
+        if not GENERATION.search(self.source()):
             return self._rendered(messages, given)
         text, spans = self._marked(messages)
         if any(message.get("role") == "assistant" for message in messages[:given]):
@@ -174,16 +148,16 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self.source()
-        with _refusal(messages, source):
+        with _refusal(messages):
             rendered: Any = render_jinja_template(
                 conversations=[list(map(dict, messages))],
-                tools=self._tools(),
+                tools=self.tools,
                 chat_template=source,
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
         (text,), (spans,) = rendered
-        return text, [(begin, end) for begin, end in spans]
+        return text, spans
 
     def _rendered(
         self, messages: Sequence[Message], given: int
@@ -195,8 +169,7 @@ class Template:
                 if not number:
                     raise ValueError(
                         "message 0 is the assistant's, and the chat template doesn't say where it"
-                        " begins: put a message before it, or mark what the assistant says with"
-                        " {% generation %} and {% endgeneration %}"
+                        f" begins: put a message before it, or {MARK_TURNS}"
                     )
                 before = self.render(messages[:number], add_generation_prompt=True)
                 through = self.render(messages[: number + 1])
@@ -207,8 +180,8 @@ class Template:
                 ):
                     raise ValueError(
                         f"message {number}: the chat template renders the conversation up to here"
-                        " differently than within the whole; mark what the assistant says with {%"
-                        " generation %} and {% endgeneration %}, or change template_kwargs"
+                        f" differently than within the whole; {MARK_TURNS}, or change"
+                        " template_kwargs"
                     )
                 turns.append((len(before), self._end_of_turn(text, len(before), len(through))))
         return text, turns
@@ -218,54 +191,15 @@ class Template:
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(tuple(self.tokenizer.all_special_tokens)) else end
 
-    def _tools(self) -> list | None:
-        return None if self.tools is None else list(self.tools)
-
 
 @contextmanager
-def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
+def _refusal(messages: Sequence[Message]) -> Iterator[None]:
     try:
-        _limit(source)
-        _END.time = time.monotonic() + MAX_SECONDS
         yield
     except Exception as error:  # what a template may compute may raise anything
         raise ValueError(
             f"the chat template refuses messages with the roles {roles(messages)}: {error}"
         ) from error
-    finally:
-        _END.time = math.inf
-
-
-def _limit(source: str) -> None:
-    """Have a template, as transformers keeps it compiled, look at the clock in loops and macros."""
-    from jinja2 import nodes
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    compiled: Any = _compile_jinja_template(source)
-    if hasattr(compiled, "limited"):
-        return
-    # An ImportedName can't be assigned to by the template.
-    look = nodes.Call(nodes.ImportedName(f"{__name__}._in_time"), [], [], None, None)
-    tree = compiled.environment.parse(source)
-    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        node.body.insert(0, nodes.ExprStmt(look))
-        if isinstance(node, nodes.For) and node.test is not None:
-            node.test = nodes.And(look, node.test)
-    tree.set_environment(compiled.environment)
-    twin = compiled.environment.from_string(tree)
-    compiled.root_render_func, compiled.blocks = twin.root_render_func, twin.blocks
-    compiled.limited = True
-
-
-def _in_time() -> bool:
-    from jinja2 import TemplateRuntimeError
-
-    if time.monotonic() > getattr(_END, "time", math.inf):
-        raise TemplateRuntimeError(
-            f"it must end within {MAX_SECONDS:g} s, but it still loops: correct it, or name another"
-            " (--model.chat-template)"
-        )
-    return True
 
 
 def roles(messages: Sequence[Message]) -> str:
@@ -277,9 +211,6 @@ def roles(messages: Sequence[Message]) -> str:
     return ", ".join(str(message.get("role")) for message in messages) or "(none)"
 
 
-Visit = Callable[[str, Any], Any]
-"""Returns what to put in place of a part, by its name and value; None removes it."""
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENAMED = {
     "assistant": ("ai", "bot", "chatbot", "chatgpt", "gpt", "model"),
@@ -290,7 +221,6 @@ BOOKKEEPING = ("role", "name", "id", "tool_call_id")
 """Keys of a message that many templates leave out, and that may be left out."""
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Keys that templates leave out of turns before the last question, on purpose."""
-END_OF_THOUGHT = "</think>"
 TOOLS = "the tools"
 MARK = "7c1e4a90b2d8"
 """Begins what is added to a part to find it in the rendered text."""
@@ -305,27 +235,20 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     >>> template = Template(ByT5Tokenizer(), "{{ messages[0].content }}", None, {})
     >>> require_rendered(template, [{"role": "user", "content": "hi"}])  # is there
     """
-    names = list[str]()
 
-    def mark(name: str, value: Any) -> Any:
-        names.append(name)
-        return _marked(value, f"{MARK}_{len(names)}_")
+    def without(number: int) -> str | None:
+        return _rendered(template, messages, lambda n, value: None if n == number else value)[0]
 
-    text = _rendered(template, messages, mark) or ""
-    missing = [n for n in range(1, len(names) + 1) if f"{MARK}_{n}_" not in text]
+    text, names = _rendered(template, messages, lambda n, value: _marked(value, f"{MARK}_{n}_"))
+    missing = [n for n in range(len(names)) if f"{MARK}_{n}_" not in (text or "")]
     whole = template.render(messages) if missing else None
     for number in missing:
-        numbers = iter(range(1, len(names) + 1))
-
-        def without(_: str, value: Any, number: int = number, numbers: Any = numbers) -> Any:
-            return None if next(numbers) == number else value
-
-        if _rendered(template, messages, without) == whole:
+        if without(number) == whole:
             remedy = "remove it from the data"
-            if names[number - 1] == TOOLS:
+            if names[number] == TOOLS:
                 remedy = "give no tools (docs/environments.md)"
             raise ValueError(
-                f"the chat template leaves out {names[number - 1]}: choose one that renders it"
+                f"the chat template leaves out {names[number]}: choose one that renders it"
                 f" (--model.chat-template), or {remedy}"
             )
 
@@ -339,7 +262,8 @@ def require_roles(template: Template, messages: Sequence[Message]) -> None:
     """
     for number, message in enumerate(messages):
         role = message.get("role")
-        if role in ROLES or (isinstance(role, str) and _names(template.source(), role)):
+        own = (f"{quote}{role}{quote}" for quote in "'\"" if isinstance(role, str))
+        if role in ROLES or any(name in template.source() for name in own):
             continue
         ours = next((known for known, others in RENAMED.items() if role in others), None)
         raise ValueError(
@@ -348,22 +272,29 @@ def require_roles(template: Template, messages: Sequence[Message]) -> None:
         )
 
 
-def _names(source: str, role: str) -> bool:
-    return f"'{role}'" in source or f'"{role}"' in source
+def _rendered(
+    template: Template, messages: Sequence[Message], change: Callable[[int, Any], Any]
+) -> tuple[str | None, list[str]]:
+    """Return the text with each part's value as `change(n, value)`, None removes it, and the names
+    of the parts; no text if the template refuses it.
+    """
+    names = list[str]()
 
+    def visit(name: str, value: Any) -> Any:
+        names.append(name)
+        return change(len(names) - 1, value)
 
-def _rendered(template: Template, messages: Sequence[Message], visit: Visit) -> str | None:
     question = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
     changed = [_visited(each, n, n < question, visit) for n, each in enumerate(messages)]
     if template.tools:
         template = replace(template, tools=visit(TOOLS, template.tools))
     try:
-        return template.render(changed)
+        return template.render(changed), names
     except ValueError:
-        return None
+        return None, names
 
 
-def _visited(message: Message, number: int, past: bool, visit: Visit) -> Message:
+def _visited(message: Message, number: int, past: bool, visit: Callable) -> Message:
     """past: a question follows, so templates may drop the reasoning."""
     role, changed = message["role"], dict[str, Any]()
     said = f"what the role {role!r} says"
@@ -371,10 +302,11 @@ def _visited(message: Message, number: int, past: bool, visit: Visit) -> Message
         said = "the content beside tool_calls"
 
     def part(name: str, value: Any) -> Any:
-        return visit(f"{name} (message {number})", value) if _says_something(value) else value
+        empty = not value.strip() if isinstance(value, str) else value in (None, [], {}, ())
+        return value if empty else visit(f"{name} (message {number})", value)
 
     def text(value: str) -> str:
-        thought, end, answer = value.rpartition(END_OF_THOUGHT)
+        thought, end, answer = value.rpartition("</think>")
         if role != "assistant":
             thought, end, answer = "", "", value
         elif not past and thought.strip() != "<think>":
@@ -402,16 +334,10 @@ def _visited(message: Message, number: int, past: bool, visit: Visit) -> Message
 
 
 def _marked(value: Any, mark: str) -> Any:
-    """The value with the mark behind each text but ids and types, which templates compare."""
+    """Return the value with the mark behind each text but ids and types, which are compared."""
     if isinstance(value, Mapping):
-        return {
-            key: each if key in ("id", "type") else _marked(each, mark)
-            for key, each in value.items()
-        }
+        compared = ("id", "type")
+        return {k: each if k in compared else _marked(each, mark) for k, each in value.items()}
     if isinstance(value, list | tuple):
         return [_marked(each, mark) for each in value]
     return value + mark if isinstance(value, str) else value
-
-
-def _says_something(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else value not in (None, [], {}, ())

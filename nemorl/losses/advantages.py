@@ -26,6 +26,8 @@ from nemorl.losses.types import (
     group_labels,
     group_sum,
     masked,
+    max_of,
+    min_of,
     require_one_of,
 )
 
@@ -65,15 +67,10 @@ def members(rewards: PerResponse, group_id: ResponseIds) -> GroupStatistics:
 
 
 def _others_equal(rewards: Tensor, group: GroupStatistics) -> Tensor:
-    """Whether the *other* members all have the same reward: all are low or all high."""
-
-    def among_others(end: Tensor) -> Tensor:
-        at_end = (rewards == end).to(rewards.dtype)
-        return group_sum(at_end, group.labels) - at_end
-
-    return (among_others(group.low) == group.size - 1) | (
-        among_others(group.high) == group.size - 1
-    )
+    """Whether the *other* members all have the same reward: none is not low, or none not high."""
+    unlike = ((rewards != end).to(rewards.dtype) for end in (group.low, group.high))
+    not_low, not_high = (group_sum(each, group.labels) - each for each in unlike)
+    return (not_low == 0) | (not_high == 0)
 
 
 def _baseline(
@@ -142,8 +139,7 @@ def advantages(
         ddof: standard deviations divide by their count − ddof.
         lengths: of the responses in tokens, for length_weighted.
         greedy_rewards: of the prompts' greedy answers, for greedy.
-    Raises: ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or not
-    used.
+    Raises: ValueError for an unknown name, and for arrays that are missing or not used.
 
     >>> advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([8, 8, 2, 2]))
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
@@ -222,8 +218,8 @@ def overlong_penalty(
 def informative_groups(rewards: PerResponse, group_id: ResponseIds) -> ResponseMask:
     """Return True for every member of a group whose rewards are not all equal.
 
-    A group of one is never informative. `group_id`: any integers. Give it the task's own rewards,
-    before shaping by length: DAPO's condition is on correct answers.
+    A group of one is never informative. Give it the task's own rewards, before shaping by length:
+    DAPO's condition is on correct answers.
     Source: DAPO's dynamic sampling, equation 11; verl `filter_groups`; NeMo RL
     `use_dynamic_sampling`.
 
@@ -355,11 +351,8 @@ def max_rl(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:
     """
     group = members(rewards.double(), group_id)
     positive = group.mean > 0
-    return (
-        torch.where(positive, group.centred / torch.where(positive, group.mean, 1.0), 0.0)
-        .to(at_least_float32(rewards).dtype)
-        .detach()
-    )
+    result = torch.where(positive, group.centred / torch.where(positive, group.mean, 1.0), 0.0)
+    return result.to(at_least_float32(rewards).dtype).detach()
 
 
 def to_tokens(advantages: PerResponse, mask: TokenMask) -> PerToken:
@@ -416,16 +409,9 @@ def whiten(values: PerToken, mask: TokenMask, *, ddof: int = 1) -> PerToken:
     count = mask.sum()
     centred = torch.where(mask, exact - exact.sum() / count.clamp(min=1), 0.0)
     std = (centred.square().sum() / (count - ddof).clamp(min=1)).sqrt()
-    differ = (
-        torch.where(mask, exact, torch.inf).amin() < torch.where(mask, exact, -torch.inf).amax()
-        if mask.numel()
-        else mask.any()
-    )
-    return (
-        torch.where(differ, centred / (std + EPSILON), 0.0)
-        .to(at_least_float32(values).dtype)
-        .detach()
-    )
+    differ = min_of(values, mask).value < max_of(values, mask).value
+    result = torch.where(differ, centred / (std + EPSILON), 0.0)
+    return result.to(at_least_float32(values).dtype).detach()
 
 
 def reinforce_plus_plus(
@@ -512,9 +498,8 @@ def gae(
 
     def discounted(lam: float | Tensor) -> Tensor:
         decay = gamma * (lam[:, None].to(values.dtype) if isinstance(lam, Tensor) else lam)
-        return torch.where(
-            mask, _scan_back(delta, torch.where(mask, decay, torch.ones_like(values))), 0.0
-        )
+        every = _scan_back(delta, torch.where(mask, decay, torch.ones_like(values)))
+        return torch.where(mask, every, 0.0)
 
     policy = discounted(lam)
     return policy, values + (policy if value_lam is None else discounted(value_lam))

@@ -125,11 +125,8 @@ def distillation_topk(
         if outside == "zero":
             floor = LOG_NOTHING
             known = torch.where(present, teacher.log_softmax(-1), 0.0)
-            log_p = (
-                torch.where(support, 0.0, float("-inf"))
-                .to(scaled.dtype)
-                .scatter_add(-1, ids, known.to(scaled.dtype))
-            )
+            log_p = torch.where(support, 0.0, float("-inf")).to(scaled.dtype)
+            log_p = log_p.scatter_add(-1, ids, known.to(scaled.dtype))
         else:
             rest = _log_rest(teacher, ~support)
             hidden = torch.where(rest == float("-inf"), LOG_HIDDEN, rest)

@@ -4,10 +4,12 @@ is from the trainer.
 
 import builtins
 import math
+from itertools import pairwise
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemorl.checks import at_least, require
 from nemorl.losses.types import (
@@ -24,6 +26,7 @@ from nemorl.losses.types import (
     mean_of,
     min_of,
     require_one_of,
+    same_segment,
     segment_mean,
     segment_sum,
     share_of,
@@ -35,19 +38,16 @@ Bounds = tuple[float, float]
 
 
 SOURCES = """
-TIS (Yao et al. 2025): token + truncate, max 2. verl: `rollout_correction.rollout_is` = level,
-`rollout_is_threshold` = max ("low_high": mask); `rollout_rs`: token_k1 = token_bounds,
-seq_mean_k1 = geometric_bounds (of the inverse ratio). IcePop (Ling team 2025): token + mask, 0.5
-and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF `vllm_is_correction_type`: tis,
-icepop, and seq-mask-tis = token + sequence_mask. MIS: TRL `vllm_importance_sampling_mode`
-token_mask and sequence_mask = level + mask, `vllm_importance_sampling_clip_min/max` = min, max (NaN
-from the sampler is w = 1 there). AReaL `rejection_sampling` (decoupled PPO): level sequence =
-geometric, action clamp|mask = truncate|mask, lower, upper = min, max. prime-rl: `dppo_mask_low`,
-`dppo_mask_high` = probability_bounds with advantages, `ipo_threshold` = both without; until 2026-02
-`token_mask_*`, `sequence_mask_*`, `geo_mask_*` = token_, extreme_ and geometric_bounds,
-`sequence_clip_high` = max with level="sequence", else w is unbounded there: max=inf.
+TIS (Yao et al. 2025): token + truncate, max 2. IcePop (Ling team 2025): token + mask, 0.5 and 5.
+NeMo RL and OpenRLHF seq-mask-tis: token + sequence_mask. MIS: TRL token_mask, sequence_mask = level
++ mask (NaN from the sampler is w = 1 there). verl `rollout_rs`: token_k1 = token_bounds,
+seq_mean_k1 = geometric_bounds (of the inverse ratio). AReaL `rejection_sampling` (decoupled PPO):
+level sequence = geometric, action clamp|mask = truncate|mask. prime-rl: DPPO = probability_bounds
+with advantages, `ipo_threshold` = both without; until 2026-02 `token_mask_*`, `sequence_mask_*`,
+`geo_mask_*` = token_, extreme_ and geometric_bounds, `sequence_clip_high` = max with
+level="sequence", else w is unbounded there: max=inf.
 """
-"""The options of papers and other systems that `importance_weights` reproduces."""
+"""What reproduces papers and other systems, whose settings docs/coming-from.md translates."""
 
 
 def importance_weights(
@@ -71,10 +71,9 @@ def importance_weights(
 
     With d_t = log π_prev − log π_gen of a sequence's trained tokens, the ratio is exp d_t
     (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"), at most e²⁰
-    (`bounded_exp`), which a long sequence's product soon exceeds. Outside of [min, max] it is
-    clamped (mode="truncate") or w = 0 ("mask"); with "sequence_mask" w = 0 in every sequence whose
-    *geometric* ratio is outside, and others keep theirs, however large. Whatever level and mode,
-    w = 0 outside of these bounds (low, high):
+    (`bounded_exp`). Outside of [min, max] it is clamped (mode="truncate") or w = 0 ("mask"); with
+    "sequence_mask" w = 0 in every sequence whose *geometric* ratio is outside, and others keep
+    theirs, however large. Whatever level and mode, w = 0 outside of these bounds (low, high):
 
         token_bounds: tokens by exp d_t.
         extreme_bounds: sequences with any such token.
@@ -100,8 +99,7 @@ def importance_weights(
     """
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
-    require(0 <= min <= max, "(min, max)", "must be 0 <= min <= max", (min, max), "1 = on policy")
-    _check_bounds(token_bounds, extreme_bounds, geometric_bounds)
+    _check_bounds((min, max), token_bounds, extreme_bounds, geometric_bounds)
     usable = loss_mask & generation_logprobs.isfinite()
     prev = masked(usable, prev_logprobs.detach())
     generation = masked(usable, generation_logprobs.detach())
@@ -128,7 +126,7 @@ def importance_weights(
 
 
 def _check_bounds(*given: Bounds | None) -> None:
-    names = ("token_bounds", "extreme_bounds", "geometric_bounds")
+    names = ("(min, max)", "token_bounds", "extreme_bounds", "geometric_bounds")
     for name, bounds in zip(names, given, strict=True):
         fits = bounds is None or 0 <= bounds[0] <= bounds[1]
         require(fits, name, "must be 0 <= low <= high", bounds, "1 = on policy")
@@ -138,9 +136,11 @@ def _ratios(
     log_ratio: PerToken, usable: TokenMask, segment_ids: TokenIds | None
 ) -> dict[str, PerToken]:
     """Return the ratio of each level, bounded."""
-    total = segment_sum(log_ratio, segment_ids)
-    mean = total / segment_sum(usable, segment_ids).clamp(min=1)
-    logs = {"token": log_ratio, "sequence": total, "geometric": mean}
+    logs = {
+        "token": log_ratio,
+        "sequence": segment_sum(log_ratio, segment_ids),
+        "geometric": segment_mean(log_ratio, usable, segment_ids),
+    }
     return {name: bounded_exp(values) for name, values in logs.items()}
 
 
@@ -219,12 +219,11 @@ def sampler_gap(
 ) -> Metrics:
     """Return metrics of how far the sampler's logprobs are from the trainer's for the same weights.
 
-    With d = log π_prev − log π_gen over the tokens whose sampler logprob is finite, and e^d
-    bounded at e²⁰:
+    With d = log π_prev − log π_gen of the tokens whose sampler logprob is finite, e^d at most e²⁰:
     `token_mult_prob_error` = mean exp|d| (1.02 = 2 % off); `gen_kl_error` = mean (eᵈ − 1 − d), the
-    k3 estimate of KL(π_gen‖π_prev) in nats; `generation_nonfinite_fraction`, the share of other
-    tokens; `token_mult_prob_error_max`, `gen_kl_error_max`: the same means over one sequence, where
-    they are largest. Arguments: as `importance_weights`.
+    k3 estimate of KL(π_gen‖π_prev) in nats; `token_mult_prob_error_max`, `gen_kl_error_max`: their
+    largest means over one sequence; `generation_nonfinite_fraction`, the share of other tokens.
+    Arguments: as `importance_weights`.
     Source: NeMo RL, where `max_seq_mult_prob_error` is `token_mult_prob_error_max`.
 
     >>> from nemorl.losses.types import finalize
@@ -252,8 +251,6 @@ def sampler_gap(
 
 BITS = 0xFFFFFFFF
 """Hashes are integers from 0 to 2^32 − 1, in int64: no product below overflows."""
-FIRST_DEPTHS = tuple(4**power for power in range(12))
-"""Where the parts of a response begin that `gap_by_depth` measures apart."""
 
 
 def _mixed(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
@@ -356,20 +353,12 @@ def gap_by_depth(
     usable = loss_mask & generation_logprobs.isfinite()
     gap = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
     error = gap.clamp(max=MAX_LOG_RATIO).expm1() - gap
-    real = segment_ids > 0
-    begins = [first for first in FIRST_DEPTHS if first <= max(segment_ids.shape[1] - 1, 1)]
-    inside = (real & response_mask).long().cumsum(-1)
-    start = real & response_mask & ~_after_response(response_mask, segment_ids)
-    before = torch.where(start, inside - 1, 0).cummax(-1).values
-    depth = inside - before
-    ends = [*begins[1:], math.inf]
+    response = response_mask & (segment_ids > 0)
+    follows = pad(response_mask[:, :-1], (1, 0)) & same_segment(segment_ids)
+    inside = response.long().cumsum(-1)
+    depth = inside - torch.where(response & ~follows, inside - 1, 0).cummax(-1).values
+    begins = [4**n for n in range(12) if 4**n <= max(segment_ids.shape[1] - 1, 1)]
     return {
         f"receipts/kl_from_{first}": mean_of(error, usable & (depth >= first) & (depth < end))
-        for first, end in zip(begins, ends, strict=True)
+        for first, end in pairwise([*begins, math.inf])
     }
-
-
-def _after_response(response_mask: TokenMask, segment_ids: TokenIds) -> TokenMask:
-    before = torch.nn.functional.pad(response_mask[:, :-1], (1, 0))
-    same = torch.nn.functional.pad(segment_ids[:, :-1], (1, 0)) == segment_ids
-    return before & same & (segment_ids > 0)

@@ -106,14 +106,14 @@ def divergence(
     if not 0 <= mix <= 1 or (direction == "jensen_shannon" and mix in (0, 1)):
         limits = "inside (0, 1)" if direction == "jensen_shannon" else "in [0, 1]"
         raise ValueError(f"mix must be {limits} for {direction!r}, but it is {mix}")
-    if direction == "forward" or (direction == "mixed" and mix == 1):
-        return _kl(reference_logprobs, student_logprobs)
-    if direction == "reverse" or (direction == "mixed" and mix == 0):
-        return _kl(student_logprobs, reference_logprobs.clamp(min=floor))
-    if direction == "mixed":
-        return mix * _kl(reference_logprobs, student_logprobs) + (1 - mix) * _kl(
-            student_logprobs, reference_logprobs.clamp(min=floor)
-        )
+    if direction != "jensen_shannon":
+        mix = {"forward": 1.0, "reverse": 0.0}.get(direction, mix)
+        if mix == 1:
+            return _kl(reference_logprobs, student_logprobs)
+        reverse = _kl(student_logprobs, reference_logprobs.clamp(min=floor))
+        if mix == 0:
+            return reverse
+        return mix * _kl(reference_logprobs, student_logprobs) + (1 - mix) * reverse
     # logaddexp of nothing has no gradient
     possible = (reference_logprobs > -math.inf) | (student_logprobs > -math.inf)
     student = torch.where(possible, student_logprobs, 0.0)

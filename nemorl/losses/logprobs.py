@@ -80,8 +80,7 @@ def require_same_support(
     if unlike:
         raise LogprobKindError(
             f"{what_a} and {what_b} log-probabilities are of different distributions"
-            f" ({'; '.join(unlike)}): {what_a} is {kind_a}, {what_b} is {kind_b}; compute both with"
-            " the same temperature and filters"
+            f" ({'; '.join(unlike)}): compute both with the same temperature and filters"
         )
 
 
@@ -109,10 +108,6 @@ register_pytree(Logprobs, constant="kind")
 
 def _is_on(value: float | Tensor, off: float) -> bool:
     return isinstance(value, Tensor) or value != off
-
-
-def _column(value: float | Tensor) -> float | Tensor:
-    return value[..., None] if isinstance(value, Tensor) else value
 
 
 def _column_like(value: float | Tensor, like: Tensor) -> Tensor:
@@ -191,23 +186,17 @@ def filter_logits(
     >>> filter_logits(torch.tensor([[2.0, 1.0, 0.0]]), top_k=1, keep=torch.tensor([2])).tolist()
     [[2.0, -inf, 0.0]]
     """
-    scaled = logits / _column(temperature) if _is_on(temperature, 1.0) else logits
+    if isinstance(temperature, Tensor):
+        temperature = temperature[..., None]
+    scaled = logits / temperature if _is_on(temperature, 1.0) else logits
     if not (_is_on(top_k, 0) or _is_on(top_p, 1.0) or _is_on(min_p, 0.0)):
         return scaled
-    return torch.where(
-        _outside_support(scaled.detach(), top_k, top_p, min_p, keep), -math.inf, scaled
-    )
+    outside = _outside_support(scaled.detach(), top_k, top_p, min_p, keep)
+    return torch.where(outside, -math.inf, scaled)
 
 
 def _filtered(logits: Tensor, kind: LogprobKind, keep: Tensor | None) -> Tensor:
-    return filter_logits(
-        logits,
-        temperature=kind.temperature,
-        top_k=kind.top_k,
-        top_p=kind.top_p,
-        min_p=kind.min_p,
-        keep=keep,
-    )
+    return filter_logits(logits, keep=keep, **vars(kind))
 
 
 def _predictions(logits: Tensor, segment_ids: Tensor | None) -> Tensor:
@@ -234,10 +223,6 @@ def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
 def _finite(logprobs: Tensor) -> Tensor:
     """Log-probabilities to multiply by their probability: exp(-1e4) is 0 in every type."""
     return logprobs.clamp(min=-1e4)
-
-
-def _entropy(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * _finite(logprobs)).sum(-1)
 
 
 def token_logprobs(
@@ -278,10 +263,15 @@ def entropy(
     >>> entropy(torch.zeros(1, 2, 4), kind=LogprobKind(top_k=4)).tolist()
     [[0.0, 1.3862943649291992]]
     """
-    return _describe(
-        _entropy(_filtered(_predictions(logits, segment_ids), kind, None).log_softmax(-1)),
-        segment_ids,
-    )
+    logprobs = _filtered(_predictions(logits, segment_ids), kind, None).log_softmax(-1)
+    return _describe(-(logprobs.exp() * _finite(logprobs)).sum(-1), segment_ids)
+
+
+def _cotangents(grads: Any, kind: LogprobKind, entropies: Tensor) -> Any:
+    # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
+    g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in grads)
+    offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g)
+    return g, ge, offset - (0.0 if ge is None else ge * entropies[:, None])
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -314,19 +304,10 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, ids, output[1])
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
+    def backward(ctx, *grads: Any):
         hidden, weight, ids, entropies = ctx.saved_tensors
         kind, chunk, dtype, _, softcap = ctx.options
-        # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
-        g, ge = (
-            None if grad is None else (grad / kind.temperature)[:, None]
-            for grad in (grad_logprobs, grad_entropies)
-        )
-        offset = (
-            torch.zeros_like(entropies)[:, None]
-            - (0.0 if g is None else g)
-            - (0.0 if ge is None else ge * entropies[:, None])
-        )
+        g, ge, offset = _cotangents(grads, kind, entropies)
         grad_hidden, grad_weight = [], None
         final = not torch.is_grad_enabled()  # no second derivative: sums may grow in place
         with torch.autocast(hidden.device.type, enabled=False):
@@ -502,13 +483,7 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
     def backward(ctx, *grads: Any):
         hidden, weight, ids, normalizers, entropies = ctx.saved_tensors
         group, kind, chunk, softcap = ctx.options
-        # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
-        g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in grads)
-        offset = (
-            torch.zeros_like(entropies)[:, None]
-            - (0.0 if g is None else g)
-            - (0.0 if ge is None else ge * entropies[:, None])
-        )
+        g, ge, offset = _cotangents(grads, kind, entropies)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(
             weight, dtype=torch.promote_types(weight.dtype, torch.float32)
@@ -585,8 +560,9 @@ def vocab_parallel_linear_logprobs(
     [-0.6931471824645996]
     """
     if group is None:
-        options: dict[str, Any] = {"with_entropy": with_entropy, "softcap": softcap}
-        return flat_linear_logprobs(states, weight, ids, kind=kind, chunk=chunk, **options)
+        return flat_linear_logprobs(
+            states, weight, ids, kind=kind, chunk=chunk, with_entropy=with_entropy, softcap=softcap
+        )
     return _VocabParallelLinearLogprobs.apply(
         states, weight, ids.long(), group, kind, chunk, with_entropy, softcap
     )

@@ -17,8 +17,6 @@ importance weights `importance_weight_mean`, `importance_weight_max` and `masked
 with v = 0).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -137,9 +135,16 @@ def gspo(
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     log_s = masked(mask, segment_mean(log_ratio, mask, segment_ids))
-    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    zero = torch.zeros_like(log_s)
-    output = clipped(log_s, zero, advantages, loss_weights, importance_weights, **clips)
+    output = clipped(
+        log_s,
+        torch.zeros_like(log_s),
+        advantages,
+        loss_weights,
+        importance_weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
     return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
 
 
@@ -172,10 +177,16 @@ def gspo_token(
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     log_s = masked(mask, segment_mean(log_ratio.detach(), mask, segment_ids))
-    log_s_t = log_s + _zero_with_gradient(token_logprobs, mask)
-    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    zero = torch.zeros_like(log_s)
-    output = clipped(log_s_t, zero, advantages, loss_weights, importance_weights, **clips)
+    output = clipped(
+        log_s + _zero_with_gradient(token_logprobs, mask),
+        torch.zeros_like(log_s),
+        advantages,
+        loss_weights,
+        importance_weights,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
     return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
 
 

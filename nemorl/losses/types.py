@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from nemorl.checks import require
@@ -262,12 +263,7 @@ def same_segment(segment_ids: TokenIds) -> TokenMask:
     >>> same_segment(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
     [[0, 1, 0, 1, 1, 0]]
     """
-    before = (
-        torch.nn.functional.pad(segment_ids[:, :-1], (1, 0))
-        if segment_ids.shape[1]
-        else segment_ids
-    )
-    return (segment_ids > 0) & (segment_ids == before)
+    return (segment_ids > 0) & (segment_ids == pad(segment_ids[:, :-1], (1, 0)))
 
 
 def segment_starts(segment_ids: TokenIds) -> TokenMask:

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.accelerator import is_accelerator, module_of
+from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
@@ -147,7 +147,7 @@ class Offloaded:
                 taken[storage._cdata] = storage, copy.copy_(_bytes(storage), non_blocking=True)
         self._away |= taken
         devices = {storage.device for storage, _ in self._away.values()}
-        modules = [module_of(device) for device in devices if is_accelerator(device)]
+        modules = [torch.get_device_module(device) for device in devices if is_accelerator(device)]
         for module in modules:
             module.synchronize()
         for storage, _ in taken.values():
@@ -483,7 +483,7 @@ class Accumulating(InTurns, ABC):
     def empty_cache(self) -> None:
         self._drop_gradients()
         if is_accelerator(self.world.device):
-            module_of(self.world.device).empty_cache()
+            torch.get_device_module(self.world.device).empty_cache()
 
     def _drop_gradients(self) -> None:
         if self.optimizer is not None and not self._batches:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from nemorl.checks import own_methods
+from nemorl.checks import has_own
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import LossOutput, Metrics, Needs, PerToken
@@ -167,7 +167,7 @@ def require_loss_weights(batch: TokenBatch) -> None:
         )
 
 
-WAITING = own_methods(FullTrainingBackend, object) - {
+WAITING = {name for name in dir(FullTrainingBackend) if name[0] != "_"} - {
     "setup",
     "shutdown",
     "wait_for_checkpoint",
@@ -222,7 +222,7 @@ def check_training_backend(cls: type) -> None:
     """
     generates = getattr(cls, "traits", TrainingTraits()).generates
     for names, kind in ((NEEDED, ""), (TO_GENERATE * generates, " whose traits say generates")):
-        if missing := [name for name in names if name not in own_methods(cls, TrainingBackend)]:
+        if missing := [name for name in names if not has_own(cls, name, TrainingBackend)]:
             raise ValueError(
                 f"a training backend{kind} must have the methods {', '.join(names)}, but"
                 f" {cls.__name__} has no {', '.join(missing)}: add what is missing"
@@ -244,11 +244,10 @@ class SmallBackend(InTurns):
 
     def __init__(self, inner: Any) -> None:
         self.inner, self._count = inner, 0
-        self._has = own_methods(inner, FullTrainingBackend)
 
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner")
-        if name in vars(FullTrainingBackend) and name not in self._has:
+        if name in vars(FullTrainingBackend) and not has_own(inner, name, FullTrainingBackend):
             raise AttributeError(f"the training backend {type(inner).__name__} has no {name}()")
         if name == "get_reference_logprobs":
             return partial(self._logprobs, name)

@@ -17,7 +17,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nemorl.accelerator import is_accelerator, module_of
+from nemorl.accelerator import is_accelerator
 from nemorl.checks import require, warn
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Max, Mean, Metrics, Sum
@@ -158,14 +158,14 @@ class StepMeter:
 
     def begin(self) -> None:
         if self.accelerated:
-            module_of(self.device).synchronize(self.device)
+            torch.get_device_module(self.device).synchronize(self.device)
             gpu_peaks.restart(self.device)
         self.started = time.perf_counter()
 
     def end(self, batches: Sequence[TokenBatch], *, copied: int = 0) -> Metrics:
         memory, shared = main_memory_peak, copied / self.model_ranks
         if self.accelerated:
-            module = module_of(self.device)
+            module = torch.get_device_module(self.device)
             module.synchronize(self.device)
             memory = partial(module.max_memory_allocated, self.device)
 
@@ -196,7 +196,7 @@ class GpuPeaks:
         self.before: dict[torch.device, int] = {}
 
     def restart(self, device: torch.device) -> None:
-        device, module = _numbered(device), module_of(device)
+        device, module = _numbered(device), torch.get_device_module(device)
         peak = module.max_memory_allocated(device)
         self.before[device] = max(self.before.get(device, 0), peak)
         module.reset_peak_memory_stats(device)
@@ -210,7 +210,7 @@ class GpuPeaks:
 
 def _numbered(device: torch.device) -> torch.device:
     if device.index is None:
-        device = torch.device(device.type, module_of(device).current_device())
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 
 
@@ -231,7 +231,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Return a GPU's bfloat16 operations per second; None if unknown."""
     if not is_accelerator(device):
         return None
-    name = module_of(device).get_device_name(device)
+    name = torch.get_device_module(device).get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from nemorl.accelerator import is_accelerator, module_of
+from nemorl.accelerator import is_accelerator
 from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
 
@@ -159,11 +159,11 @@ def start_process_group(
     kind = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if is_accelerator(kind) and kind.index is None:
         # Where each process sees only its own GPU, that is number 0.
-        alone = module_of(kind).device_count() == 1
+        alone = torch.get_device_module(kind).device_count() == 1
         kind = torch.device(kind.type, 0 if alone else int(os.environ.get("LOCAL_RANK", 0)))
     device = usable_device(str(kind))
     if is_accelerator(device):
-        module_of(device).set_device(device)
+        torch.get_device_module(device).set_device(device)
     if not dist.is_initialized():
         store, rank, size = next(_meet() if _on_one_machine() else rendezvous("env://"))
         # When torchrun restarts the ranks, its store still has the addresses of the old ones.

@@ -1,11 +1,10 @@
 """The state of a loop, with one record for each group of responses, and the pure decision which
 groups begin and which ones a step trains on.
 
-Groups of a stream begin in the order of their ordinals, and are trained on in this order. The group
-at place p of the ones that no step has yet is trained on p // batch steps from now; it begins once
-the engines have weights that will be at most `staleness` steps old by then. So a slow group is
-never overtaken, none becomes too old, and each step trains on the prompts of the synchronous run,
-which is staleness 0: groups begin when their step asks for them.
+Groups of a stream begin, and are trained on, in the order of their ordinals. The group at place p
+of the ones that no step has yet is trained on p // batch steps from now; it begins once the engines
+have weights that will be at most `staleness` steps old by then. So each step trains on the prompts
+of the synchronous run, which is staleness 0: groups begin when their step asks for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +27,12 @@ class Group:
     ordinal: int
     """Number of the group in the run."""
     stream: str
-    """Name of the order that the prompt was taken from."""
+    """Name of the order of its row."""
     row: int
-    """Index of its row there."""
     step: int | None = None
     """Step that trains on it; None: not known yet."""
     state: Literal["waiting", "taken", "running", "ended", "given"] = "taken"
-    """waiting: a resumed run has yet to take it again. given: a step has its responses, for which
-    it was running, and has ended, if they were sampled ahead.
-    """
+    """waiting: a resumed run has yet to take it again. given: a step has its responses."""
     begun: int = 0
     """Finished steps that the engines' weights included when it began to run."""
 
@@ -45,8 +41,7 @@ class Group:
 class LoopState:
     """The state of a loop besides the trainer and the random generators.
 
-    A group is the n-th of the run, whatever step trains on it: its responses are sampled from
-    `derive_seed(seed, n)`.
+    Group n of the run is sampled from `derive_seed(seed, n)`, whatever step trains on it.
 
     >>> state, groups = LoopState(3).take_groups("train", RowOrder(sizes=(9,)), 2, step=1)
     >>> [group.ordinal for group in groups], state.groups, state.advance()[0].open_groups
@@ -57,7 +52,7 @@ class LoopState:
     step: int = 0
     """Finished steps: rollout batches in RL, optimizer steps in SFT."""
     cursors: Mapping[str, int] = field(default_factory=dict)
-    """Rows taken so far from each seeded order, by name, through all epochs."""
+    """Rows taken so far from each order, by name, through all epochs."""
     groups: int = 0
     """Groups numbered so far."""
     open_groups: tuple[Group, ...] = ()
@@ -82,14 +77,11 @@ class LoopState:
 
     def saved(self) -> dict[str, Any]:
         """Return it for a checkpoint's JSON."""
+        groups = []
+        for group in self.open_groups:
+            found = {name: getattr(group, name) for name in ("ordinal", "stream", "row", "step")}
+            groups.append({**found, "sampled": group.state not in ("waiting", "taken")})
         names = ("seed", "step", "cursors", "groups", "open_groups", "dropped", "data")
-        groups = [
-            {
-                **{name: getattr(group, name) for name in ("ordinal", "stream", "row", "step")},
-                "sampled": group.state not in ("waiting", "taken"),
-            }
-            for group in self.open_groups
-        ]
         return {**{name: getattr(self, name) for name in names}, "open_groups": groups}
 
     def take(self, name: str, order: Order, count: int) -> tuple["LoopState", list[int]]:
@@ -102,7 +94,7 @@ class LoopState:
         self, name: str, order: Order, count: int, *, step: int | None = None
     ) -> tuple["LoopState", list[Group]]:
         """Return the state after the next `count` prompts of an order, and their groups, open until
-        `step` ends. Those that a resumed run has yet to take again come first.
+        `step` ends; the ones that a resumed run has yet to take again come first.
         """
         again = [g for g in self.open_groups if (g.stream, g.state) == (name, "waiting")][:count]
         state, rows = self.take(name, order, count - len(again))
@@ -111,22 +103,20 @@ class LoopState:
         return replace(state, groups=self.groups + len(rows)).put(taken), taken
 
     def drop(self, groups: Sequence[int], reason: str) -> "LoopState":
-        """Return the state in which no step trains on groups.
-
-        Raises: ValueError for groups that are not open: they would be counted twice.
+        """Return the state in which no step trains on groups. Raises: ValueError for groups that
+        are not open.
         """
         numbers = {*groups}
         closed = numbers - {group.ordinal for group in self.open_groups}
-        must = "must be open: neither dropped nor of a step that has ended"
-        remedy = "drop rollouts once, in the step that sampled them"
+        must, remedy = "must be open", "drop rollouts once, in the step that sampled them"
         require(not closed, "groups to drop", must, sorted(closed), remedy)
         left = tuple(g for g in self.open_groups if g.ordinal not in numbers)
         counted = (*self.dropped.get(reason, ()), *dict.fromkeys(groups))
         return replace(self, open_groups=left, dropped={**self.dropped, reason: counted})
 
     def advance(self) -> tuple["LoopState", dict[str, Any]]:
-        """Return the state after the present step, which closes its groups, and the numbers of the
-        groups that it trained on, that were dropped, by reason, and that stay open.
+        """Return the state after the present step, which closes its groups, and the ordinals of the
+        ones that it trained on, that were dropped, by reason, and that stay open.
         """
         here = self.step + 1
         ends = [g for g in self.open_groups if g.step is not None and g.step <= here]
@@ -159,7 +149,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Ended:
-    """The conversations of groups have ended."""
+    """Groups have ended."""
 
     ordinals: tuple[int, ...]
 
@@ -169,7 +159,7 @@ class Updated:
     """The engines have the weights of all steps that have ended."""
 
     again: bool = False
-    """What was running was aborted, and is drawn again."""
+    """Aborted groups are drawn again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,19 +187,16 @@ def decide(
     """Return the state after an event, and what is to be done.
 
     batch: groups of a step. staleness: most steps by which a token may be older than the step that
-    trains on it. last: the run's last step, for which groups begin at most (None: no end).
-    Raises: ValueError for a group that does not run.
+    trains on it. last: the run's last step (None: no end). Raises: ValueError for a group that does
+    not run.
 
     >>> settings = dict(stream="train", order=RowOrder(sizes=(9,)), batch=2, staleness=1)
     >>> state, actions = decide(LoopState(0), Updated(), **settings)
     >>> [group.ordinal for group in actions.begin]  # two to train on now, two for the next step
     [0, 1, 2, 3]
     >>> state, _ = decide(state, Wanted(2), **settings)
-    >>> state, actions = decide(state, Ended((1,)), **settings)
-    >>> actions.give  # in order: group 0 still runs
-    ()
-    >>> decide(state, Ended((0,)), **settings)[1].give
-    (0, 1)
+    >>> [decide(state, Ended(ended), **settings)[1].give for ended in ((1,), (0, 1))]
+    [(), (0, 1)]
     """
     begin = list[Group]()
     running = [group for group in state.ahead(stream) if group.state == "running"]

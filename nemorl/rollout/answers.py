@@ -15,7 +15,7 @@ from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.processes import judged_in_processes
 
 NEEDS_SENTENCES = "length_constraints:number_sentences", "change_case:capital_word_frequency"
-"""Instructions whose check splits sentences, by data of NLTK's."""
+"""Instructions whose check splits sentences."""
 
 
 @judged_in_processes(
@@ -24,10 +24,10 @@ NEEDS_SENTENCES = "length_constraints:number_sentences", "change_case:capital_wo
 def instructions_followed(
     prompt: str, response: str, instruction_id_list: Sequence[str], kwargs: Sequence[Any]
 ) -> float:
-    """Return the share, from 0 to 1, of a prompt's instructions that a response follows; its
-    reasoning is left out, and 0 if it has an open <think>.
+    """Return the share, from 0 to 1, of a prompt's instructions that a response follows after its
+    reasoning; 0 if that has no end.
 
-    `instruction_id_list` names them, as `punctuation:no_comma`, and `kwargs` has the parameters of
+    `instruction_id_list` names them, as `punctuation:no_comma`; `kwargs` are the parameters of
     each. Needs if-verifiable. Source: IFEval (Zhou et al. 2023, arXiv 2311.07911); its strict
     accuracy by prompt is the share of responses with reward 1.
     """
@@ -50,7 +50,7 @@ def _checkers() -> Mapping[str, Any]:
     plain: Any = INSTRUCTION_DICT[name]
 
     class Frequency(plain):
-        """Counts a symbol as it is, for which the package would count a letter that it draws."""
+        """Counts any symbol; for one, the package would count a letter that it draws."""
 
         def build_description(self, *, letter: str, **given: Any) -> str:
             if len(letter) != 1:
@@ -69,12 +69,12 @@ def _check_row(row: Mapping[str, Any]) -> None:
             " 'nemorl[ifeval]'"
         )
     names, given, known = row["instruction_id_list"], row["kwargs"], _checkers()
-    fits, remedy = f"must have one entry for each of {len(names)} instructions", "add {} or null"
-    require(len(names) == len(given), "kwargs", fits, len(given), remedy)
+    fits = f"must have one entry for each of {len(names)} instructions"
+    require(len(names) == len(given), "kwargs", fits, len(given), "add {} or null")
     require(len(names) > 0, "instruction_id_list", "must name instructions", names, "leave it out")
     for name, settings in zip(names, given, strict=True):
-        what, one = "instruction_id_list", f"name one of IFEval's{closest(name, known)}"
-        require(name in known, what, "must have known instructions", name, one)
+        remedy = f"name one of IFEval's{closest(name, known)}"
+        require(name in known, "instruction_id_list", "must have known instructions", name, remedy)
         there = {key: value for key, value in (settings or {}).items() if value is not None}
         checker = known[name](name)
         lacks = sorted({*checker.get_instruction_args_keys()} - {*there})
@@ -106,8 +106,8 @@ vars(instructions_followed)["check_row"] = _check_row
 NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}])[-−])?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-−+]?\d{1,9}(?!\w))?"
 )
-"""A sign, - or − (U+2212), does not follow a digit, letter or closing bracket, where it would be a
-minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
+"""After a digit, letter or closing bracket, - or − (U+2212) is a minus or hyphen, not a sign.
+Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
 """
 SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 """Of thousands, other than a comma: LaTeX's {,}, \\, and \\!, and narrow or unbreakable spaces."""
@@ -144,24 +144,18 @@ BOX = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 Function = TypeVar("Function", bound=Callable[..., float])
 
 
-def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Check a reward function's rows before a run: `read(answer)` raises ValueError."""
+def reading(
+    wanted: Callable[[Any], Any], given: Callable[[str], str | None] = lambda response: None
+) -> Callable[[Function], Function]:
+    """Check a reward's rows before a run: `wanted(answer)` raises ValueError. `given(response)`
+    says what it reads as a response's answer.
+    """
 
-    def with_check(fn: Function) -> Function:
-        vars(fn)["check_row"] = lambda row: read(row["answer"])
+    def with_readers(fn: Function) -> Function:
+        vars(fn).update(check_row=lambda row: wanted(row["answer"]), answer_of=given)
         return fn
 
-    return with_check
-
-
-def answering(read: Callable[[str], str | None]) -> Callable[[Function], Function]:
-    """Have `read(response)` say what a reward function read as a response's answer."""
-
-    def with_reader(fn: Function) -> Function:
-        vars(fn)["answer_of"] = read
-        return fn
-
-    return with_reader
+    return with_readers
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> float:
@@ -183,7 +177,7 @@ def _some_text(answer: Any) -> str:
     return text
 
 
-@checking(_some_text)
+@reading(_some_text)
 def contains_answer(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response contains the answer, else 0.
 
@@ -217,13 +211,12 @@ def last_number_of(response: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
-@answering(last_number_of)
-@checking(_number_of)
+@reading(_number_of, last_number_of)
 def last_number(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's last number equals the answer's (or GSM8K solution's), else 0.
 
-    Numbers are compared exactly, whatever their size. A minus is a sign where no digit, letter or
-    closing bracket stands before it; 1e5 is 100000.
+    Numbers are compared exactly. A minus after a digit, letter or closing bracket is no sign; 1e5
+    is 100000.
 
     >>> last_number("", "So it costs $1,000.50 today.", "500 + 500.5 = 1000.5 #### 1000.5")
     1.0
@@ -244,8 +237,8 @@ def _solution(answer: Any) -> str:
 
 
 def final_of(response: str) -> str | None:
-    """Return the text of the last box, without spaces; else of the last formula, or the last number
-    after it.
+    """Return the last box without spaces, else the last number after the last formula, else that
+    formula.
     """
     response = response.replace(MONEY, "")
     boxes, formulas = BOX.findall(response), [*LATEX.finditer(response)]
@@ -257,15 +250,13 @@ def final_of(response: str) -> str | None:
     return "".join("".join(filter(None, formulas[-1].groups())).split())
 
 
-@answering(final_of)
+@reading(_solution, final_of)
 @judged_in_processes(seconds=5, imports=("math_verify",))
-@checking(_solution)
 def math_equal(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's final answer equals `answer` mathematically, else 0.
 
-    The response's answer is boxed, LaTeX or plain text; `answer` is plain text or LaTeX, or a
-    solution that ends in `#### answer` (GSM8K) or holds `\\boxed{answer}` (MATH). Needs
-    math-verify.
+    The response's answer is boxed, LaTeX or plain text; `answer` is that, or a solution that ends
+    in `#### answer` (GSM8K) or holds `\\boxed{answer}` (MATH). Needs math-verify.
 
     >>> math_equal("", r"Thus the probability is $\\boxed{0.5}$.", r"\\frac{1}{2}")
     1.0
@@ -273,7 +264,7 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
     solution = _solution(answer)
     from math_verify import parse, verify
 
-    # Its own time limit is a signal, for which only a main thread can wait. Ours ends the process.
+    # Its time limit is a signal, for which only a main thread can wait. Ours ends the process.
     untimed: Any = None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that
     texts = solution, response.replace(MONEY, "")
@@ -299,8 +290,7 @@ def _letter(answer: Any) -> str:
     return text
 
 
-@answering(letter_of)
-@checking(_letter)
+@reading(_letter, letter_of)
 def choice(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the letter that the response chooses is the answer, else 0.
 
@@ -319,19 +309,18 @@ def think_format(prompt: str, response: str) -> float:
     (1.0, 0.0)
     """
     text = "<think>" * prompt.rstrip().endswith("<think>") + response.strip()
-    thoughts, _, answer = text.removeprefix("<think>").partition("</think>")
-    again = any(tag in part for tag in ("<think>", "</think>") for part in (thoughts, answer))
-    return float(
-        text.startswith("<think>") and bool(thoughts.strip()) and bool(answer.strip()) and not again
-    )
+    match re.split("(</?think>)", text):
+        case ["", "<think>", thoughts, "</think>", answer]:
+            return float(bool(thoughts.strip() and answer.strip()))
+    return 0.0
 
 
 @judged_in_processes(seconds=20, imports=("reasoning_gym",))
 def reasoning_gym_score(
     prompt: str, response: str, task: str, metadata: Any, answer: Any = None
 ) -> float:
-    """Return the score, from 0 to 1, that a task of reasoning-gym gives to what the last
-    <answer>…</answer> of the response holds, else to all of it.
+    """Return the score, from 0 to 1, that a task of reasoning-gym gives to the response's last
+    <answer>…</answer>, else to all of it.
     """
     found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL) or [response]
     entry = {"question": prompt, "answer": answer, "metadata": metadata}
@@ -358,7 +347,6 @@ REWARDS: dict[str, Any] = {
 }
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 
-
 ENVIRONMENTS = {
     "calculator": "nemorl.rollout.environments.toolbox:Calculator",
     "python": "nemorl.rollout.environments.toolbox:PythonTool",
@@ -366,34 +354,22 @@ ENVIRONMENTS = {
 }
 """Environments by name."""
 
-
 GIVEN = "given in Python"
-"""Begins the name that a run's config keeps of a reward or an environment without one."""
+"""Begins what a run's config keeps of a reward or an environment without a name."""
 
 
-def require_again(name: str, what: str, setting: str) -> None:
-    """Raise ValueError for what was given in Python and has no name."""
+def require_known(name: str, known: Mapping[str, Any], setting: str, argument: str) -> None:
+    """Raise ValueError for what is neither known nor `module:name`, or was given in Python.
+
+    argument: what passes it in Python.
+    """
     if name.startswith(GIVEN):
         raise ValueError(
-            f"{what} must be given again, because the run's was {name}: pass it in Python, or name"
-            f" it as module:function or ./file.py:function (--{setting})"
+            f"{argument} must be given again, because the run's was {name}: pass it in Python, or"
+            f" name it as module:function or ./file.py:function (--{setting})"
         )
-
-
-def require_environment(name: str) -> None:
-    """Raise ValueError for an environment that is neither in ENVIRONMENTS nor a `module:Class`."""
-    require_again(name, "environment_factory", "rollout.environment")
-    must = f"must be {', '.join(sorted(ENVIRONMENTS))}, or name a class or an episode"
-    remedy = f"write module:Class or ./file.py:Class{closest(name, ENVIRONMENTS)}"
-    named = name in ENVIRONMENTS or ":" in name or name.endswith(".py")
-    require(named, "rollout.environment", must, name, remedy)
-
-
-def require_reward(name: str) -> None:
-    """Raise ValueError for a reward that is neither in REWARDS nor a `module:function`."""
-    require_again(name, "reward", "reward")
-    if name not in REWARDS and ":" not in name and not name.endswith(".py"):
+    if name not in known and ":" not in name and not name.endswith(".py"):
         raise ValueError(
-            f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
-            f" {name!r}{closest(name, REWARDS)}"
+            f"{setting} must be one of {', '.join(sorted(known))}, ./file.py:function, or"
+            f" module:function, but it is {name!r}{closest(name, known)}"
         )

@@ -1,5 +1,5 @@
 """Calls of the user's functions: by the names of their parameters, in threads and on event loops,
-each with a time limit; an exit or a fork in them is refused.
+with time limits; an exit or a fork in them is refused.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ T = TypeVar("T")
 PROMPT = ("prompt", "prompts")
 RESPONSE = ("response", "responses", "completion", "completions", "solution_str")
 ENVIRONMENT = ("environment", "environments")
-"""Parameters that get the environment of tools itself, not a copy."""
+"""Parameters that get the environment of tools itself, no copy."""
 PLURAL = ("prompts", "responses", "completions")
 
 
@@ -47,9 +47,8 @@ class Signature:
     batch: bool
     """It takes and returns lists, one entry per response."""
     prompt: str | None
-    """The parameter that gets the prompt."""
     response: str | None
-    """The parameter that gets the response; None: it judges an environment alone."""
+    """The parameters that get them; without a response it judges an environment alone."""
     columns: Mapping[str, bool]
     """The columns that it names; False: the parameter has a default."""
     any_columns: bool
@@ -85,8 +84,7 @@ def read_signature(
     Parameters called `prompt` and `response` (or `completion`, verl's `solution_str`) get those,
     others the setting or else the column of their name. If it names no response, its first
     parameter without a setting or column gets it; if no prompt either, and it has two, these get
-    both; none does in a function of an `environment`. Plural names or batch=True make it a function
-    of a batch.
+    both; none does beside an `environment`. Plural names or batch=True: it is one of a batch.
     Raises: ValueError for what is not a function or can't take a response.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
@@ -121,9 +119,11 @@ def read_signature(
         if prompt is None and (len(free) > 1 or len(free) == len(by_place)):
             prompt, *free = free or [PROMPT[0]]
         if not free:
+            columns = [each for each in by_place if each in there]
+            hint = f", of which the data has the columns {columns}" if columns else ""
             raise ValueError(
                 f"reward {name!r} must take at least (prompt, response), but its parameters are"
-                f" {[p.name for p in parameters]}{_columns_among(by_place, there)}: add them"
+                f" {[p.name for p in parameters]}{hint}: add them"
             )
         response = free[0]
     return Signature(
@@ -147,9 +147,14 @@ def is_async(fn: Any) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
-def _columns_among(names: Sequence[str], there: Collection[str]) -> str:
-    columns = [name for name in names if name in there]
-    return f", of which the data has the columns {columns}" if columns else ""
+def accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments, offered by name, that a function takes; all if it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a class of C code
+        return {}
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in offered.items() if takes_any or name in parameters}
 
 
 def name_of(fn: Any) -> str:
@@ -158,29 +163,19 @@ def name_of(fn: Any) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, list[Any]]:
-    """Return the rows' columns as lists for a function of a batch; None where a row lacks one."""
-    there = dict.fromkeys(name for row in rows for name in row)
-    return {
-        name: [row.get(name) for row in rows]
-        for name in there
-        if signature.any_columns or name in signature.columns
-    }
-
-
 class ExitInUserCode(RuntimeError):
     """Code of the user's called sys.exit, or raised GeneratorExit."""
 
 
 @contextmanager
 def exit_is_error(name: str) -> Iterator[None]:
-    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block; a signal is none. A fork
-    that leaves the block ends (`end_fork`).
+    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block, unless a signal did it. A
+    fork that leaves the block ends (`end_fork`).
     """
     try:
         yield
     except (SystemExit, GeneratorExit) as error:
-        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # SIGTERM's Terminated
+        if type(error) not in (SystemExit, GeneratorExit):  # SIGTERM's Terminated
             raise
         did = "raised GeneratorExit"
         if isinstance(error, SystemExit):
@@ -193,7 +188,7 @@ def exit_is_error(name: str) -> Iterator[None]:
 
 
 HOLDERS: dict[str, int] = {}
-"""The process that holds the lock of a run's folder, by the folder: a fork of it has them, too."""
+"""The process that holds the lock of a run's folder, by the folder; its forks have them, too."""
 
 
 def end_fork(place: str = "") -> None:
@@ -216,7 +211,7 @@ def forget_error(task: asyncio.Task) -> None:
 
 
 class EventLoop:
-    """An event loop in a daemon thread of its own, with the CUDA device of the one that made it."""
+    """An event loop in a daemon thread of its own, with its maker's CUDA device."""
 
     def __init__(
         self, name: str = "nemorl-loop", on_error: Callable[[BaseException], None] = lambda _: None
@@ -228,10 +223,7 @@ class EventLoop:
         self.thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine's end, and return its result.
-
-        Raises: RuntimeError in the loop itself, which would wait for ever.
-        """
+        """Return a coroutine's result. Raises: RuntimeError in the loop itself."""
         if threading.current_thread() is self.thread:
             work.close()
             raise RuntimeError(
@@ -249,12 +241,9 @@ class EventLoop:
         """Return whether a task keeps the loop from turning since this was asked so long ago."""
         if self._turned:
             self._turned, self._since = False, time.monotonic()
-            self.loop.call_soon_threadsafe(self._turn)
+            self.loop.call_soon_threadsafe(setattr, self, "_turned", True)
         late = time.monotonic() - self._since >= seconds
         return late and asyncio.current_task(self.loop) is not None
-
-    def _turn(self) -> None:
-        self._turned = True
 
     def close(self) -> None:
         """Cancel what goes on, and end the thread. Does not wait, and may be repeated."""
@@ -285,11 +274,8 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
     if not _has_loop():
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(work)
-    loop = EventLoop()
-    try:
+    with closing(EventLoop()) as loop:
         return loop.run(work)
-    finally:
-        loop.close()
 
 
 def _has_loop() -> bool:
@@ -302,14 +288,13 @@ def _has_loop() -> bool:
 
 def _like_here(function: Callable[[], T]) -> Callable[[], T]:
     """Return a function that another thread calls with this one's CUDA device and context."""
-    torch, context = sys.modules.get("torch"), copy_context()
-    device = None
-    if torch is not None and torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+    device = cuda.current_device() if cuda and cuda.is_initialized() else None
+    context = copy_context()
 
     def call() -> T:
         if device is not None:
-            sys.modules["torch"].cuda.set_device(device)
+            cuda.set_device(device)
         return context.run(function)
 
     return call
@@ -358,8 +343,8 @@ def _new_thread(work: Callable[[], None], name: str = "nemorl-environment") -> N
 
 
 class _Turns:
-    """A thread that makes one call after the other, so that what a reward keeps in its thread, such
-    as a connection, is there for the next call.
+    """A thread that makes one call after the other: the next one has what a reward keeps in its
+    thread, such as a connection.
     """
 
     def __init__(self) -> None:
@@ -372,7 +357,7 @@ class _Turns:
             self.renew()
 
     def renew(self) -> None:
-        """Leave the thread to a call that does not return, and make the others in a new one."""
+        """Make later calls in a new thread, as one does not return."""
         self._owner, self._number = os.getpid(), self._number + 1
         _new_thread(partial(self._work, self._number), "nemorl-rewards")
 
@@ -399,22 +384,19 @@ class Call:
         self._shown = SHOWN_S
 
     def part(self, name: str = "", *, most: float | None = None) -> None:
-        """Say that another part begins: its name, and its own limit, if it has one."""
+        """Begin another part, which may have a name and a limit of its own."""
         now = time.monotonic()
         self.name = name or self.name
         self._since = min(self._since, now)
         self._ends = now + (self.seconds if most is None else most)
 
     def pause(self) -> None:
-        """Say that the code waits for what is not its own."""
+        """Wait for what is not the user's code."""
         self._since = self._ends = math.inf
 
     @asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
-        """Show a call that takes long; end the block once a part takes too long.
-
-        Raises: EnvironmentTimeout.
-        """
+        """Show a call that takes long. Raises: EnvironmentTimeout once a part takes too long."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -434,16 +416,13 @@ class Call:
         except TimeoutError as error:
             if not limit.expired():  # the function's own
                 raise
-            raise self.late() from error
+            raise EnvironmentTimeout(
+                f"{self.name} must end within {self.seconds:g} s (rollout.timeout_s), but did not:"
+                " raise the limit, or have it called in processes, which can be ended"
+                " (nemorl.judged_in_processes, rollout.workers)"
+            ) from error
         finally:
             timer.cancel()
-
-    def late(self) -> EnvironmentTimeout:
-        return EnvironmentTimeout(
-            f"{self.name} must end within {self.seconds:g} s (rollout.timeout_s), but did not:"
-            " raise the limit, or have it called in processes, which can be ended"
-            " (nemorl.judged_in_processes, rollout.workers)"
-        )
 
     def _show(self, now: float) -> None:
         if self.conversations and now - self._since >= self._shown:
@@ -457,15 +436,15 @@ _CALL: ContextVar[Call] = ContextVar("_CALL")
 
 
 def present_call() -> Call:
-    """Return the call that this thread makes, so that a function says which part it is at."""
+    """Return the call that this thread makes."""
     return _CALL.get(None) or Call("")
 
 
 async def call_limited(
     call: Call, free: asyncio.Semaphore, function: Callable[..., Any], *args: Any, **named: Any
 ) -> Any:
-    """Return the result of a function: an `async` one is called on the event loop, any other in a
-    thread, of which `free` allows some at a time. Raises: EnvironmentTimeout.
+    """Return the result of a function: an `async` one is called on the event loop, any other in one
+    of the threads that `free` allows. Raises: EnvironmentTimeout.
     """
     given = partial(function, *args, **named)
     async with call.limited():
@@ -478,10 +457,7 @@ async def call_limited(
 
 
 async def call_in_turn(call: Call, function: Callable[[], T]) -> T:
-    """Return the result of a function that is called in the thread `REWARDS`, after those before.
-
-    Raises: EnvironmentTimeout.
-    """
+    """Return a function's result, called in the thread `REWARDS`. Raises: EnvironmentTimeout."""
     try:
         async with call.limited():
             return await _in_thread(call, function, REWARDS.start)
@@ -492,7 +468,7 @@ async def call_in_turn(call: Call, function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """An item of a batch, and who waits for the answer."""
+    """An item of a batch, whose answer is awaited."""
 
     place: tuple[int, int]
     """Its order in the batch."""
@@ -518,13 +494,13 @@ class BatchCalls:
         self._waiting: list[list[Question]] = []
         self._task: asyncio.Task[None] | None = None
         self._late: EnvironmentTimeout | None = None
-        """After which it is not called again, as the last call may still go on."""
+        """After it there are no more calls, as the last one may go on."""
 
     def renew(self) -> None:
         self._late = None
 
     def ask(self, batch: list[Question], seconds: float, *, merged: bool) -> None:
-        """Have a batch answered. merged: whether those that wait may be asked in one call."""
+        """Have a batch answered. merged: with all that wait, in one call."""
         self._waiting.append(batch)
         if self._task is None:
             self._task = asyncio.create_task(self._work(seconds, merged))

@@ -24,16 +24,18 @@ STORED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
 def program_of(text: str, tests: str = "") -> str:
-    """Return a text's last block of Python, else its last block, else the text; of several, one
-    that defines what tests in Python name, as others show how it is used.
+    """Return a text's last block of Python, else its last block, else the text; rather a block that
+    defines what tests in Python name.
 
     >>> program_of("So:\\n```python\\nprint(1)\\n```\\n")
     'print(1)\\n'
     """
     found = BLOCK.findall(text)
+    if found and _parses(text):
+        found = []  # blocks of a docstring
     blocks = [
         (kind.lower(), re.sub(f"^{indent}", "", code, flags=re.MULTILINE))
-        for indent, kind, code in found[: 0 if found and _parses(text) else None]
+        for indent, kind, code in found
     ]
     python = [code for kind, code in blocks if kind in ("python", "python3", "py")]
     every = [text, *(code for _, code in blocks), *python]
@@ -43,7 +45,6 @@ def program_of(text: str, tests: str = "") -> str:
 
 
 def _parses(text: str) -> bool:
-    """A block in Python would be in a docstring."""
     try:
         return bool(parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -51,7 +52,7 @@ def _parses(text: str) -> bool:
 
 
 def read_tests(answer: Any) -> list[Any]:
-    """Return tests: texts of Python, or pairs of stdin and stdout. Raises: ValueError for others.
+    """Return tests: texts of Python, or pairs of stdin and stdout. Raises: ValueError.
 
     >>> read_tests([{"input": "1", "output": "2"}])
     [('1', '2')]
@@ -124,7 +125,7 @@ def judge_program(
         called = f"\ncheck({entry_point})" * bool(entry_point)
         asked = [test + called * _lacks_call(test) for test in tests]
         known = f"{head}\ndel {entry_point}" if head else ""
-        if head:  # which comes first, but for what Python wants at the beginning
+        if head:  # after what Python wants at the beginning
             program = "\n".join([*FUTURE.findall(program), head, FUTURE.sub("", program)])
         yield from _judged(program, (asked, known), limits)
         return
@@ -146,8 +147,8 @@ async def code_tests(
 
     prompt, response: messages, or their texts. What the model or a tool said before is not read.
     entry_point: the function that a prompt begins and tests call by `check` (HumanEval). share:
-    return the share of tests that pass. limits: fields of `ProgramLimits`, for each test of
-    stdin, or all in Python.
+    return the share of tests passed. limits: fields of `ProgramLimits`, for each test of stdin, or
+    all in Python.
     """
     asked = [
         each.get("content")
@@ -157,19 +158,12 @@ async def code_tests(
     tests, head = read_tests(answer), program_of("\n".join(filter(None, asked)))
     called = "\n".join([entry_point, *(each for each in tests if isinstance(each, str))])
     program = program_of(as_messages(response, "response")[-1]["content"] or "", called)
-    try:
-        head = head if entry_point and f"def {entry_point}(" in head and parse(head) else ""
-    except SyntaxError:  # it only mentions the function
-        head = ""
+    if not (entry_point and f"def {entry_point}(" in head and _parses(head)):
+        head = ""  # which may only mention the function
+    allowed = ProgramLimits(**limits or {})
 
     def judge() -> float:
-        passes = judge_program(
-            program,
-            tests,
-            head=head,
-            entry_point=entry_point,
-            limits=ProgramLimits(**limits or {}),
-        )
+        passes = judge_program(program, tests, head=head, entry_point=entry_point, limits=allowed)
         return sum(passes) / len(tests) if share else float(all(passes))
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), judge)

@@ -39,11 +39,7 @@ _PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
 
 @dataclass(kw_only=True, eq=False)
 class Cohort:
-    """Conversations side by side, and what they share.
-
-    An environment of batches gets them together (`ask_together`) once all that are left wait for
-    it, or as they come (`ask`).
-    """
+    """Conversations side by side, and what they share."""
 
     generator: GenerationBackend
     awake: asyncio.Event
@@ -63,7 +59,7 @@ class Cohort:
     _outside: int = 0
     _asked: list[Question] = field(default_factory=list)
     _groups: dict[int, SamplingParams] = field(default_factory=dict)
-    """How the first samples of each prompt are sampled."""
+    """How each prompt is sampled."""
     _shared: dict[tuple[int, SamplingParams], asyncio.Task[list[Completion]]] = field(
         default_factory=dict
     )
@@ -75,9 +71,9 @@ class Cohort:
     async def run(
         self, episode: Episode, places: Sequence[tuple[int, int]], *, timed: bool
     ) -> list[Conversation]:
-        """Return the conversations of places: the number of a prompt, and that of a member.
+        """Return the conversations of places: numbers of a prompt and a member.
 
-        timed: whether the episode is the user's own, whose time between samples has a limit.
+        timed: limit the time between samples, of an episode of the user's own.
         Raises: an error of the generator, which ends all.
         """
         self._ended = asyncio.get_running_loop().create_future()
@@ -87,7 +83,12 @@ class Cohort:
         async def conversation(number: int, index: int, member: int) -> Conversation:
             _PLACE.set(number)
             try:
-                policy = self._policy(index, member, sizes[index])
+                group = self.prompts.groups[index] if self.prompts.groups else index
+                if index not in self._groups:
+                    seed = derive_seed(self.seed, group)
+                    self._groups[index] = replace(self.sampling, seed=seed)
+                place = (index, group, member)
+                policy = RecordingPolicy(self, place, self._groups[index], sizes[index])
                 outcome = await self._outcome(episode, policy, timed)
                 policy.over = True
                 return policy.conversation(outcome)
@@ -109,16 +110,15 @@ class Cohort:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def ask_together(self, item: Any) -> Any:
-        """Return the judge's answer to an item, one of a batch of all conversations that are left.
-
-        Raises: the answer if it is an error.
+        """Return the judge's answer to an item, or raise its error. All conversations that are left
+        are one batch.
         """
         self._asked.append(question := self._question(item))
         self._judge_if_all_wait()
         return _result(await question.answer)
 
     async def ask(self, item: Any) -> Any:
-        """Return the judge's answer to an item, one of a batch of those that wait at the time."""
+        """As `ask_together`, but the conversations that wait at the time are a batch."""
         assert self.judge is not None
         question = self._question(item)
         self.judge.ask([question], self.limits.timeout_s, merged=True)
@@ -162,14 +162,6 @@ class Cohort:
             task = asyncio.create_task(self.sample(prompt, params))
             self._shared[index, params] = task
         return (await asyncio.shield(self._shared[index, params]))[member]
-
-    def _policy(self, index: int, member: int, size: int) -> "RecordingPolicy":
-        group = self.prompts.groups[index] if self.prompts.groups else index
-        if index not in self._groups:
-            seed = derive_seed(self.seed, group)
-            self._groups[index] = replace(self.sampling, seed=seed)
-        place = (index, group, member)
-        return RecordingPolicy(self, place, self._groups[index], group_size=size)
 
     async def _outcome(
         self, episode: Episode, policy: "RecordingPolicy", timed: bool
@@ -216,7 +208,7 @@ def _result(answer: Any) -> Any:
 
 
 def _checked(outcome: Any, name: str, count: int, limits: Limits) -> Outcome:
-    """Return the outcome of an episode of `count` turns, with its reward."""
+    """Return the outcome of an episode of `count` turns with its reward."""
     remedy = "return Outcome(reward=…)"
     require(isinstance(outcome, Outcome), name, "must return an Outcome", outcome, remedy)
     if not count:
@@ -248,21 +240,23 @@ class RecordingPolicy:
     """
 
     def __init__(
-        self,
-        cohort: Cohort,
-        place: tuple[int, int, int],
-        params: SamplingParams,
-        *,
-        group_size: int = 1,
+        self, cohort: Cohort, place: tuple[int, int, int], params: SamplingParams, group_size: int
     ) -> None:
         """place: numbers of the prompt in the cohort, of the group and of the member."""
         self.index, self.group, self.member = place
-        self.row = cohort.prompts.rows[self.index]
-        self._context = _context(cohort.prompts, self.index)
+        prompts = cohort.prompts
+        self.row = prompts.rows[self.index]
+        messages = messages_of(self.row)
+        self._context = Context(
+            tokenizer=prompts.tokenizer,
+            messages=messages,
+            prompt=prompts.token_ids[self.index],
+            plain=not messages or isinstance(prompt_of(self.row), str),
+            tools=prompts.tools or with_tools(self.row, {}).get("tools", []),
+        )
         self.prompt: Sequence[int] = tuple(self._context.prompt)
-        self.messages: Sequence[Message] = [dict(each) for each in self._context.messages]
-        self.group_size = group_size
-        self.over = False
+        self.messages: Sequence[Message] = [dict(each) for each in messages]
+        self.group_size, self.over = group_size, False
         self.full: ContextFull | None = None
         """Raised where the longest sequence left no room for a response."""
         self.call: Call | None = None
@@ -354,15 +348,3 @@ class RecordingPolicy:
         length = len(turns[-1].prompt) + len(turns[-1].completion.token_ids)
         full = self.full is not None or length == limits.max_tokens
         return "data.max_total_sequence_length" if full else "generation.max_new_tokens"
-
-
-def _context(prompts: Prompts, index: int) -> Context:
-    row = prompts.rows[index]
-    messages = messages_of(row)
-    return Context(
-        tokenizer=prompts.tokenizer,
-        messages=messages,
-        prompt=prompts.token_ids[index],
-        plain=not messages or isinstance(prompt_of(row), str),
-        tools=prompts.tools or with_tools(row, {}).get("tools", []),
-    )

@@ -1,10 +1,11 @@
 """From prompts to judged responses (`collect`), and to a batch to train on (`to_batch`)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ from nemorl.rollout.episodes import Environment, judge_of, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 
 MOST_FAILED = 0.5
-"""Share of conversations that may fail; with more the run ends."""
+"""Share of conversations that may fail."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Conversations and their rewards, prompt by prompt: one entry per conversation."""
+    """Conversations and their rewards, prompt by prompt."""
 
     conversations: Sequence[Conversation]
     """With an outcome each."""
@@ -48,7 +49,7 @@ class Rollouts:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """Several rewards, each by name before it is weighted."""
+    """As in `Outcome`."""
     failed: Sequence[Conversation] = ()
     """Conversations that failed, which are in nothing else."""
 
@@ -79,8 +80,8 @@ class Rollouts:
 
     @property
     def correct(self) -> Bool[Tensor, "batch"] | None:
-        """True where the only reward is at least 1, or the only one of several with accuracy in its
-        name (None: there is no such one).
+        """Whether the only reward, or the only one of several with accuracy in its name, is at
+        least 1; None: there is no such one.
         """
         if len(self.components) < 2:
             return next(iter(self.components.values()), self.rewards) >= 1
@@ -88,12 +89,12 @@ class Rollouts:
         return named[0] >= 1 if len(named) == 1 else None
 
     def judged(self, index: int) -> dict[str, Any]:
-        """Return one response's reward and, where that is known, whether it is `correct`."""
+        """Return one response's reward and, if known, whether it is `correct`."""
         judged = {} if self.correct is None else {"correct": bool(self.correct[index])}
         return {"reward": float(self.rewards[index]), **judged}
 
     def reward_metrics(self) -> dict[str, float]:
-        """Return mean reward, share of `correct` responses, and reward/NAME of each component."""
+        """Return mean reward, accuracy if known, and reward/NAME of each component."""
         correct = self.correct
         return {
             "reward": float(self.rewards.mean()),
@@ -102,7 +103,7 @@ class Rollouts:
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
-        """Return one response's components for a log: {"rewards": {name: value}}, or nothing."""
+        """Return one response's components, if any, for a log: {"rewards": {name: value}}."""
         parts = {name: float(values[index]) for name, values in self.components.items()}
         return {"rewards": parts} if parts else {}
 
@@ -135,14 +136,23 @@ class Rollouts:
         Where a prompt rewrites what was before, a row has several segments.
 
         Args:
-            advantage: advantages per conversation or token, or their function of rewards and
-                group_id, such as `advantages.grpo`.
-            weights: weights of tokens, or their function of the loss mask, such as
+            advantage: per conversation or token, or a function of rewards and group_id, such as
+                `advantages.grpo`.
+            weights: of tokens, or a function of the loss mask, such as
                 `masks.token_mean_weights`.
 
         >>> batch = groups.to_batch(advantages.grpo, masks.token_mean_weights)  # doctest: +SKIP
         """
-        batch = _batch_of(self)
+        found = [examples_of(each.turns) for each in self.conversations]
+        examples = [one for each in found for one in each]
+        if any(one.policy_versions is None for one in examples):
+            examples = [replace(one, policy_versions=None) for one in examples]
+        batch = collate(examples, logprob_kind=self.kind)
+        if len(batch) != len(found):
+            places = iter(range(len(batch)))
+            batch = pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
+        hashes = torch.zeros_like(batch.input_ids)
+        hashes[batch.segment_ids > 0] = sampled_hashes(self.conversations)
         if advantage is not None:
             if not isinstance(advantage, Tensor):
                 advantage = advantage(self.rewards, self.group_id)
@@ -150,7 +160,7 @@ class Rollouts:
                 advantage = to_tokens(advantage, batch.loss_mask)
         if weights is not None and not isinstance(weights, Tensor):
             weights = weights(batch.loss_mask)
-        return replace(batch, advantages=advantage, loss_weights=weights)
+        return replace(batch, advantages=advantage, loss_weights=weights, sampled_hashes=hashes)
 
 
 def collect(
@@ -161,12 +171,12 @@ def collect(
     *,
     seed: int,
 ) -> Rollouts:
-    """Have `sampling.n` conversations about each prompt, answered and judged by an environment or
-    led by an episode, `async def episode(row, policy) -> Outcome`.
+    """Have `sampling.n` conversations about each prompt, judged by an environment or led by an
+    episode, `async def episode(row, policy) -> Outcome`.
 
     Group g of `prompts.groups` (empty: 0, 1, 2, ...) samples from the seed `derive_seed(seed, g)`:
     a conversation depends on nothing else in the batch. One that fails is left out (`failed`).
-    Raises: the exception of the first where more than MOST_FAILED of them fail.
+    Raises: the first one's exception where more than MOST_FAILED fail.
     """
     driver = Driver(generator, environment, sampling, seed=seed, most_failed=MOST_FAILED)
     with closing(driver):
@@ -183,8 +193,8 @@ def as_rollouts(
     *,
     timeout_s: float = math.inf,
 ) -> Rollouts:
-    """Return conversations that have ended with the rewards that the environment's global post-
-    processing leaves them. timeout_s: the limit on that.
+    """Return conversations that have ended, after the environment's global post-processing, which
+    may take `timeout_s`.
     """
     judge, what = judge_of(environment), named(environment)
     conversations, failed = _parted(everything, what)
@@ -208,10 +218,7 @@ def as_rollouts(
         conversations=conversations,
         rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
-        metrics={
-            **_outcome_metrics(conversations),
-            **{key: float(value) for key, value in metrics.items()},
-        },
+        metrics=_outcome_metrics(conversations) | {k: float(v) for k, v in metrics.items()},
         components={
             key: reward_tensor(values, size, what, key)
             for key, values in changed.get("components", {}).items()
@@ -234,15 +241,15 @@ def _parted(
         note = f"This ended {ended}, the first about {row}, {turn} ({what})."
         first.outcome.error.add_note(note)
         raise first.outcome.error
-    names = {
-        tuple(sorted(getattr(each.outcome, "components", ())))
-        for each in found
-        if not _lacks_components(each)
-    }
-    remedy = "return 0.0 where one has no value"
+    whole = [each.outcome for each in found if not _lacks_components(each)]
+    _require_alike(what, (getattr(outcome, "components", {}) for outcome in whole))
+    return found, failed
+
+
+def _require_alike(what: str, components: Iterable[Iterable[str]]) -> None:
+    names, remedy = {tuple(sorted(each)) for each in components}, "return 0.0 where one has none"
     alike = "must return the same reward components in every conversation"
     require(len(names) < 2, what, alike, sorted(names), remedy)
-    return found, failed
 
 
 def _lacks_components(conversation: Conversation) -> bool:
@@ -284,21 +291,15 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
     first = (whole or parts)[0]
     for other in parts:
-        if other.kind != first.kind:
-            raise ValueError(
-                f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
-                f" {other.kind}"
-            )
-    for other in whole:
-        if other.components.keys() != first.components.keys():
-            raise ValueError(
-                "an environment must return the same reward components in every batch, but it"
-                f" returned {sorted(first.components)} and {sorted(other.components)}: return 0.0"
-                " where one has no value"
-            )
+        must, remedy = f"must be sampled alike, by {first.kind}", "change no sampling in a step"
+        require(other.kind == first.kind, "rollouts of one batch", must, other.kind, remedy)
+    _require_alike("an environment", (part.components for part in whole))
     conversations = [each for part in parts for each in part.conversations]
-    names = dict.fromkeys(name for part in parts for name in part.metrics)
-    metrics = {name: _mean_metric(name, parts) for name in names}
+    metrics = dict[str, float]()
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        having = [part for part in parts if name in part.metrics]
+        size = sum(map(len, having))
+        metrics[name] = sum(len(part) / size * part.metrics[name] for part in having)
     components = {
         name: torch.cat([p.components.get(name, torch.zeros(len(p))) for p in parts])
         for name in first.components
@@ -313,44 +314,18 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     )
 
 
-def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
-    with_it = [part for part in parts if name in part.metrics]
-    size = sum(map(len, with_it))
-    return sum(len(part) / size * part.metrics[name] for part in with_it)
-
-
-def _batch_of(rollouts: Rollouts) -> TokenBatch:
-    found = [examples_of(each.turns) for each in rollouts.conversations]
-    examples = [one for each in found for one in each]
-    if any(one.policy_versions is None for one in examples):
-        examples = [replace(one, policy_versions=None) for one in examples]
-    batch = collate(examples, logprob_kind=rollouts.kind)
-    if len(batch) != len(found):
-        places = iter(range(len(batch)))
-        batch = pack(batch, tuple(tuple(next(places) for _ in each) for each in found))
-    hashes = torch.zeros_like(batch.input_ids)
-    hashes[batch.segment_ids > 0] = sampled_hashes(rollouts.conversations)
-    return replace(batch, sampled_hashes=hashes)
-
-
 def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens"]:
     """Return `token_hashes` of all tokens of conversations, 0 of those that were not sampled."""
     ids, places, logprobs, sampled = list[int](), list[int](), list[float](), list[bool]()
     for conversation in conversations:
         for turns in segments_of(conversation.turns):
-            begin, last = len(ids), turns[-1]
-            ids += [*last.prompt, *last.completion.token_ids]
-            length = len(ids) - begin
-            places += range(length)
-            logprobs += [0.0] * length
-            sampled += [False] * length
+            begin = len(ids)
             for turn in turns:
-                said = turn.completion
-                start = begin + len(turn.prompt)
-                end = start + len(said.token_ids)
-                ids[start:end] = said.token_ids
-                logprobs[start:end] = said.logprobs
-                sampled[start:end] = [True] * len(said.token_ids)
+                given, said = turn.prompt[len(ids) - begin :], turn.completion
+                ids += [*given, *said.token_ids]
+                logprobs += [*[0.0] * len(given), *said.logprobs]
+                sampled += [*[False] * len(given), *[True] * len(said.token_ids)]
+            places += range(len(ids) - begin)
     hashes = token_hashes(
         torch.tensor([ids]), torch.tensor([places]), torch.tensor([logprobs], dtype=torch.float32)
     )
@@ -369,11 +344,10 @@ def turn_returns(
     """Return G_t = Σ_{s ≥ t} discount^(s − t) · reward_s of each turn of each conversation, and the
     number of the turn's group: the same turn of all conversations of a group.
 
-    A conversation without `turn_rewards` has its reward in its last turn. Raises: ValueError where
-    the environment's global post-processing changed the reward of one with several.
+    Without `turn_rewards` the last turn has the conversation's reward. Raises: ValueError where the
+    environment's global post-processing changed the reward of several turns.
     """
-    returns, labels = list[float](), dict[tuple[int, int], int]()
-    groups = list[int]()
+    returns, groups, labels = list[float](), list[int](), dict[tuple[int, int], int]()
     for each, total in zip(rollouts.conversations, rollouts.rewards.tolist(), strict=True):
         assert isinstance(each.outcome, Outcome)
         given = each.outcome.turn_rewards if len(each.turns) > 1 else ()
@@ -382,10 +356,7 @@ def turn_returns(
         remedy = "use conversation, or leave them as they are"
         require(same or not len(given), "advantage.level", fits, "turn", remedy)
         rewards = list(given) or [*[0.0] * (len(each.turns) - 1), total]
-        own, after = list[float](), 0.0
-        for reward in reversed(rewards):
-            after = reward + discount * after
-            own.append(after)
+        own = [*accumulate(reversed(rewards), lambda after, reward: reward + discount * after)]
         returns += reversed(own)
         places = [(each.group, turn) for turn in range(len(rewards))]
         groups += [labels.setdefault(place, len(labels)) for place in places]

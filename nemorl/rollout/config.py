@@ -1,6 +1,6 @@
 """The section `generation`."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from nemorl.checks import at_least, refuse_unused, require
@@ -14,7 +14,7 @@ TRAITS = {
     ),
     "vllm": GenerationTraits(shares_model=False, engines=True, records_experts=True),
 }
-"""Traits of generation backends by name; registered ones join."""
+"""What generation backends can do, by name; registered ones join."""
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -27,8 +27,7 @@ class RolloutConfig:
 
     environment: str | None = None
     """calculator, python, toolbox, or a class with turns or tools, as module:Class
-    or ./file.py:Class (docs/environments.md). Default: one response to each prompt, judged by
-    `reward`.
+    or ./file.py:Class (docs/environments.md). Default: `reward` judges one response.
     """
     max_turns: int | None = None
     """Responses after which a conversation ends. Default: the environment's own, or 16."""
@@ -41,20 +40,15 @@ class RolloutConfig:
     other packages; each has one conversation at a time. 0: threads of the trainer.
     """
     worker: dict[str, Any] = field(default_factory=dict)
-    """Ray's options of each worker, by Ray's names, such as '{"num_cpus": 1}'; "runtime_env" has
-    packages and interpreters.
+    """Options of each worker, by Ray's names, such as '{"num_cpus": 1}'; "runtime_env" has packages
+    and interpreters.
     """
 
     def __post_init__(self) -> None:
         at_least(1, rollout__max_turns=self.max_turns)
         at_least(0, rollout__workers=self.workers)
-        require(
-            bool(self.workers) or not self.worker,
-            "rollout.worker",
-            "is for rollout.workers",
-            self.worker,
-            "say how many",
-        )
+        fits, must = bool(self.workers) or not self.worker, "is for rollout.workers"
+        require(fits, "rollout.worker", must, self.worker, "say how many")
         fits, remedy = self.timeout_s > 0, "60 is usual"
         require(fits, "rollout.timeout_s", "must be positive", self.timeout_s, remedy)
         fits, remedy = 0 <= self.discount <= 1, "1 turns it off"
@@ -75,7 +69,7 @@ class GenerationConfig:
 
     backend: str = "torch"
     """torch: embedded, with the trainer's weights; vllm: fast on GPUs, also on a cluster; megatron:
-    the ranks of trainer.backend megatron, with their weights.
+    the ranks of trainer.backend megatron.
     """
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy (evaluation only)."""
@@ -92,8 +86,8 @@ class GenerationConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the end-of-sequence token."""
     ignore_eos: bool = False
-    """End-of-sequence tokens end nothing: each response has max_new_tokens, as for measuring speed.
-    They are sampled, and trained on, like all others.
+    """End-of-sequence tokens are sampled, and trained on, like all others: each response has
+    max_new_tokens, as for measuring speed.
     """
     max_batch_size: int = 256
     """Sequences that an engine decodes at a time; megatron: each replica of the model."""
@@ -102,8 +96,8 @@ class GenerationConfig:
     tensor_parallel_size: int = 1
     """vllm: devices of one node over which each engine splits every layer."""
     pipeline_parallel_size: int = 1
-    """vllm: parts of the layers of each engine, each on tensor_parallel_size devices; an engine may
-    so be on several nodes.
+    """vllm: parts of the layers of each engine, each on tensor_parallel_size devices, also of
+    several nodes.
     """
     cpus_per_replica: int = 1
     """vllm: CPU cores of each part of a replica; without GPUs, threads of each device's worker."""
@@ -113,12 +107,10 @@ class GenerationConfig:
     """
     adapter_rank: int = 0
     """vllm: largest rank of adapters (LoRA) that the engines apply themselves: they get the base
-    once, and then the adapters alone. 0: adapters are merged into the weights that are sent.
+    once, and then the adapters alone. 0: merged weights are sent.
     """
     engine: dict[str, Any] = field(default_factory=dict)
-    """vllm: further arguments by vLLM's own names, such as
-    '{"gpu_memory_utilization": 0.5}'.
-    """
+    """vllm: further arguments by vLLM's own names, such as '{"gpu_memory_utilization": 0.5}'."""
     python: str | None = None
     """vllm: Python interpreter of the replicas, with the same versions of nemorl and Ray. Default:
     the trainer's.
@@ -130,12 +122,12 @@ class GenerationConfig:
     (1) or for good (2). None: 2 if colocated on GPUs.
     """
     weight_transport: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """vllm: transport of new weights. auto: the fastest that works, which a run says at its start
-    (docs/cluster.md).
+    """vllm: transport of new weights (docs/cluster.md). auto: the fastest that works, which a run
+    shows at its start.
     """
     timeout_s: float = 300.0
-    """vllm: seconds without progress after which a replica is replaced, and for all that engines do
-    to take new weights by cuda_ipc or nccl. With several ranks below runtime.timeout_s.
+    """vllm: seconds without progress after which a replica is replaced, and for engines to take new
+    weights by cuda_ipc or nccl. With several ranks below runtime.timeout_s.
     """
     start_timeout_s: float = 600.0
     """vllm: longest start of a replica, in seconds."""
@@ -144,8 +136,8 @@ class GenerationConfig:
     log_dir: str | None = None
     """vllm: folder of the replicas' logs. Default: logs/ of the run."""
     trainer_gpus: int | None = None
-    """vllm: GPUs of this machine that train in this process: kept for that, or, if colocated, where
-    the first engine is. Default: as many as train.
+    """vllm: GPUs of this machine that train in this process, without engines unless colocated.
+    Default: as many as train.
     """
 
     def __post_init__(self) -> None:
@@ -167,18 +159,16 @@ class GenerationConfig:
             generation__adapter_rank=self.adapter_rank,
             generation__trainer_gpus=self.trainer_gpus,
         )
+        only = "pipeline_parallel_size above 1" if self.pipeline_parallel_size > 1 else ""
         if self.adapter_rank:
             fits, most = self.adapter_rank <= VLLM_RANKS[-1], f"must be at most {VLLM_RANKS[-1]}"
             remedy = "merge larger adapters (0)"
             require(fits, "generation.adapter_rank", most, self.adapter_rank, remedy)
-            fits, remedy = self.weight_transport in ("auto", "object_store"), "remove it"
-            must = "must be object_store with generation.adapter_rank"
-            require(fits, "generation.weight_transport", must, self.weight_transport, remedy)
-            must = "must be at most 1 with generation.adapter_rank: the base is sent once"
-            level = self.sleep_level
-            require(level != 2, "generation.sleep_level", must, level, remedy)
-        fits = self.pipeline_parallel_size == 1 or self.weight_transport in ("auto", "object_store")
-        must = "must be object_store with generation.pipeline_parallel_size above 1"
+            must, level = "must be at most 1 with generation.adapter_rank", self.sleep_level
+            require(level != 2, "generation.sleep_level", must, level, "the base is sent once")
+            only = "adapter_rank"
+        fits = not only or self.weight_transport in ("auto", "object_store")
+        must = f"must be object_store with generation.{only}"
         require(fits, "generation.weight_transport", must, self.weight_transport, "remove it")
         if self.traits.embedded:
             names = [item.name for item in fields(self)]
@@ -205,15 +195,15 @@ class GenerationConfig:
         return self.max_new_tokens or 256
 
     def sampling_params(self, *, greedy: bool = False) -> SamplingParams:
-        """Return the parameters of a request; `greedy` always takes the likeliest token."""
-        filters: dict[str, Any] = (
-            {} if greedy else {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        )
-        return SamplingParams(
-            temperature=0.0 if greedy else self.temperature,
+        """Return the parameters of a request; `greedy`: at temperature 0, without filters."""
+        found = SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
             max_new_tokens=self.longest_response,
             stop_strings=tuple(self.stop_strings),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            **filters,
         )
+        return replace(found, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else found

@@ -1,5 +1,5 @@
-"""A conversation's context: messages as token ids, earlier turns' as the engine made them, and
-calls of tools in what a model says, by the conventions of its chat template.
+"""Messages as token ids, and what a model says as messages with calls of tools, by the conventions
+of its chat template.
 """
 
 import json
@@ -41,7 +41,7 @@ TAGGED = {
 it is written.
 """
 LLAMA = re.compile(r'\{"name": [^,{}]+, "parameters"|<\|python_tag\|>')
-"""What a template says about calls that are JSON alone."""
+"""In templates whose calls are JSON alone."""
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -49,9 +49,9 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 class Context:
     """Renders messages to token ids, and keeps what was sampled.
 
-    A prompt goes on with the tokens before it wherever the chat template renders the messages
-    before as it did then, but for white space around what was sampled. Otherwise it is the
-    template's own rendering, which begins another segment.
+    A prompt goes on with the tokens before it wherever the chat template renders earlier messages
+    as it did then, but for white space around what was sampled. Otherwise it is the template's own
+    rendering, which begins another segment.
     """
 
     tokenizer: Any
@@ -60,13 +60,13 @@ class Context:
     prompt: Sequence[int]
     """Token ids of `messages`."""
     plain: bool = False
-    """The prompt is text without a chat template: what follows is appended as it is."""
+    """The prompt is text without a chat template; what follows is appended."""
     tools: Tools = ()
     _asked: Asked = ([], ())
     _said: list[tuple[Message, str]] = field(default_factory=list)
     """Answers as they were returned, and their text as it was sampled."""
     _last: tuple[tuple[int, ...], str, str] | None = None
-    """Tokens up to the end of the last answer, its text, and that of the token that ended it."""
+    """Tokens up to the last answer's end, its text, and the text of its end token."""
 
     def prompt_of(
         self, messages: Sequence[Message], tools: Tools = ()
@@ -136,20 +136,17 @@ class Context:
         return message
 
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
-        ids = completion.token_ids
-        ended = bool(ids) and not completion.truncated and self._is_special(ids[-1])
+        ids, tokenizer = completion.token_ids, self.tokenizer
+        ended = bool(ids) and not completion.truncated
+        if ended:  # Llama 3.1's <|eom_id|> is special, but has no name
+            added = tokenizer.added_tokens_decoder.get(ids[-1])
+            ended = ids[-1] in tokenizer.all_special_ids or bool(added and added.special)
         # With the token before it, of which some tokenizers make a space.
         before = self._decoded(prompt[-1:])
         said = self._decoded((*prompt[-1:], *(ids[:-1] if ended else ids)))
         return said.removeprefix(before), self._decoded(ids[-1:]) if ended else ""
 
-    def _is_special(self, token: int) -> bool:
-        """Llama 3.1's <|eom_id|> is special, but in no list of names."""
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return token in self.tokenizer.all_special_ids or bool(added and added.special)
-
     def _in_channels(self, said: str) -> bool:
-        """Not only text that looks like it."""
         found = not self.plain and CHANNEL.search(said)
         return bool(found) and "<|channel|>" in self._template(()).source()
 
@@ -182,7 +179,7 @@ class Context:
 
 
 def channels(said: str) -> dict[str, str]:
-    """Return the content, and the thinking if any, of what a model said in gpt-oss's channels.
+    """Return the content, and any thinking, of what a model said in gpt-oss's channels.
 
     >>> channels("<|channel|>analysis<|message|>1+1<|end|><|channel|>final<|message|>2")
     {'content': '2', 'thinking': '1+1'}
@@ -197,8 +194,8 @@ def channels(said: str) -> dict[str, str]:
 def following(text: str, before: str, said: str, end: str, *, plain: bool = False) -> str | None:
     """Return what a rendering adds after an answer, None where it renders what precedes otherwise.
 
-    `before`: the last answer's prompt as it was rendered; `said`, `end`: the answer as it was
-    sampled, and its end token, which no template writes where it is `plain`.
+    `before`: the answer's prompt as it was rendered; `said`, `end`: the answer as it was sampled,
+    and its end token, which text that is `plain` lacks.
 
     >>> following("<u>hi<a> yes <e><u>why?<a>", "<u>hi<a>", "yes", "<e>")
     '<u>why?<a>'
@@ -223,9 +220,9 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def read_message(said: str, text: str, tools: Tools, template: str) -> Message:
     """Return what a model said as a message, with `tool_calls` if it calls tools.
 
-    `said` has the special tokens, which may mark calls; `text` has none. `template` shows how calls
-    are written: <tool_call>{"name": …, "arguments": …}</tool_call>, as Hermes and Qwen do, or with
-    tags in it (`TAGGED`); [TOOL_CALLS][…], as Mistral; {"name": …, "parameters": …}, as Llama.
+    `said` has special tokens, which may mark calls; `text` has none. `template` shows how calls are
+    written: <tool_call>{"name": …, "arguments": …}</tool_call>, as by Hermes and Qwen, or with tags
+    in it (`TAGGED`); [TOOL_CALLS][…], by Mistral; {"name": …, "parameters": …}, by Llama.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     reader = _reader(template, tools)
@@ -240,7 +237,7 @@ def require_readable(template: str | None) -> None:
         raise ValueError(
             "an environment of tools needs a chat template with tools, which writes calls as Qwen,"
             " Hermes, GLM, Mistral or Llama do (docs/environments.md), but it has none of their"
-            " marks: choose another one (--model.chat-template), or lead the conversation with"
+            " marks: choose another (--model.chat-template), or lead the conversation with"
             " step(response)"
         )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TURNS = 16
-"""Longest conversation with an environment that does not say its `max_turns`."""
+"""Most turns of an environment without `max_turns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class Outcome:
     turn_rewards: Sequence[float] = ()
     """A reward for each turn; the conversation's is Σ_t discount^t · reward_t."""
     answer: str | None = None
-    """What was read as the answer, for the sample log; None where nothing was."""
+    """What was read as the answer, if anything, for the sample log."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further measurements, averaged over the conversations that have them."""
     truncated: bool = False
-    """Whether a limit ended the conversation: on its turns, or on its tokens."""
+    """Whether a limit on turns or tokens ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,13 @@ class Failure:
 
 
 class ContextFull(Exception):
-    """Raised by a `Policy` whose longest sequence leaves no room for another turn.
-
-    An episode that does not catch it ends as truncated, with reward 0.
+    """Raised by a `Policy` whose longest sequence leaves no room for another turn; an episode that
+    does not catch it is truncated, with reward 0.
     """
 
 
 class ConversationFailed(Exception):
-    """Raised by a reward or an environment for one conversation alone: it is left out of training,
-    and the others go on.
-    """
+    """Raised by a reward or an environment for one conversation, which is left out of training."""
 
     environment: Any = None
     """The object of that conversation, where its process ended."""
@@ -78,16 +75,15 @@ class EnvironmentTimeout(ConversationFailed, TimeoutError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on a conversation that does not end by itself."""
+    """Limits on a conversation, and the discount of its later rewards."""
 
     max_turns: int | None = None
-    """Turns of the model. None: as many as the environment's `max_turns`, else DEFAULT_TURNS."""
+    """Turns of the model. None: the environment's `max_turns`, else DEFAULT_TURNS."""
     max_tokens: int | None = None
     """Longest sequence, prompts and responses together. None: the engine's own limit."""
     timeout_s: float = 60.0
-    """Longest call of an environment; the conversation fails after it."""
+    """Longest call of an environment, after which the conversation fails."""
     discount: float = 1.0
-    """Of the rewards of later turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +92,18 @@ class Conversation:
 
     row: Mapping[str, Any]
     group: int
-    """Number of the row's group, whose members are compared."""
+    """Number of the row's group."""
     member: int
     turns: tuple[Turn, ...]
     outcome: Outcome | Failure
     text: str = ""
     """Of the row's prompt, a message a line."""
     cut_by: str | None = None
-    """If it is truncated, the setting that did it, or "environment"."""
+    """The setting that truncated it, or "environment"."""
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit cut the conversation or its last turn."""
+        """Whether a limit cut it or its last turn."""
         cut = bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
         return cut or (isinstance(self.outcome, Outcome) and self.outcome.truncated)
 
@@ -123,7 +119,7 @@ class Policy(Protocol):
     prompt: Sequence[int]
     """Token ids of the row's prompt, as the run's chat template makes them."""
     messages: Sequence[Message]
-    """The row's prompt as messages."""
+    """The row's prompt."""
     group: int
     """Number of the row's group, whose members are compared."""
     member: int
@@ -147,9 +143,9 @@ class Policy(Protocol):
         """Return the model's answer to messages: `role`, `content`, `stop_string` if one ended it,
         and `tool_calls` if it calls any of the `tools` (JSON schemas; none: those of the row).
 
-        To go on with a conversation, pass the messages so far, answers as they were returned, and
-        the new ones: the token ids of earlier turns stay as the engine made them wherever the chat
-        template renders earlier messages as before. Raises: ContextFull as `sample`.
+        To go on, pass the messages so far, answers as they were returned, and the new ones: token
+        ids of earlier turns stay as they are wherever the chat template renders earlier messages as
+        before. Raises: ContextFull as `sample`.
         """
 
 
@@ -159,16 +155,13 @@ Episode = Callable[[Mapping[str, Any], Policy], Awaitable[Outcome]]
 
 def examples_of(turns: Sequence[Turn]) -> list[Example]:
     """Return the tokens of a conversation, sampled ones trained on, with `generation_logprobs`, and
-    `policy_versions` where the completions have them.
-
-    Turns are one example as long as each prompt begins with all tokens before it. A prompt that
-    rewrites them begins another. Nothing is tokenized again.
+    `policy_versions` where the completions have them; an example for each of `segments_of`.
     """
     return [_example(segment) for segment in segments_of(turns)]
 
 
 def segments_of(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return turns in segments: a prompt that does not go on with what was before begins one."""
+    """Return turns in segments: a prompt that does not begin with all tokens before begins one."""
     segments: list[list[Turn]] = []
     tokens: list[int] = []
     for turn in turns:
@@ -236,7 +229,7 @@ def with_last(experts: Any) -> Any:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows of a data set and their prompts as token ids."""
+    """Rows of a data set and their prompts."""
 
     rows: Sequence[Mapping[str, Any]]
     token_ids: Sequence[Sequence[int]]
@@ -269,7 +262,7 @@ class Prompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return a row's prompt as messages; none of a row without a prompt."""
+    """Return a row's prompt, if it has one, as messages."""
     if row.get("prompt") is None and row.get("messages") is None:
         return []
     return as_messages(prompt_of(row), "prompt", "user")

@@ -1,4 +1,4 @@
-"""Responses in progress, decoded together: what an engine does beside its forward passes."""
+"""Responses in progress, decoded together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class Slot:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
-    """`[tokens, layers, topk]`: experts that computed prompt and response so far, if recorded."""
+    """`[tokens, layers, topk]` of prompt and response so far, if recorded."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -57,7 +56,7 @@ class SlotTensors:
     slots: list[Slot]
     streams: Tensor
     greedy: Tensor | None
-    """Rows that take the most likely token; None: no row."""
+    """Rows that take the most likely token, if any."""
     filters: dict[str, Any]
     """temperature, top_k, top_p and min_p: a number for all slots, or one for each."""
     places: Tensor
@@ -104,8 +103,8 @@ class SlotTensors:
 def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
     """Return each row's next token and its logprob under the distribution that it was drawn from.
 
-    Sampling inverts the cumulative distribution at the row's `uniform(stream, place)`; greedy
-    rows take the best and the model's own logprob.
+    The cumulative distribution is inverted at the row's `uniform(stream, place)`; greedy rows take
+    the best token and the model's own logprob.
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)
@@ -120,7 +119,7 @@ def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
 
 
 LEAST_LENGTH = 32
-"""Lengths are multiples of it."""
+"""The cache's shortest length, of which the others are multiples."""
 
 
 def stepped(count: int, least: int = 1) -> int:
@@ -133,11 +132,11 @@ def stepped(count: int, least: int = 1) -> int:
 
 
 class SlotCache:
-    """Keys and values of sequences, in the type in which attention is computed.
+    """Keys and values of sequences, `[slots, kv_heads, length, head_dim]` a layer, in the type in
+    which attention is computed.
 
-    `[slots, kv_heads, length, head_dim]` a layer. In place of a `transformers` cache: models call
-    `update` in every layer, after `prefill` or `decode` said where new keys belong. Room is made as
-    zeros: a masked slot's weight 0 times NaN is NaN.
+    A model calls `update` in every layer, as of a `transformers` cache, after `prefill` or `decode`
+    said where new keys belong. Room is made as zeros: a masked weight 0 times NaN is NaN.
     """
 
     def __init__(self, max_slots: int, max_length: int) -> None:
@@ -158,13 +157,13 @@ class SlotCache:
         self._lines: Tensor | None = None
 
     def prefill(self, slots: Tensor, sources: Tensor, *, num_slots: int, length: int) -> None:
-        """Announce a pass of whole prompts: slot `slots[i]` keeps a copy of prompt `sources[i]`."""
+        """Announce a pass of whole prompts: `slots[i]` keeps a copy of prompt `sources[i]`."""
         self._fit(num_slots, length)
         self._prefill = (slots, sources)
 
     def decode(self, positions: Tensor, longest: int) -> int:
         """Announce a pass of one token for the first `len(positions)` slots; return the length of
-        their keys, `longest` rounded up.
+        their keys.
         """
         self._fit(len(positions), longest)
         self._prefill, self._positions, self._lines = None, positions, None
@@ -255,8 +254,8 @@ def cached_attention(
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
-    """Give the model this attention and no dropout inside the block. cuDNN would make a plan for
-    each number of sequences and keys.
+    """Give the model this attention and no dropout inside the block, and no cuDNN, which would make
+    a plan for each number of sequences and keys.
     """
     before = model.config._attn_implementation  # type: ignore[union-attr]
     was_training = model.training
@@ -275,8 +274,8 @@ PREFILL_TOKENS = 8192
 PREFILL_MULTIPLE = 8
 """Padded prompts have a multiple of it: a kernel of CUDA pads other masks in each layer."""
 MARGIN = 8
-"""Characters that a text may begin with wrongly where it is decoded from the middle of a response:
-parts of a character, or a space that is left out.
+"""Characters that may be wrong at the beginning of a text that is decoded from the middle of a
+response: a part of one, or a lost space.
 """
 
 
@@ -289,7 +288,7 @@ class Pass:
     visible: Bool[Tensor, "_ 1 new keys"]
     """What each new token sees."""
     states: Int[Tensor, "rows"]
-    """Places, in the flattened rows, of the tokens after which others are drawn."""
+    """Places in the flattened rows after which tokens are drawn."""
     sources: Int[Tensor, "samples"] | None
     """The row of each sample; None: each row has one."""
     rows: Sequence[int]
@@ -297,11 +296,10 @@ class Pass:
     cache: SlotCache
 
     def keep(self, experts: Int[Tensor, "tokens layers topk"]) -> None:
-        """Give each sample the experts of new tokens, in int16. Those of tokens that are computed
-        again stay: the response was drawn with them.
+        """Give each sample the experts of new tokens, in int16; tokens that are computed again keep
+        the ones with which they were drawn.
         """
-        # They stay on the device, for the host not to wait.
-        rows = experts.short().unflatten(0, self.input_ids.shape)
+        rows = experts.short().unflatten(0, self.input_ids.shape)  # on the device: no wait
         for slot, row in zip(self.slots.slots, self.rows, strict=True):
             first = slot.length - rows.shape[1] if self.sources is None else 0
             known = sum(map(len, slot.experts))
@@ -309,7 +307,7 @@ class Pass:
 
 
 def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor, "2 samples"]:
-    """Return each sample's next token and log-probability, as float64, in which ids are exact."""
+    """Return each sample's next token and logprob, in float64, in which ids are exact."""
     if work.sources is not None:
         logits = logits[work.sources]
     tokens, logprobs = sample_tokens(logits, work.slots)
@@ -317,8 +315,8 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor
 
 
 class Decoding:
-    """The sequences that an engine decodes at a time, and those that wait for their slots. A
-    prompt is computed once for all that begin with it at a time, of one request or of several.
+    """The sequences that an engine decodes, and the ones that wait for slots. A prompt is computed
+    once for all that begin with it at a time.
     """
 
     def __init__(
@@ -332,11 +330,10 @@ class Decoding:
         tokenizer: Any = None,
         cached: bool = True,
     ) -> None:
-        """draw: computes a pass, and returns what `draw_tokens` does. cached: keys and values of
-        the past are kept; else each pass is of whole sequences.
+        """draw: computes a pass, and returns what `draw_tokens` does. cached: keep keys and values
+        of the past; else each pass is of whole sequences.
         """
-        self.cached = cached
-        self.draw, self.device, self.tokenizer = draw, device, tokenizer
+        self.draw, self.cached, self.device, self.tokenizer = draw, cached, device, tokenizer
         self.max_batch_size, self.max_positions = max_batch_size, max_positions
         self.end_tokens = set(end_tokens)
         self.stops = StopStrings(tokenizer)
@@ -351,12 +348,12 @@ class Decoding:
         self.waiting.clear()
 
     def preempt(self) -> None:
-        """Drop the cache of unfinished sequences, to compute it again from their tokens so far."""
+        """Drop the cache of unfinished sequences, to compute it again from their tokens."""
         self.waiting.extendleft([one] for one in reversed(self.active))
         self.active, self._batch = [], None
 
     def queue(self, new: list[Request], dropped: list[Request]) -> None:
-        """Take requests, short prompts first, to pad least; and let go of others."""
+        """Take requests, short prompts first, to pad least; and drop others."""
         size, groups = self.max_batch_size, []
         for request in new:
             n, length = request.params.n, len(request.prompt)
@@ -373,8 +370,8 @@ class Decoding:
             self._retire()
 
     def advance(self, version: int) -> bool:
-        """Compute a pass: of waiting sequences where there is room, else a token for each active
-        one. Return whether there was one.
+        """Compute a pass, if any: of waiting sequences where there is room, else a token of each
+        active one. Return whether there was one.
         """
         if not self.cached and self.active:
             self.preempt()
@@ -388,7 +385,7 @@ class Decoding:
         return True
 
     def _room(self) -> bool:
-        """Whether to admit a group now: while others decode, once an eighth is free."""
+        """Return whether to admit a group now: while others decode, once an eighth is free."""
         if not self.waiting:
             return False
         free = self.max_batch_size - len(self.active)
@@ -414,12 +411,11 @@ class Decoding:
             free -= len(group)
             new += group
             rows += [row_of.setdefault(sequence, len(row_of))] * len(group)
-        input_ids, lengths = pad([torch.tensor(each) for each in row_of], value=0, length=width)
+        padded = pad([torch.tensor(each) for each in row_of], value=0, length=width)
         device = self.device
-        input_ids, sources, lengths = to_device((input_ids, torch.tensor(rows), lengths), device)
+        input_ids, lengths, sources = to_device((*padded, torch.tensor(rows)), device)
         slots = torch.arange(num_active, num_active + len(new), device=device)
         longest = max([width, *(s.length for s in self.active)])
-        wanted = min(wanted, self.max_batch_size)
         self.cache.prefill(slots, sources, num_slots=wanted, length=longest)
         work = Pass(
             input_ids=input_ids,
@@ -491,34 +487,25 @@ class Decoding:
         self.active = kept
         if not kept and not self.waiting:
             self.cache.clear()
-        self._answer(list(dict.fromkeys(s.request for s in done)))
+        for request in dict.fromkeys(s.request for s in done):
+            if all(s.finish_reason for s in request.parts):
+                request.answer([self._completion(s) for s in request.parts])
 
-    def _answer(self, requests: list[Request]) -> None:
-        whole = [request for request in requests if all(s.finish_reason for s in request.parts)]
-        samples = [s for request in whole for s in request.parts]
-        texts = [""] * len(samples)
-        if self.tokenizer is not None and samples:
-            ids = [s.token_ids for s in samples]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        made = [
-            Completion(
-                token_ids=tuple(s.token_ids),
-                logprobs=tuple(s.logprobs),
-                finish_reason=s.finish_reason or "length",
-                text=text_before(s.params.stop_strings, text),
-                policy_versions=tuple(s.versions),
-                routed_experts=torch.cat(s.experts).cpu() if s.experts else None,
-                tokenizer=self.tokenizer,
-            )
-            for s, text in zip(samples, texts, strict=True)
-        ]
-        rest = iter(made)
-        for request in whole:
-            request.answer(list(islice(rest, request.params.n)))
+    def _completion(self, s: Slot) -> Completion:
+        text = "" if self.tokenizer is None else self.stops.decoded(s.token_ids)
+        return Completion(
+            token_ids=tuple(s.token_ids),
+            logprobs=tuple(s.logprobs),
+            finish_reason=s.finish_reason or "length",
+            text=text_before(s.params.stop_strings, text),
+            policy_versions=tuple(s.versions),
+            routed_experts=torch.cat(s.experts).cpu() if s.experts else None,
+            tokenizer=self.tokenizer,
+        )
 
 
 class StopStrings:
-    """Finds stop strings in growing responses, decoding only as much of their end as it takes."""
+    """Finds stop strings in growing responses, of which only the end is decoded."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -527,13 +514,13 @@ class StopStrings:
     def end(self, token_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
         """Return whether the newest token completes a stop string, special tokens left out."""
         newest = self._length(token_ids[-1])
-        if newest is None or not stop_strings:
+        if newest is None:
             return False
         # Most tokens have a byte or more; special ones, any number of which may lie between, none.
         enough = max(map(len, stop_strings)) + newest + MARGIN
         count = max(len(stop.encode()) for stop in stop_strings) + newest + MARGIN
         while True:
-            text = self._decode(token_ids[-count:])
+            text = self.decoded(token_ids[-count:])
             if any(stop in text for stop in stop_strings):
                 return True
             if len(text) >= enough or count >= len(token_ids):
@@ -541,13 +528,13 @@ class StopStrings:
             count *= 2
 
     def _length(self, token: int) -> int | None:
-        """The most characters that a token adds to a text; None: it is special, and adds none."""
+        """The most characters that a token adds to a text; None of a special one."""
         if token not in self._lengths:
             twice = [token, token]  # the first may lose its space
-            length = len(self._decode(twice))
+            length = len(self.decoded(twice))
             special = not length and self.tokenizer.decode(twice) != ""
             self._lengths[token] = None if special else length
         return self._lengths[token]
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def decoded(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""The driver of conversations: tasks on one event loop, in a thread of its own."""
+"""The driver of conversations, on an event loop in a thread of its own."""
 
 import asyncio
 from collections import Counter
@@ -30,20 +30,19 @@ from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.scheduler import WAITING
 
 ATTEMPTS = 3
-"""How often a failed conversation is begun at most, where its group needs it."""
+"""How often a conversation is begun at most, where its group needs it and it fails."""
 THREADS = 64
 """Calls of environments' methods that block, at a time."""
 STOP_S = 30.0
 """Longest wait for the end of what is in flight."""
 LOOK_S = 1.0
-"""How often one who waits looks whether user code blocks the event loop."""
+"""How often the driver looks whether user code blocks the event loop."""
 Groups = tuple[int, ...]
 _Ended = tuple[Groups, list[Conversation] | BaseException]
 
 
 class Driver:
-    """Leads conversations, `sampling.n` about each prompt, while the caller waits or does something
-    else, such as a trainer's step.
+    """Leads conversations, `sampling.n` about each prompt, while the caller waits or trains.
 
     Prompts that are begun together are a cohort: their conversations are judged together, and end
     as a whole.
@@ -59,9 +58,9 @@ class Driver:
         most_failed: float = 1.0,
         ahead: bool = False,
     ) -> None:
-        """most_failed: share of a cohort that may fail; with more none begins again.
+        """most_failed: share of a cohort above which no failed conversation begins again.
 
-        ahead: whether an engine in this process computes in the driver's thread, also while nobody
+        ahead: whether an engine in this process computes in the driver's thread, though nobody
         waits.
         """
         check_environment(environment)
@@ -71,8 +70,7 @@ class Driver:
         self._name, judge = named(environment), judge_of(environment)
         self._judge: BatchCalls | None = None
         if judge is not None:
-            alone = getattr(judge, "each_alone", False)
-            step = f"{named(judge)}: step"
+            step, alone = f"{named(judge)}: step", getattr(judge, "each_alone", False)
             self._judge = BatchCalls(partial(judged, judge), step, each_alone=alone)
         self._free = asyncio.Semaphore(THREADS)
         self._tasks: dict[Groups, asyncio.Task[None]] = {}
@@ -98,7 +96,7 @@ class Driver:
         self._do(self._stop(lambda cohort: not {*cohort}.isdisjoint(groups)))
 
     def next_ended(self) -> tuple[Groups, list[Conversation]]:
-        """Wait for a cohort that has ended, and return its groups' numbers and its conversations.
+        """Return the numbers of a cohort's groups and its conversations, once it has ended.
 
         Raises: an error of the engine; EnvironmentTimeout for user code that blocks the event loop.
         """
@@ -160,8 +158,7 @@ class Driver:
         if late:
             warn(
                 f"{len(late)} conversation groups still run {STOP_S:g} s after they were cancelled:"
-                " an environment closes slowly, or catches asyncio.CancelledError and does not"
-                " raise it again"
+                " an environment closes slowly, or does not let asyncio.CancelledError pass"
             )
 
     async def _lead(self, prompts: Prompts) -> None:
@@ -170,20 +167,16 @@ class Driver:
         try:
             found = await self._conversations(prompts)
         except asyncio.CancelledError as error:
-            if self._tasks.get(groups) is not task:  # `stop` did it
-                raise
             found = RuntimeError("a conversation was cancelled by its own environment or episode")
             found.__cause__ = error
         except BaseException as error:
             found = error
-        if self._tasks.get(groups) is task:  # else `stop` came before
+        if self._tasks.get(groups) is task:  # else `stop` cancelled it
             del self._tasks[groups]
             self._ended.put((groups, found))
 
     async def _conversations(self, prompts: Prompts) -> list[Conversation]:
-        """Return conversations row by row. One that fails begins again with another seed where less
-        than two members of its group are left.
-        """
+        """Return conversations row by row. Those of `_missing` begin again with another seed."""
         size = self.sampling.n
         places = [(index, member) for index in range(len(prompts)) for member in range(size)]
         found: dict[tuple[int, int], Conversation] = {}

@@ -3,12 +3,22 @@
 import asyncio
 import math
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
-from contextlib import contextmanager
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+    Sized,
+)
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isawaitable
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.checks import as_number, closest, require, short, warn
+from nemorl.checks import as_number, closest, short, warn
 from nemorl.data.rows import StreamedRows, first_of, for_rows, origin_of
 from nemorl.rollout.calls import (
     PROMPT,
@@ -24,7 +34,6 @@ from nemorl.rollout.calls import (
     Call,
     EventLoop,
     Signature,
-    columns_of,
     exit_is_error,
     present_call,
     read_signature,
@@ -36,9 +45,9 @@ Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
 """A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
-"""What an environment keeps of a conversation: at first the data set's row."""
+"""What an environment keeps of a conversation, at first the row."""
 AT_ONCE = 64
-"""Responses for which an `async` reward is called at a time."""
+"""Responses for which an `async` reward is called at once."""
 REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 
 
@@ -56,20 +65,20 @@ class EnvironmentReturn:
     terminateds: Sequence[bool] | Tensor
     """True: the conversation is over."""
     answers: Sequence[str | None] | None = None
-    """What was read as the answer, for the sample log; None where nothing was."""
+    """What was read as the answer, if anything, for the sample log."""
     components: dict[str, list[float]] = field(default_factory=dict)
     """Several rewards, each by name before it is weighted."""
     failures: Sequence[Exception | None] | None = None
-    """Why a conversation can't be judged; it is left out of training. None: all can be."""
+    """Why a conversation can't be judged, and is left out of training; None: all can be."""
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
     """Answer and judge responses, one `step` for a batch.
 
-    One of several turns says so by an attribute `max_turns`: it is called with the conversations
-    that wait for it. Any other is called with all that are left. Conversations end after
-    `max_turns` at the latest (without it, DEFAULT_TURNS).
+    One of several turns has an attribute `max_turns`, and is called with the conversations that
+    wait; any other with all that are left. They end after `max_turns` at the latest (without it,
+    DEFAULT_TURNS).
     """
 
     def step(
@@ -90,11 +99,10 @@ class FunctionalRewardWrapper:
     """A reward function `fn(prompt, response, **columns)` as a single-turn environment.
 
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
-    parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
-    with lists, and returns one number per response: a list, array or tensor. Where it calls the
-    responses `completions` and the prompt is a conversation, both are lists of messages, as in TRL.
-    An `async` function is called for many responses at once. Its attribute `answer_of(response)`,
-    if any, says what it read as the answer.
+    parameters (`prompts`, `responses`, `completions`) or batch=True it gets lists, once per batch,
+    and returns one number per response: a list, array or tensor. Where the prompt is a
+    conversation, it and `completions` are messages, as in TRL. An `async` function is called for
+    many responses at once. An attribute `answer_of(response)` says what it read as the answer.
     `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
@@ -123,18 +131,16 @@ class FunctionalRewardWrapper:
         self.name = self.signature.name
         self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
         self._has_limit = hasattr(fn, LIMIT) or getattr(fn, "has_own_limit", False)
-        kind = "async" if self.signature.awaited else "of a batch"
-        plain = self._processes is None or not (self.signature.awaited or self.signature.batch)
-        what = "must be a plain function of one response to be judged in processes"
-        remedy = "make it one, or leave judged_in_processes out"
-        require(plain, f"reward {self.name!r}", what, kind, remedy)
+        self.each_alone = not self.signature.batch
+        if self._processes and (self.signature.awaited or self.signature.batch):
+            kind = "async" if self.signature.awaited else "of a batch"
+            raise ValueError(
+                f"reward {self.name!r} must be a plain function of one response to be judged in"
+                f" processes, but it is {kind!r}: make it one, or leave judged_in_processes out"
+            )
         if self.signature.awaited:
             self._loop = EventLoop()  # the same for all calls: it may keep connections
             weakref.finalize(self, self._loop.close)
-
-    @property
-    def each_alone(self) -> bool:
-        return not self.signature.batch
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -175,7 +181,7 @@ class FunctionalRewardWrapper:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row that can't be judged."""
+        """Raise a ValueError that names a row that can't be judged."""
         self._check_columns(rows)
         check_rows(self.fn, rows)
         if check_row := getattr(self.fn, "check_row", None):
@@ -185,7 +191,7 @@ class FunctionalRewardWrapper:
         if rows and not self._columns_known:
             self.signature = self._read(there={name for row in rows for name in row})
             self._columns_known = True
-        require_columns(self.signature, rows)
+        _require_columns(self.signature, rows)
 
     def _of_each(
         self,
@@ -194,41 +200,35 @@ class FunctionalRewardWrapper:
         rows: Sequence[Metadata],
     ) -> tuple[list[float], list[Exception | None]]:
         calls = [self.signature.arguments(*one, row) for one, row in zip(given, rows, strict=True)]
-        results: Iterable[Callable[[], Any]]
-        judged = self._processes.run(calls) if self._processes else None
-        if self.signature.awaited:
-            answers = self._loop.run(self._awaited(calls, texts))
-            results = [lambda each=each: each for each in answers]  # type: ignore[misc]
-        elif judged is None:
-            results = [partial(self.fn, **call) for call in calls]
-        else:
-            results = (future.result for future in judged)
         rewards, failures = list[float](), list[Exception | None]()
-        late: list[str] = []
-        try:
-            for result, text in zip(results, texts, strict=True):
-                shown, failure = _shown(*text), None
-                found: Any = 0.0
-                try:
-                    with self._named(shown):
-                        found = result()
-                except ConversationFailed as error:
-                    failure = error
-                if isinstance(found, ConversationFailed):
-                    failure, found = found, 0.0
-                if found is LATE:
-                    late.append(shown)
-                rewards.append(0.0 if found is LATE else self._number(found, *text))
+        late: list[tuple[str, str]] = []
+        results: Generator[Callable[[], Any]] = (partial(self.fn, **call) for call in calls)
+        if self._processes:
+            results = self._processes.run(calls)
+        with closing(results):
+            answers: Iterable[Any] = map(self._answer, results, texts)
+            if self.signature.awaited:
+                answers = self._loop.run(self._awaited(calls, texts))
+            for answer, text in zip(answers, texts, strict=True):
+                failure = answer if isinstance(answer, ConversationFailed) else None
+                if answer is LATE:
+                    late.append(text)
+                zero = failure or answer is LATE
+                rewards.append(0.0 if zero else self._number(answer, *text))
                 failures.append(failure)
-        finally:
-            if judged:
-                judged.close()
         if self._processes and late:
             warn(
                 f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"
-                f" {len(late)} of {len(texts)} responses, which count 0, as for {late[0]}"
+                f" {len(late)} of {len(texts)} responses, which count 0, as for {_shown(*late[0])}"
             )
         return rewards, failures
+
+    def _answer(self, result: Callable[[], Any], text: tuple[str, str]) -> Any:
+        try:
+            with self._named(_shown(*text)):
+                return result()
+        except ConversationFailed as error:
+            return error
 
     async def _awaited(
         self, calls: Sequence[dict[str, Any]], texts: Sequence[tuple[str, str]]
@@ -288,24 +288,24 @@ class FunctionalRewardWrapper:
         rows: Sequence[Metadata],
     ) -> list[float]:
         prompts, responses = ([one[part] for one in pairs] for part in (0, 1))
-        given = self.signature.arguments(prompts, responses, columns_of(rows, self.signature))
+        names = dict.fromkeys(chain.from_iterable(rows))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        given = self.signature.arguments(prompts, responses, columns)
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
         with self._named(first):
             result = self.fn(**given)
             if self.signature.awaited:
                 result = self._loop.run(self._in_time(result))
         numbers = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping | Set):
+        found: int | str = short(result)
+        if isinstance(numbers, Iterable) and not isinstance(numbers, str | Mapping | Set):
+            if not isinstance(numbers, Sized):  # it may have no end
+                numbers = [*islice(numbers, len(texts) + 1)]
+            found = len(numbers)
+        if found != len(texts):
             raise ValueError(
                 f"reward {self.name!r} must return a list with one number per response, but it"
-                f" returned {short(result)} for {first}"
-            )
-        # An iterator may have no end.
-        numbers = list(numbers if isinstance(numbers, Sized) else islice(numbers, len(texts) + 1))
-        if len(numbers) != len(texts):
-            raise ValueError(
-                f"reward {self.name!r} must return one number per response, but it returned"
-                f" {len(numbers)} for {first}: return as many"
+                f" returned {found} for {first}"
             )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
@@ -323,16 +323,12 @@ class FunctionalRewardWrapper:
         return reward
 
 
-def require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
-    """Raise ValueError for a row without a column that a reward wants, or with one too many."""
+def _require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
     wanted = [name for name, required in signature.columns.items() if required]
     by_place = [
         (what, name)
-        for what, name, own in (
-            ("prompt", signature.prompt, PROMPT),
-            ("response", signature.response, RESPONSE),
-        )
-        if name and name not in own
+        for what, name in (("prompt", signature.prompt), ("response", signature.response))
+        if name and name not in (*PROMPT, *RESPONSE)
     ]
     for number, row in enumerate(rows):
         for what, name in by_place:
@@ -352,7 +348,7 @@ def require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
 
 
 def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
-    """Return rows after an environment's `check(rows)`; a stream's are checked as they come."""
+    """Return rows after an environment's `check(rows)`, of a stream as they come."""
     check = getattr(environment, "check", None)
     if check is not None:
         check(first_of(rows))
@@ -362,18 +358,11 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
 
 
 def check_counts(result: Any, count: int, name: str, *more: str) -> None:
-    """Raise ValueError unless there is one of everything, and of the fields `more`, per
-    conversation.
-    """
-    lists: dict[str, Any] = {
-        "rewards": result.rewards,
-        "terminateds": result.terminateds,
-        **{field_name: getattr(result, field_name) for field_name in more},
-        **getattr(result, "components", {}),  # NeMo RL's own have none, and no failures
-    }
-    for field_name in ("answers", "failures"):
-        if given := getattr(result, field_name, None):
-            lists[field_name] = given
+    """Raise ValueError unless there is one of everything (`more`: fields) per conversation."""
+    # NeMo RL's own have no components and failures.
+    optional = [each for each in ("answers", "failures") if getattr(result, each, None)]
+    names = ("rewards", "terminateds", *more, *optional)
+    lists = {each: getattr(result, each) for each in names} | getattr(result, "components", {})
     for field_name, values in lists.items():
         _require_count(values, count, f"environment {name!r}", field_name)
 
@@ -420,7 +409,7 @@ def _is_chat(row: Metadata) -> bool:
 
 
 def _parted(log: MessageLog, row: Metadata) -> tuple[list[Message], list[Message]]:
-    """Return the messages of the row's prompt, and those since."""
+    """Return the row's messages, and those since."""
     begin = min(len(messages_of(row)) or len(log), len(log) - 1)
     return [dict(message) for message in log[:begin]], [dict(message) for message in log[begin:]]
 
@@ -430,7 +419,7 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def text_of(log: MessageLog) -> str:
-    """Return a lone message's text, of several one `role: text` per line."""
+    """Return a lone message's text, of several `role: text` in lines."""
     if len(log) == 1:
         return str(log[0].get("content") or "")
     return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in log)

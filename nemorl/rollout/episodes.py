@@ -1,6 +1,7 @@
 """Environments of batches as episodes (`episode_of`)."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,7 @@ LIMITS = ("max_turns", "discount")
 
 @runtime_checkable
 class LeadsConversations(Protocol):
-    """An environment that makes its own episode: of objects for each conversation, or of groups."""
+    """An environment that makes its own episode."""
 
     def episode(self, cohort: Cohort) -> Episode:
         """Return the episode of one conversation of a cohort."""
@@ -57,8 +58,8 @@ def judge_of(environment: Environment) -> EnvironmentInterface | None:
 
 
 def episode_of(environment: Environment, cohort: Cohort) -> Episode:
-    """Return an environment of batches as an episode: one of several turns is called with those
-    that wait for it, any other with all conversations that are left.
+    """Return an environment of batches as an episode: one of several turns is called with the
+    conversations that wait, any other with all that are left.
     """
     if isinstance(environment, LeadsConversations):
         return environment.episode(cohort)
@@ -100,9 +101,8 @@ def episode_of(environment: Environment, cohort: Cohort) -> Episode:
 
 
 def limits_read(environment: Environment) -> set[str]:
-    """Return which of `LIMITS` act on an environment.
-
-    One that leads conversations may list them in an attribute `reads`; without it, all do.
+    """Return which of `LIMITS` act on an environment: on one that leads conversations all, or the
+    ones in its attribute `reads`.
     """
     if isinstance(environment, LeadsConversations):
         return set(getattr(environment, "reads", LIMITS))
@@ -112,12 +112,12 @@ def limits_read(environment: Environment) -> set[str]:
 
 
 def whole(message: Message) -> Message:
-    """Return a message whose text has the stop string that ended it, as in NeMo RL and SkyRL."""
+    """Return a message with the stop string that ended it, as in NeMo RL and SkyRL."""
     stop = message.get("stop_string", "")
     return {**message, "content": message["content"] + stop} if stop else message
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Judgment:
     """One conversation of an `EnvironmentReturn`."""
 
@@ -133,8 +133,8 @@ class Judgment:
 def judged(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
 ) -> Sequence[Judgment | Exception]:
-    """Have an environment judge conversations. An error is that of all, but one whose process ended
-    fails alone: the others are judged again.
+    """Have an environment judge conversations. An error is that of all, but where the process of
+    one ended, it fails alone, and the others are judged again.
     """
     name = type(environment).__name__
     try:
@@ -158,28 +158,18 @@ def judged(
 def _of_each(result: Any, size: int) -> list[Judgment | Exception]:
     failures = getattr(result, "failures", None) or [None] * size
     components = getattr(result, "components", {})  # NeMo RL's own have none
-    found = [
-        Judgment(
-            reward=reward,
-            over=bool(over),
-            observation=_observation(observation),
-            metadata=metadata,
-            stop=stop or (),
-            answer=answer,
-            components={key: listed(values)[i] for key, values in components.items()},
-        )
-        for i, (reward, over, observation, metadata, stop, answer) in enumerate(
-            zip(
-                listed(result.rewards),
-                listed(result.terminateds),
-                result.observations,
-                result.metadata,
-                result.next_stop_strings,
-                result.answers or [None] * size,
-                strict=True,
-            )
-        )
-    ]
+    components = {key: listed(values) for key, values in components.items()}
+    fields = zip(
+        listed(result.rewards),
+        map(bool, listed(result.terminateds)),
+        map(_observation, result.observations),
+        result.metadata,
+        [stop or () for stop in result.next_stop_strings],
+        result.answers or [None] * size,
+        [{key: values[i] for key, values in components.items()} for i in range(size)],
+        strict=True,
+    )
+    found = itertools.starmap(Judgment, fields)
     return [each if error is None else error for each, error in zip(found, failures, strict=True)]
 
 

@@ -29,14 +29,9 @@ class Interval(NamedTuple):
     mean: float
     half_width: float | None
 
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        half = self.half_width
-        return None if half is None else (self.mean - half, self.mean + half)
-
 
 def mean_by_prompt(values: Iterable[float], group_id: Iterable[int]) -> Values:
-    """Return the mean of each prompt's values, [prompts], by first appearance.
+    """Return each prompt's mean, [prompts], by first appearance.
 
     >>> mean_by_prompt([1, 0, 1, 1], [7, 7, 3, 3]).tolist()
     [0.5, 1.0]
@@ -66,8 +61,8 @@ def cons_at_k(
     """Return how correct the most frequent of k responses' answers is, [prompts].
 
     The mean over blocks of k consecutive responses. Equal texts are one answer, as correct as its
-    responses on average; tied answers count with their mean, as a random choice would; None has
-    no vote; without votes 0. Raises: as `pass_at_k`.
+    responses on average; of tied answers the mean counts; None has no vote; without votes 0.
+    Raises: as `pass_at_k`.
 
     >>> cons_at_k([1, 1, 0, 0], ["2", "2", "3", None], [0] * 4, 4).tolist()
     [1.0]
@@ -109,9 +104,8 @@ def share_interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the ends of Wilson's 95 % interval of a share, of one value in 0 … 1 per prompt:
     (m + z²/2n ± z √(m (1 − m) / n + z²/4n²)) / (1 + z²/n), where m is the mean and z = 1.96.
 
-    n is the number of independent responses with the same variance of the mean,
-    m (1 − m) · prompts / s², but at least the number of prompts. Unlike `interval`, it stays in
-    0 … 1, and has a width where m is 0 or 1.
+    n: independent responses with the same variance of the mean, m (1 − m) · prompts / s², but at
+    least the prompts. Unlike `interval`, it stays in 0 … 1, and has a width where m is 0 or 1.
 
     Source: Wilson 1927; Brown, Cai & DasGupta 2001; n: Korn & Graubard 1998.
 
@@ -134,7 +128,7 @@ def paired(
     """Return second − first, values of the same prompts, and the two-sided p-value of a sign-flip
     test: the share of assignments of signs to the differences whose sum is as far from 0.
 
-    Of more than EXACT differences the signs are random: (1 + number as far) / (1 + FLIPS).
+    Of more than EXACT differences: (1 + random ones as far) / (1 + FLIPS).
 
     >>> paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1])[1]
     0.125
@@ -173,8 +167,8 @@ def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
     Accuracy and reward have NAME_ci beside them: (low, high). pass@k, and cons@k where answers
-    were read in each data set, are for k = 2, 4, … and n, the most answers that a prompt has. They
-    are of the prompts that have k; left_out@k, where there are any, counts the others.
+    were read in each data set, are for k = 2, 4, … and n, the most answers of a prompt, of the
+    prompts that have k; left_out@k counts any others.
 
     >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
     >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]
@@ -186,8 +180,8 @@ def summaries(records: Records) -> list[dict[str, Any]]:
 
 
 def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return how accuracy, and reward where it is another, of two evaluations of the same prompts
-    differ in each slice of `summaries`: second − first, and a p-value (`paired`).
+    """Return second − first and a p-value (`paired`) of the accuracy, and of any other reward, of
+    two evaluations of the same prompts, in each slice of `summaries`.
 
     Prompts are paired as in `by_prompt`. Raises: ValueError for other prompts.
 
@@ -228,8 +222,8 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
 
 
 def by_prompt(records: Records) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Return the records of each prompt: by its data set, category and text, and the number of
-    equal ones before it.
+    """Return records by data set, category and text of their prompt, and the number of equal
+    prompts before it.
     """
     found: dict[tuple[Any, ...], dict[Any, list[Mapping[str, Any]]]] = {}
     for record in records:
@@ -263,8 +257,10 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
         if len(values) < len(records):
             continue
         means = mean_by_prompt(values, groups)
-        found[name] = float(means.mean())
-        found[f"{name}_ci"] = share_interval(means) if {*values} <= {0, 1} else interval(means).ends
+        mean, half = interval(means)
+        ends = None if half is None else (mean - half, mean + half)
+        found[name] = mean
+        found[f"{name}_ci"] = share_interval(means) if {*values} <= {0, 1} else ends
     cut = ["cut_by" in record for record in records]
     found["truncated_fraction"] = float(mean_by_prompt(cut, groups).mean())
     for k in sizes:
@@ -281,7 +277,7 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _groups(records: Records) -> list[int]:
-    """Return a number for each record's prompt; files that are joined may count from 0 each."""
+    """Return a number for each record's prompt; joined files may count from 0 each."""
     numbers: dict[tuple[Any, ...], int] = {}
     keys = [(record["data"], record["group"], record.get("prompt")) for record in records]
     return [numbers.setdefault(key, len(numbers)) for key in keys]

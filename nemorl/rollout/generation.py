@@ -21,9 +21,9 @@ T = TypeVar("T")
 class SamplingParams:
     """How one request is sampled; temperature 0 is greedy.
 
-    Sample j draws from (seed, j): in float32 the same prompt, parameters and weights give the same
-    tokens whatever else is generated (in bfloat16, rounding may differ with the batch's size).
-    Without a seed each call draws one.
+    Sample j draws from (seed, j): in float32 equal prompts, parameters and weights give equal
+    tokens, whatever else is generated (bfloat16 may round otherwise in another batch). Without a
+    seed each call draws one.
 
     >>> SamplingParams(temperature=-1.0)
     Traceback (most recent call last):
@@ -53,41 +53,35 @@ class SamplingParams:
         top_p, min_p = self.top_p, self.min_p
         require(0 < top_p <= 1, "top_p", "must be above 0 and at most 1", top_p, "1 turns it off")
         require(0 <= min_p <= 1, "min_p", "must be from 0 to 1", min_p, "0 turns it off")
-        require(
-            "" not in self.stop_strings,
-            "stop_strings",
-            "must not hold an empty string",
-            self.stop_strings,
-            "remove it",
-        )
+        stops, must = self.stop_strings, "must not hold an empty string"
+        require("" not in stops, "stop_strings", must, stops, "remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled response; its token ids are the engine's, never re-tokenized."""
+    """One sampled response."""
 
     token_ids: tuple[int, ...]
-    """With the stop token, if one ended it."""
+    """The engine's own, never re-tokenized, with the stop token, if one ended it."""
     logprobs: tuple[float, ...]
     """Under the distribution that each token was sampled from, filters included."""
     finish_reason: FinishReason
-    """stop: a stop token or string came; length: max_new_tokens was reached."""
+    """stop: by a stop token or string; length: by max_new_tokens."""
     text: str
     """Without special tokens, up to a stop string."""
     policy_versions: tuple[int, ...] = ()
     """Version of the weights that sampled each token."""
     routed_experts: "Tensor | None" = field(default=None, compare=False, repr=False)
-    """`[positions, layers, topk]`: the experts that computed each token of prompt and response, but
-    for the last one, which was only drawn; -1 where they are not known. Layers are those with
-    experts. None of a model without experts, or from an engine that keeps no record.
+    """`[positions, layers, topk]`: the experts, in each layer that has any, of each token of prompt
+    and response but the last one, which was only drawn; -1: not known. None: no record.
     """
     tokenizer: Any = field(default=None, compare=False, repr=False)
     """The engine's, for `raw_text`. It does not go to other processes."""
 
     @property
     def raw_text(self) -> str:
-        """Text of all tokens, with special ones, such as a model's marks of calls and the token
-        that ended it. Raises: ValueError of an engine without a tokenizer.
+        """Text of all tokens, special ones too. Raises: ValueError of an engine without a
+        tokenizer.
         """
         remedy = "give the engine a tokenizer, or decode token_ids"
         there = self.tokenizer is not None
@@ -113,6 +107,17 @@ def check_in_flight(in_flight: str) -> None:
     require(fits, "in_flight", "must be 'keep' or 'wait'", in_flight, remedy)
 
 
+def check_ready(*, asleep: bool, failed: bool) -> None:
+    """Raise RuntimeError where an engine takes no requests."""
+    if asleep:
+        raise RuntimeError("the generation backend sleeps: call wake() before it generates")
+    if failed:
+        raise RuntimeError(
+            "the generation backend's weights are incomplete, because an update failed: call"
+            " update_weights() with all of them"
+        )
+
+
 def checked_requests(
     prompts: Sequence[Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams],
@@ -120,9 +125,7 @@ def checked_requests(
     vocab_size: int,
     max_positions: int,
 ) -> list[SamplingParams]:
-    """Return the parameters of each prompt's request. Raises: ValueError for what no engine can
-    answer.
-    """
+    """Return the parameters of each request. Raises: ValueError for what no engine can answer."""
     params = (
         [sampling_params] * len(prompts)
         if isinstance(sampling_params, SamplingParams)
@@ -135,25 +138,19 @@ def checked_requests(
         )
     for index, prompt in enumerate(prompts):
         if not len(prompt):
-            raise ValueError(
-                f"prompts must have at least one token, but prompt {index} is empty: begin it with"
-                " a special token"
-            )
-        if isinstance(prompt[0], str):
-            raise ValueError(
-                f"prompts must be token ids, but prompt {index} is {short(prompt)}: tokenizer(text)"
-                '["input_ids"] gives those of a text'
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise ValueError(
-                f"prompts must be of the model's {vocab_size} tokens, but prompt {index} has"
-                f" {max(prompt)}: use the model's own tokenizer"
-            )
-        if len(prompt) >= max_positions:
-            raise ValueError(
-                f"prompts must leave room in the model's {max_positions} positions, but prompt"
-                f" {index} has {len(prompt)} tokens: shorten it"
-            )
+            must, but = "have at least one token", "is empty: begin it with a special token"
+        elif isinstance(prompt[0], str):
+            must = "be token ids"
+            but = f'is {short(prompt)}: tokenizer(text)["input_ids"] gives those of a text'
+        elif not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            must = f"be of the model's {vocab_size} tokens"
+            but = f"has {max(prompt)}: use the model's own tokenizer"
+        elif len(prompt) >= max_positions:
+            must = f"leave room in the model's {max_positions} positions"
+            but = f"has {len(prompt)} tokens: shorten it"
+        else:
+            continue
+        raise ValueError(f"prompts must {must}, but prompt {index} {but}")
     return params
 
 
@@ -177,28 +174,25 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
 
 
 def first_stop(stop_strings: Sequence[str], text: str) -> str:
-    """Return the stop string at which `text_before` ends a text, of several there the shortest;
-    none: "".
-    """
+    """Return the first stop string in a text, of several there the shortest; none: ""."""
     found = [stop for stop in stop_strings if stop in text]
     return min(found, key=lambda stop: (text.index(stop), len(stop)), default="")
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """The newest weights of a model, read here at any time.
+    """The newest weights of a model, read at any time.
 
-    The tensors are the live ones: a version that is gone can't be read. A class that derives from
-    this Protocol needs `newest` alone.
+    The tensors are live: an older version can't be read. A class that derives from this Protocol
+    needs `newest` alone.
     """
 
     def newest(self) -> "tuple[int, Iterator[tuple[str, Tensor]]]":
         """Return the newest version, and an iterator over its tensors by Hugging Face name, tied
         ones once.
 
-        Use each tensor before you ask for the next one, and go to the end: where the weights
-        change on the way, the iterator raises RuntimeError, and no mixture of two versions passes
-        for one.
+        Use each tensor before the next one, and go to the end: where the weights change on the way,
+        the iterator raises RuntimeError.
         """
 
     def send(
@@ -211,15 +205,15 @@ class WeightSource(Protocol):
         """Return `use(version, weights)`, called where the newest weights are, which do not change
         meanwhile. May be called from any thread.
 
-        use: picklable. adapters: of a trainer with LoRA: merged into the weights, apart (behind
-        them, under PEFT's names), or alone.
+        use: picklable. adapters: LoRA's, merged into the weights, apart (behind them, under PEFT's
+        names), or alone.
         """
         return use(*self.newest())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(WeightSource):
-    """A `WeightSource` of one version, as for a script that has the tensors itself."""
+    """A `WeightSource` of one version, for a script that has the tensors itself."""
 
     version: int
     tensors: "Iterable[tuple[str, Tensor]]"
@@ -237,8 +231,8 @@ class Weights(WeightSource):
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions (tests: test_generation_conformance.py).
 
-    `as_generation_backend` adds what a class lacks that has only `setup`, `update_weights`,
-    `shutdown`, and `sample` or `generate`.
+    `as_generation_backend` completes a class with `setup`, `update_weights`, `shutdown`, and
+    `sample` or `generate`.
     """
 
     policy_version: int | None
@@ -247,9 +241,9 @@ class GenerationBackend(Protocol):
     def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
         """Take the model, a `ModelSource`, without loading anything yet.
 
-        In a run its `load()` returns the trainer's live model, to share or to copy; where that is
-        on ranks, an empty one, which `update_weights` fills. An engine of its own needs `config`
-        and `weights()` alone. A class may also say by `traits` (`GenerationTraits`) what it can do.
+        In a run its `load()` returns the trainer's live model, to share or to copy; of a trainer on
+        ranks, an empty one, which `update_weights` fills. An engine of its own needs `config` and
+        `weights()` alone. A class may say by `traits` (`GenerationTraits`) what it can do.
         """
 
     def setup(self, config: Any) -> None:
@@ -258,8 +252,8 @@ class GenerationBackend(Protocol):
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of a prompt (token ids).
 
-        Any number of requests at once, from any event loop. To cancel the task that awaits ends
-        the request. Raises: RuntimeError while asleep, after a failed update or `shutdown`.
+        Any number of requests at once, from any event loop. Cancelling ends a request. Raises:
+        RuntimeError while asleep, after a failed update or `shutdown`.
         """
 
     def generate(
@@ -267,8 +261,8 @@ class GenerationBackend(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, also
-        where an event loop runs, as in a notebook.
+        """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, in a
+        notebook, too.
         """
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
@@ -276,15 +270,15 @@ class GenerationBackend(Protocol):
         on. `nemorl.sync_weights` is the blocking form.
 
         Unfinished requests go on with them ("keep"), or finish with the old ones first ("wait").
-        After a failed update they fail, and nothing is generated. An engine that starts again
-        later asks the same source, and gets what is newest then.
+        After a failed update they fail, and nothing is generated. An engine that starts again asks
+        the same source for what is newest then.
         """
 
     def sleep(self) -> None:
         """Free memory while the trainer works. May be repeated.
 
         A new request is an error then; unfinished ones may pause until `wake`. An engine that
-        shares no device with the trainer says so by an attribute `sleeps` that is False.
+        shares no device with the trainer has an attribute `sleeps` that is False.
         """
 
     def wake(self) -> None:
@@ -299,29 +293,28 @@ class GenerationBackend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTraits:
-    """Where a generation backend computes, and what it can sample.
-
-    The defaults are the ones of a class that says nothing.
+    """Where a generation backend computes, and what it can sample. A class without traits has the
+    defaults.
     """
 
     on_trainer: bool = False
-    """Whether the trainer's ranks sample: it is made with `trainer` in place of `model`."""
+    """The trainer's ranks sample: it is made with `trainer` in place of `model`."""
     shares_model: bool = True
-    """Whether it computes in the loop's process with the model that its `ModelSource` loads, the
-    trainer's own where that is not on ranks.
+    """It computes in the loop's process with the model that its `ModelSource` loads, the trainer's
+    own where that is not on ranks.
     """
     embedded: bool = False
-    """Whether it computes where the trainer does, so that generation.num_replicas and the settings
-    after it are errors.
+    """It computes where the trainer does, so that generation.num_replicas and the settings after it
+    are errors.
     """
     engines: bool = False
-    """Whether Ray places it in processes of their own, as generation.num_replicas,
-    tensor_parallel_size, cpus_per_replica and colocated say; where they share GPUs that Ray has
-    given to ranks, it is made with `beside`, the places of these.
+    """Ray places it in processes of their own, as generation.num_replicas, tensor_parallel_size,
+    cpus_per_replica and colocated say; where they share the GPUs of ranks, it is made with
+    `beside`, the places of these.
     """
     records_experts: bool = False
-    """Whether completions carry the experts that computed each token, if asked for
-    (trainer.router_replay); if not `on_trainer`, by the argument records_experts=True.
+    """Completions have `routed_experts`, if asked for (trainer.router_replay); if not `on_trainer`,
+    by the argument records_experts=True.
     """
 
 
@@ -334,21 +327,17 @@ class HasEngines(Protocol):
     """A generation backend whose engines are in processes of their own, as vLLM's."""
 
     @property
-    def sleeps(self) -> bool:
-        """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
-
-    @property
     def transport(self) -> Any:
         """How the last weights came, as text for people; None before any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices for a generation backend, as its `check` gets them."""
+    """Devices, as a generation backend's `check` gets them."""
 
     gpus: int
     """GPUs of this machine."""
     taken: int = 0
-    """GPUs of this machine that the trainer computes on."""
+    """GPUs among them that the trainer computes on."""
     cluster: bool = False
-    """Whether the Ray cluster at RAY_ADDRESS places engines: it says itself what it has."""
+    """Whether the Ray cluster at RAY_ADDRESS, which knows its own devices, places engines."""

@@ -37,8 +37,8 @@ LONGEST = 1 << 22
 class Server:
     """A model behind a URL, as http://localhost:8000/v1.
 
-    While down, slow or busy (408, 409, 429, 5xx) it is asked again, after 0.5 to 8 s; then
-    the conversation fails, as for other errors. 401, 403 and 404 end the run.
+    While down, slow or busy (408, 409, 429, 5xx) it is asked again, after 0.5 to 8 s. Then, and at
+    other errors, the conversation fails. 401, 403 and 404 end the run.
     """
 
     url: str
@@ -47,30 +47,30 @@ class Server:
     """The variable of the key, if any."""
     attempts: int = 6
     timeout_s: float = 60.0
-    """Of an attempt, to the last byte of its answer."""
+    """Longest attempt, with all of its answer."""
     has_own_limit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least(1, attempts=self.attempts)
 
-
-def _check(server: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ValueError unless the first row's answer is judged."""
-    for row in rows[: "checked" not in vars(server)]:
-        answer = str(row.get("answer", ""))
-        try:
-            prompt = text_of(messages_of(row))
-            blocking(server(**read_signature(server).arguments(prompt, answer, row)))
-        except ConversationFailed as error:
-            raise ValueError(f"there must be rewards, but {error}") from error
-        object.__setattr__(server, "checked", True)
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a ValueError unless the first row's answer is judged."""
+        judge: Any = self
+        for row in rows[: "checked" not in vars(self)]:
+            answer = str(row.get("answer", ""))
+            try:
+                prompt = text_of(messages_of(row))
+                blocking(judge(**read_signature(judge).arguments(prompt, answer, row)))
+            except ConversationFailed as error:
+                raise ValueError(f"there must be rewards, but {error}") from error
+            object.__setattr__(self, "checked", True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(Server):
     """Ask a model at an OpenAI-compatible URL for the reward of a response, from 0 to 1.
 
-    An answer without a score is asked for once more, at temperature 1; then the conversation fails.
+    Without a score it is asked once more, at temperature 1; then the conversation fails.
 
     >>> Judge(url="http://localhost:8000/v1", model="Qwen/Qwen3-8B").best
     10.0
@@ -87,8 +87,6 @@ class Judge(Server):
     )
     """More of the request."""
 
-    check = _check
-
     def __post_init__(self) -> None:
         super().__post_init__()
         names = dict.fromkeys(FIELD.findall(self.template))
@@ -99,7 +97,7 @@ class Judge(Server):
     async def __call__(self, **texts: Any) -> float:
         question = FIELD.sub(lambda name: str(texts[name[1]]), self.template)
         messages = [{"role": "user", "content": question}]
-        said, read = None, self.read
+        read = self.read
         for options in (self.options, {**self.options, "temperature": 1.0, "seed": 1}):
             said = await _ask(self, "/chat/completions", messages=messages, **options)
             wrong: Exception | None = None
@@ -125,7 +123,6 @@ class RewardServer(Server):
     """
 
     reads_messages: ClassVar[bool] = True
-    check = _check
 
     async def __call__(self, prompt: Any, response: Any) -> float:
         log = as_messages(prompt, "prompt", "user")
@@ -158,8 +155,6 @@ async def _ask(server: Server, path: str, **body: Any) -> Any:
     try:
         body["model"] = server.model
         return await clients[server].post(path, body=body, cast_to=object)
-    except ConversationFailed:
-        raise
     except Exception as error:  # an answer may be anything: too deep, of too long numbers
         if getattr(error, "status_code", 0) in (401, 403, 404):
             raise ValueError(
@@ -170,7 +165,7 @@ async def _ask(server: Server, path: str, **body: Any) -> Any:
 
 
 def _bounded(client: Any, timeout_s: float) -> Any:
-    """Return an instance of a class of clients whose answers end in time, and at a size."""
+    """Return a client whose answers end in time, and at a size."""
     import httpx
 
     class Bounded(client):
@@ -183,9 +178,7 @@ def _bounded(client: Any, timeout_s: float) -> Any:
                         async for chunk in response.aiter_bytes():
                             data += chunk
                             if len(data) > LONGEST:
-                                raise ConversationFailed(
-                                    f"{request.url} answered with more than {LONGEST:,} bytes"
-                                )
+                                raise ValueError(f"answered with more than {LONGEST:,} bytes")
             except TimeoutError as error:
                 raise httpx.ReadTimeout("the answer took too long") from error  # asked again
             headers = {k: v for k, v in response.headers.items() if k != "content-encoding"}

@@ -1,4 +1,4 @@
-"""Calls in processes that end with a time limit: for rewards that are slow or may never return."""
+"""Calls in processes with a time limit: for rewards that are slow or may never return."""
 
 import os
 import pickle
@@ -25,10 +25,10 @@ from nemorl.checks import as_number, require, short
 Function = TypeVar("Function", bound=Callable[..., Any])
 LIMIT = "_limit_in_processes"
 LOADING_S = 600.0
-"""Longest time to load the function and its modules."""
+"""Limit of loading the function and its modules."""
 ENDED = "its process ended: it called os._exit, crashed in C, or needed too much memory"
 LATE = object()
-"""The result of a call that was ended at its time limit."""
+"""The result of a call that took too long."""
 WORKER = """
 import sys
 sys.path[:] = sys.argv[2:]
@@ -44,8 +44,7 @@ def judged_in_processes(
 
     A response that takes longer than `seconds` gets reward 0, with a warning, and its process is
     killed with what it has started. The function is pickled, and may be one of a script, a notebook
-    or a module. `imports`: modules that it imports when it is called, whose import should take none
-    of its time.
+    or a module. `imports`: modules that it imports in calls, whose import takes none of its time.
 
     >>> @judged_in_processes(seconds=2)
     ... def slow(prompt, response):
@@ -61,7 +60,7 @@ def judged_in_processes(
 
 
 class Other(str):
-    """A result other than a number, as errors show it."""
+    """A result that is no number, as errors show it."""
 
     __repr__ = str.__str__
 
@@ -118,9 +117,9 @@ class Processes:
         self._idle: list[_Worker] = []
         weakref.finalize(self, _end, self._idle, os.getpid())
 
-    def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Future[Any]]:
-        """Yield a future for each call, in order, once it is done: with a number, an `Other`, LATE,
-        or what the function raised. Calls that go on end with the iterator.
+    def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Callable[[], Any]]:
+        """Yield for each call, in order, once it is done, what returns a number, an `Other` or
+        LATE, or raises the function's error. Calls that go on end with the iterator.
         """
         futures = [Future[Any]() for _ in calls]
         waiting = deque(zip(futures, calls, strict=True))
@@ -134,7 +133,7 @@ class Processes:
                         if worker.ready:
                             worker.call(busy[worker.connection][2], self.seconds)
                     self._advance(busy)
-                yield future
+                yield future.result
         finally:
             for worker, *_ in busy.values():
                 worker.kill()
@@ -174,9 +173,7 @@ def _end(workers: list[_Worker], owner: int) -> None:
 
 
 def work(descriptor: int) -> None:
-    """Load the function and answer calls, in a child; the parent kills the session after the run's
-    end.
-    """
+    """Load the function and answer calls, in a child; its parent ends the session with the run."""
     connection = Connection(descriptor)
     if os.fork():
         connection.close()

@@ -1,4 +1,4 @@
-"""Random numbers by counting: a request's depend on its seed and position, never on the batch."""
+"""Random numbers of a request, by its seed and position alone."""
 
 from typing import TypeVar
 
@@ -6,7 +6,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 Bits = TypeVar("Bits", int, Int64[Tensor, "batch"])
-"""64 bits. Of an int, which may have more, they are the lowest."""
+"""64 bits: the lowest ones of an int."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -24,7 +24,7 @@ def _mix(x: Bits) -> Bits:
 
 
 def stream(seed: Int64[Tensor, "batch"], number: Int64[Tensor, "batch"]) -> Int64[Tensor, "batch"]:
-    """Return the stream of random numbers of each (seed of a request, number of a sample)."""
+    """Return a stream of random numbers for each (seed of a request, number of a sample)."""
     return _mix(_mix(seed + _GOLDEN) ^ (number * _GOLDEN))
 
 
@@ -45,7 +45,7 @@ def uniform(
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """Return a seed below 2^62 for a part of a run (a step, a row), from the part's numbers.
+    """Return a seed below 2^62 for a part of a run, by its numbers (of a step, of a row).
 
     >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2), derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
     (True, False)

@@ -47,8 +47,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 """Started in bubblewrap, it sets limits, and becomes the program."""
 _ONE_AT_A_TIME = Lock()
-"""CPython before 3.11.8 and 3.12.2 counts the depths of all threads' trees in one number, and ends
-with SystemError where a garbage collection lets another thread in (gh-106905)."""
+"""CPython before 3.11.8 and 3.12.2 counts the depths of all threads' trees in one number: a garbage
+collection that lets another thread in ends in SystemError (gh-106905)."""
 
 
 def parse(text: str, mode: str = "exec") -> Any:
@@ -99,7 +99,6 @@ def run_program(
     stdin: str = "",
     arguments: Sequence[str] = (),
     limits: ProgramLimits | None = None,
-    python: str = sys.executable,
     descriptors: Sequence[int] = (),
 ) -> ProgramResult:
     """Run a Python program in bubblewrap, from any thread.
@@ -119,7 +118,7 @@ def run_program(
         with (
             path.open("rb") as given,
             subprocess.Popen(
-                _command(folder, python, arguments, limits),
+                _command(folder, arguments, limits),
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -150,9 +149,7 @@ def run_program(
     return ProgramResult(out.decode(errors="replace"), stderr, code, cut or "ok", seconds)
 
 
-def _command(
-    folder: str, python: str, arguments: Sequence[str], limits: ProgramLimits
-) -> list[str]:
+def _command(folder: str, arguments: Sequence[str], limits: ProgramLimits) -> list[str]:
     bwrap = shutil.which("bwrap", path=PLACES)
     if bwrap is None:
         raise RuntimeError(
@@ -169,7 +166,9 @@ def _command(
         f"size={limits.disk},nr_inodes={FILES},mode=777",
         root and 20_000 + next(NUMBERS) % 40_000,
     )
-    readable = [*SYSTEM, *DEVICES, *_prefixes(python)]
+    python, prefixes = sys.executable, {sys.prefix, sys.base_prefix}
+    prefixes |= {*map(os.path.realpath, prefixes)}
+    readable = [*SYSTEM, *DEVICES, *sorted(prefixes)]
     above = sorted({str(up) for path in [*readable, where] for up in Path(path).parents[:-1]})
     binds = [("--dev-bind-try" if p in DEVICES else "--ro-bind-try", p, p) for p in readable]
     options = [
@@ -181,13 +180,6 @@ def _command(
     ]
     launch = [python, "-I", "-S", "-c", LAUNCH, repr(given), python, "-I", "-B", program]
     return [bwrap, "--die-with-parent", *itertools.chain(*options), *launch, *arguments]
-
-
-@functools.cache
-def _prefixes(python: str) -> list[str]:
-    code = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-    found = subprocess.check_output([python, "-I", "-c", code], text=True).splitlines()
-    return sorted({path for each in found for path in (each, os.path.realpath(each))})
 
 
 def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> tuple[bytes, bytes, str]:

@@ -1,4 +1,4 @@
-"""Requests to an engine that computes in the threads of its callers: scripts and event loops."""
+"""Requests to an engine that computes in the threads of its callers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from nemorl.rollout.generation import (
     Completion,
     SamplingParams,
     check_in_flight,
+    check_ready,
     checked_requests,
     seeded,
 )
@@ -61,9 +62,9 @@ class Scheduler:
     """The one place from which an engine is stepped.
 
     `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
-    is finished. For requests of an event loop, the thread that waits for it computes (`WAITING`),
-    or the loop itself. PyTorch has a pool of threads for each thread that computes: the pools of
-    an engine and a trainer in two threads would compete for cores.
+    is finished. For an event loop, the thread that waits for it computes (`WAITING`), or the loop
+    itself: an engine and a trainer in two threads, each with a pool of PyTorch's, would compete for
+    cores.
     """
 
     def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
@@ -87,13 +88,7 @@ class Scheduler:
             raise RuntimeError(
                 "the generation backend must not be used after shutdown(): make a new one"
             )
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before it generates")
-        if self.policy_version is None:
-            raise RuntimeError(
-                "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() with all of them"
-            )
+        check_ready(asleep=self.asleep, failed=self.policy_version is None)
 
     async def sample(self, request: Request) -> list[Completion]:
         self.check()
@@ -109,10 +104,10 @@ class Scheduler:
         try:
             return await answer
         finally:
-            request.future.cancel()  # where nobody awaits it any more
+            request.future.cancel()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the answers to several requests, in order; after an error none goes on."""
+        """Return the answers to requests, in order; after an error none goes on."""
         self.check()
         self._new.extend(requests)
         waiting = list(requests)
@@ -129,11 +124,20 @@ class Scheduler:
                 request.future.cancel()
 
     @contextmanager
-    def updating(self, version: int, in_flight: str) -> Iterator[None]:
-        """Change the weights inside the block, between two steps; no step sees a failed change."""
+    def updating(self, version: int, in_flight: str, *, shared: bool = False) -> Iterator[None]:
+        """Change the weights inside the block, between two steps; no step sees a failed change.
+
+        shared: the trainer has changed them already, so that no request can finish with the old.
+        """
         check_in_flight(in_flight)
         with self.lock:
             if in_flight == "wait" and self.busy:
+                if shared:
+                    raise RuntimeError(
+                        "in_flight='wait' needs the old weights, but this engine computes on the"
+                        " trainer's own: await the requests before the trainer's step, or use"
+                        " in_flight='keep'"
+                    )
                 self.check()
                 self._advance(self._taken())
                 while self._open:
@@ -251,7 +255,6 @@ class ScheduledBackend:
         self.max_positions = max_positions(config) or sys.maxsize
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        self._scheduler.check()
         return await self._scheduler.sample(self._requests([prompt], params)[0])
 
     def generate(
@@ -259,11 +262,13 @@ class ScheduledBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        self._scheduler.check()
         return self._scheduler.generate(self._requests(prompts, sampling_params))
 
     def wake(self) -> None:
         self._scheduler.asleep = False
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def shutdown(self) -> None:
         self._scheduler.shutdown()
@@ -273,12 +278,9 @@ class ScheduledBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        params = checked_requests(
-            prompts,
-            sampling_params,
-            vocab_size=self.vocab_size,
-            max_positions=self.max_positions,
-        )
+        self._scheduler.check()
+        sizes = {"vocab_size": self.vocab_size, "max_positions": self.max_positions}
+        params = checked_requests(prompts, sampling_params, **sizes)
         return [
             Request(prompt, seeded(p, self.tokenizer))
             for prompt, p in zip(prompts, params, strict=True)

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from nemorl.checks import warn
 from nemorl.models.adapters import has_adapters
@@ -26,7 +27,7 @@ from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
 from nemorl.models.tensor_files import Stored, as_stored, check_held, misfits, sampled, stored_names
 from nemorl.rollout.decoding import Decoding, Pass, decoding, draw_tokens
-from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource, check_in_flight
+from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 
 STEP_S = 0.05
@@ -36,8 +37,8 @@ STEP_S = 0.05
 class TorchGenerationBackend(ScheduledBackend):
     """`GenerationBackend` "torch" on the trainer's own model: no copy, nothing to sync.
 
-    After an update, and after sleep, the cache of unfinished sequences is computed again: each
-    token has the logprob of its version's weights for all before.
+    After an update or sleep, the cache of unfinished sequences is computed again: each token has
+    the logprob of its version's weights for all before.
     """
 
     traits = EMBEDDED
@@ -53,12 +54,12 @@ class TorchGenerationBackend(ScheduledBackend):
     ) -> None:
         """cached: keep keys and values of the past. None: where that is proved of the model.
 
-        records_experts: completions get the experts that computed each token (`routed_experts`).
+        records_experts: completions get `routed_experts`.
         """
         super().__init__(self._step, tokenizer)
         self._cached, self._records = cached, records_experts
         self._source, self.precision = ModelSource.of(model), precision
-        self.model: nn.Module | None = None
+        self.model: Any = None
         self._decoding: Decoding | None = None
 
     def setup(self, config: Any) -> None:
@@ -78,24 +79,15 @@ class TorchGenerationBackend(ScheduledBackend):
         )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """Raises: RuntimeError for "wait" where requests are in flight and it is the same memory:
-        the old weights are gone.
-        """
-        check_in_flight(in_flight)
+        """Raises: RuntimeError for "wait" where requests are in flight on the same memory."""
+        in_progress, own = self.decoding, dict(self.model.named_parameters())
         version, weights = source.newest()
         first = next(weights, None)
-        own = dict(self._model.named_parameters())
         same = first is not None and first[0] in own and shared(own[first[0]], first[1])
-        if in_flight == "wait" and same and self._scheduler.busy:
-            raise RuntimeError(
-                "in_flight='wait' needs the old weights, but this engine computes on the trainer's"
-                " own: await the requests before the trainer's step, or use in_flight='keep'"
-            )
-        with self._scheduler.updating(version, in_flight):
-            if self._decoding is not None:
-                self._decoding.preempt()
+        with self._scheduler.updating(version, in_flight, shared=same):
+            in_progress.preempt()
             weights = weights if first is None else chain([first], weights)
-            copy_weights(self._model, weights, version)
+            copy_weights(self.model, weights, version)
         return version
 
     def sleep(self) -> None:
@@ -104,19 +96,10 @@ class TorchGenerationBackend(ScheduledBackend):
             self.decoding.cache.clear()
             self._scheduler.asleep = True
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
     def shutdown(self) -> None:
         with self._scheduler.lock:
             super().shutdown()
             self.model = self._decoding = None
-
-    @property
-    def _model(self) -> nn.Module:
-        if self.model is None:
-            raise RuntimeError("the generation backend has no model: call setup() first")
-        return self.model
 
     @property
     def decoding(self) -> Decoding:
@@ -132,7 +115,7 @@ class TorchGenerationBackend(ScheduledBackend):
         )
         try:
             self.decoding.queue(new, dropped)
-            with torch.no_grad(), decoding(self._model), autocast:
+            with torch.no_grad(), decoding(self.model), autocast:
                 while self.decoding.advance(version) and time.monotonic() < end:
                     pass
         except BaseException:
@@ -140,19 +123,18 @@ class TorchGenerationBackend(ScheduledBackend):
             raise
 
     def _draw(self, work: Pass) -> Tensor:
-        past: dict[str, Any] = {"use_cache": False}
-        if self._cached:
-            past = {"attention_mask": work.visible, "past_key_values": work.cache}
-            past["use_cache"] = True
-        with recorded(blocks_of(self._model) if self._records else []) as experts:
-            hidden = decoder_of(self._model)(
-                input_ids=work.input_ids, position_ids=work.position_ids, **past
+        past = {"attention_mask": work.visible, "past_key_values": work.cache}
+        with recorded(blocks_of(self.model) if self._records else []) as experts:
+            hidden = decoder_of(self.model)(
+                input_ids=work.input_ids,
+                position_ids=work.position_ids,
+                use_cache=self._cached,
+                **(past if self._cached else {}),
             )[0]
         if experts:
             work.keep(torch.stack(experts, 1))
         hidden = hidden.flatten(0, 1)[work.states]
-        logits = logits_of(self._model.config)(hidden, head_weight(self._model))
-        return draw_tokens(logits, work)
+        return draw_tokens(logits_of(self.model.config)(hidden, head_weight(self.model)), work)
 
 
 def has_cache(config: Any) -> bool:
@@ -172,11 +154,11 @@ def shared(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr()
 
 
-def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+def copy_weights(model: Module, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     """Copy into a model what is not the same memory already.
 
     Raises: ValueError for weights of another model, or not all of them; WeightsDiffer for a tensor
-    that does not hold what came once all are copied.
+    that does not hold what came.
     """
     live, adapted = model.state_dict(keep_vars=True), has_adapters(model)
     stored: Stored = {} if adapted else stored_names(model)
@@ -187,9 +169,9 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], versio
     sent: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in weights:
-            if adapted and name in own and shared(own[name], tensor):
-                return  # merged adapters are for others
             if adapted:
+                if name in own and shared(own[name], tensor):
+                    return  # merged adapters are for others
                 raise ValueError(
                     "a generator whose model has adapters must share it with the trainer, but"
                     " these weights are of another"

@@ -88,24 +88,19 @@ def _no_module(module: str, setting: str, folder: Path) -> ValueError:
     )
 
 
-def place_of(name: str) -> str:
-    """Return the file that `function_of` would import for a name, "" if unknown.
-
-    >>> place_of("json:loads").endswith("json/__init__.py"), place_of("no_module:fn")
-    (True, '')
-    """
-    file = _found(name.rpartition(":")[0], sys.path)
-    return str(file.resolve()) if file else ""
-
-
 def same_function(name: str, other: str) -> bool:
     """Return whether two names are of one function.
 
     >>> same_function("./f.py:fn", "f.py:fn"), same_function("f.py:fn", "g.py:fn")
     (True, False)
     """
-    parts = [(place_of(each), each.rpartition(":")[2]) for each in (name, other)]
-    return name == other or (parts[0] == parts[1] and parts[0][0] != "")
+
+    def place(name: str) -> object:
+        module, attribute = _parts(name)
+        file = _found(module, sys.path)
+        return (file.resolve(), attribute) if file else name
+
+    return place(name) == place(other)
 
 
 def _file_of(name: str) -> Path:

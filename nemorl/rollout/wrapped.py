@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemorl.checks import require
+from nemorl.checks import has_own, require
 from nemorl.losses.logprobs import filter_logits
 from nemorl.models.source import ModelSource
-from nemorl.rollout.calls import blocking
-from nemorl.rollout.decoding import FILTERS_OFF
+from nemorl.rollout.calls import accepted, blocking
+from nemorl.rollout.collect import kind_of
 from nemorl.rollout.generation import (
     Completion,
     GenerationBackend,
@@ -37,15 +37,14 @@ NEEDED = ("setup", "update_weights", "shutdown")
 ANSWER = ("token_ids", "text", "logprobs", "finish_reason")
 """What a response may have that `generate` returns as a dict."""
 Sample = tuple[Request, int, SamplingParams]
-"""A request, the number of one of its samples, and the parameters of the call."""
+"""A request, the number of its sample, and the call's parameters."""
 
 
 def as_generation_backend(target: Any) -> Any:
     """Return a class or instance as a whole `GenerationBackend`.
 
-    A class with `sample` gets `generate`, `sleep`, `wake` and `metrics` where it has none. One that
-    has only `setup(config)`, `generate(prompts, sampling_params)`, `update_weights(state_dict)` and
-    `shutdown()` is wrapped: see `WrappedBackend`. Raises: ValueError that names what is missing.
+    A class with `sample` gets `generate`, `sleep`, `wake` and `metrics` where it has none; one
+    without is wrapped (`WrappedBackend`). Raises: ValueError that names what is missing.
 
     >>> class Half:
     ...     def setup(self, config): ...
@@ -53,7 +52,8 @@ def as_generation_backend(target: Any) -> Any:
     Traceback (most recent call last):
     ValueError: a generation backend must have the methods setup, update_weights, shutdown, ...
     """
-    own = {name for name in (*NEEDED, "sample", *_OPTIONAL) if _has(target, name)}
+    names = (*NEEDED, "sample", *_OPTIONAL)
+    own = {name for name in names if has_own(target, name, GenerationBackend)}
     missing = [name for name in NEEDED if name not in own]
     if not own & {"sample", "generate"}:
         missing.append("sample (or generate)")
@@ -78,11 +78,12 @@ def as_generation_backend(target: Any) -> Any:
 
 
 class WrappedBackend(ScheduledBackend):
-    """A class with only `setup`, `generate`, `update_weights` and `shutdown`, whole.
+    """A class with only `setup(config)`, `generate(prompts, sampling_params)`,
+    `update_weights(state_dict)` and `shutdown()`, whole.
 
-    Requests that wait and are alike are one call, `generate(prompts, sampling_params)`: a prompt
-    (token ids; texts where the parameter is annotated as `list[str]`) for each completion, and one
-    `SamplingParams` with n = 1 and no seed. torch's generator is seeded from the requests.
+    Requests that wait and are alike are one call of `generate`: a prompt (token ids; texts where
+    the parameter is annotated as `list[str]`) for each completion, and one `SamplingParams` with
+    n = 1 and no seed. torch's generator is seeded from the requests.
 
     It returns for each prompt a `Completion`, a dict (token_ids or text; logprobs, finish_reason)
     or a text, which is tokenized again. Missing logprobs are computed by `model`.
@@ -94,7 +95,7 @@ class WrappedBackend(ScheduledBackend):
         source = ModelSource.of(model)
         if isinstance(inner, type):
             offered = {"model": source, "tokenizer": tokenizer, "precision": precision}
-            inner = inner(**_accepted(inner, offered))
+            inner = inner(**accepted(inner, offered))
         super().__init__(self._step, tokenizer)
         self.limits(source.config)
         self.inner, self.name, self.precision = inner, type(inner).__name__, precision
@@ -115,7 +116,7 @@ class WrappedBackend(ScheduledBackend):
         with self._scheduler.updating(version, in_flight):
             state = dict(weights)
             update = self.inner.update_weights
-            update(state, **_accepted(update, {"version": version}))
+            update(state, **accepted(update, {"version": version}))
             if isinstance(self.model, nn.Module):
                 copy_weights(self.model, state.items(), version)
         return version
@@ -133,7 +134,7 @@ class WrappedBackend(ScheduledBackend):
         return self._optional("metrics") or {}
 
     def _optional(self, name: str) -> Any:
-        return getattr(self.inner, name)() if _has(self.inner, name) else None
+        return getattr(self.inner, name)() if has_own(self.inner, name, GenerationBackend) else None
 
     def shutdown(self) -> None:
         with self._scheduler.lock:
@@ -201,17 +202,16 @@ class WrappedBackend(ScheduledBackend):
             text = "" if decoder is None else decoder.decode(ids, skip_special_tokens=True)
         if logprobs is None:
             logprobs = self._logprobs(prompt, ids, params) if ids else ()
-        must = f"must return a logprob for each of {len(ids)} tokens"
-        remedy = "return None where there is none"
+        must, remedy = f"must return a logprob for each of {len(ids)} tokens", "or None"
         require(len(logprobs) == len(ids), generate, must, len(logprobs), remedy)
         if reason is None:
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
-        known = reason in ("stop", "length")
-        require(known, f"{generate}'s finish_reason", "must be stop or length", reason, "omit it")
-        asked = not {*ids[-1:]}.isdisjoint(params.stop_token_ids)
-        asked = asked or any(stop in text for stop in params.stop_strings)
+        known, what = reason in ("stop", "length"), f"{generate}'s finish_reason"
+        require(known, what, "must be stop or length", reason, "omit it")
+        stopped = ids and ids[-1] in params.stop_token_ids
+        stopped = stopped or any(stop in text for stop in params.stop_strings)
         require(
-            reason == "length" or asked or not params.ignore_eos,
+            reason == "length" or stopped or not params.ignore_eos,
             f"a response of {generate}",
             f"must have {params.max_new_tokens} tokens where generation.ignore_eos is true",
             len(ids),
@@ -242,9 +242,6 @@ class WrappedBackend(ScheduledBackend):
                 " shares_model=False from its traits"
             )
         model: Any = self.model
-        filters = {name: getattr(params, name) for name in FILTERS_OFF}
-        if params.temperature == 0:
-            filters = FILTERS_OFF
         ids = torch.tensor([[*prompt, *response]], device=model.device)
         training, half = model.training, self.precision != "float32"
         model.eval()
@@ -253,26 +250,9 @@ class WrappedBackend(ScheduledBackend):
                 logits = model(ids, use_cache=False).logits[0, -len(response) - 1 : -1]
         finally:
             model.train(training)
-        values = filter_logits(logits.float(), **filters).log_softmax(-1)
+        values = filter_logits(logits.float(), **asdict(kind_of(params))).log_softmax(-1)
         found: list[float] = values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist()
         return found
-
-
-def _has(target: Any, name: str) -> bool:
-    """Not those of the Protocol that it derives from."""
-    cls = target if isinstance(target, type) else type(target)
-    method = getattr(target, name, None)
-    return callable(method) and getattr(cls, name, None) is not getattr(GenerationBackend, name)
-
-
-def _accepted(function: Any, offered: dict[str, Any]) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a class of C code
-        return {}
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return offered
-    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def _nothing(*_: Any) -> None: ...

@@ -1,34 +1,43 @@
-"""Small generated samples with the columns that known data sets have, and a hub that holds them."""
+"""Small generated samples with the columns that known data sets have, a hub that holds them, and
+what rewards make of answers.
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
+from nemorl.data.datasets import prompt_of
+from nemorl.rollout.environments import make_environment
+from tests.data.tokenizers_small import talk
+
 LOAD = datasets.load_dataset
 LETTERS = ("A", "B", "C", "D")
-MESSAGES = [{"content": "1+1?", "role": "user"}, {"content": "2", "role": "assistant"}]
+MESSAGES = talk("1+1?", "2")
 
 
-def sums(number: int) -> dict[str, Any]:
-    return {"a": number, "b": number + 1, "sum": 2 * number + 1}
+def judged(reward: str, rows: Sequence[Any], responses: Sequence[str]) -> list[float]:
+    """What a reward makes of a response to each row."""
+    environment = make_environment(reward)
+    environment.check(rows)
+    logs = [
+        talk(str(prompt_of(row)), response) for row, response in zip(rows, responses, strict=True)
+    ]
+    return list(environment.step(logs, rows).rewards)
 
 
 def gsm8k(n: int) -> dict[str, Any]:
-    s = sums(n)
+    total = 2 * n + 1
     return {
-        "question": f"Ann has {s['a']} eggs and gets {s['b']}. How many?",
-        "answer": f"{s['a']}+{s['b']}=<<{s['a']}+{s['b']}={s['sum']}>>{s['sum']}.\n#### {s['sum']}",
+        "question": f"Ann has {n} eggs and gets {n + 1}. How many?",
+        "answer": f"{n}+{n + 1}=<<{n}+{n + 1}={total}>>{total}.\n#### {total}",
     }
 
 
 def maths(n: int) -> dict[str, Any]:
-    s = sums(n)
-    return {
-        "problem": f"What is ${s['a']}+{s['b']}$?",
-        "solution": f"It is $\\boxed{{{s['sum']}}}$.",
-    }
+    return {"problem": f"What is ${n}+{n + 1}$?", "solution": f"It is $\\boxed{{{2 * n + 1}}}$."}
 
 
 def gpqa(n: int) -> dict[str, Any]:
@@ -43,19 +52,14 @@ def gpqa(n: int) -> dict[str, Any]:
 
 
 def openr1(n: int) -> dict[str, Any]:
-    return {
-        **maths(n),
-        "answer": str(sums(n)["sum"]),
-        "problem_type": "Algebra",
-        "messages": MESSAGES,
-    }
+    return {**answered(n), "problem_type": "Algebra", "messages": MESSAGES}
 
 
 def ultrafeedback(n: int) -> dict[str, Any]:
     return {
         "prompt": "1+1?",
         "chosen": MESSAGES,
-        "rejected": [MESSAGES[0], {"content": "3", "role": "assistant"}],
+        "rejected": talk("1+1?", "3"),
         "messages": MESSAGES,
     }
 
@@ -64,9 +68,9 @@ def dapo(n: int) -> dict[str, Any]:
     content = f"Solve the following math problem step by step. {maths(n)['problem']}"
     return {
         "data_source": "math_dapo",
-        "prompt": [{"content": content, "role": "user"}],
+        "prompt": talk(content),
         "ability": "MATH",
-        "reward_model": {"ground_truth": str(sums(n)["sum"]), "style": "rule-lighteval/MATH_v2"},
+        "reward_model": {"ground_truth": str(2 * n + 1), "style": "rule-lighteval/MATH_v2"},
     }
 
 
@@ -144,7 +148,7 @@ def ifeval(n: int) -> dict[str, Any]:
 
 
 def answered(n: int) -> dict[str, Any]:
-    return {**maths(n), "answer": str(sums(n)["sum"])}
+    return {**maths(n), "answer": str(2 * n + 1)}
 
 
 SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
@@ -167,7 +171,7 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
         ("train",),
     ),
     ("math-ai/aime25", None): (
-        lambda n: {"problem": maths(n)["problem"], "answer": str(sums(n)["sum"])},
+        lambda n: {"problem": maths(n)["problem"], "answer": str(2 * n + 1)},
         ("test",),
     ),
     ("Idavidrein/gpqa", "gpqa_diamond"): (gpqa, ("train",)),
@@ -182,7 +186,7 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
         lambda n: {
             "problem": maths(n)["problem"],
             "generated_solution": maths(n)["solution"],
-            "expected_answer": str(sums(n)["sum"]),
+            "expected_answer": str(2 * n + 1),
             "problem_source": "augmented_math",
         },
         ("train", "train_1M"),
@@ -192,7 +196,7 @@ SAMPLES: dict[tuple[str, str | None], tuple[Any, tuple[str, ...]]] = {
     ("zwhe99/DeepMath-103K", None): (
         lambda n: {
             "question": maths(n)["problem"],
-            "final_answer": str(sums(n)["sum"]),
+            "final_answer": str(2 * n + 1),
             "topic": "Algebra",
             "r1_solution_1": maths(n)["solution"],
         },

@@ -100,13 +100,13 @@ def test_errors_say_what_is_wrong():
             lambda: collate(
                 [example(1), Example(input_ids=[1], loss_mask=[True], response_mask=[True])]
             ),
-            "example 1 trains on it",
+            r"be False at index 0 .*, unlike that of example 1",
         ),
         (
             lambda: collate(
                 [Example(input_ids=[1, 2], loss_mask=[False, True], response_mask=[False, False])]
             ),
-            "trains on a prompt token",
+            "be a subset of response_mask, unlike that of example 0",
         ),
         (lambda: collate([example(1), example(1, 2)], length=1), "sequence 1 has 2 tokens"),
     ]

@@ -4,7 +4,13 @@ import pytest
 
 from nemorl.data.datasets import load_rows, messages_of, to_examples, to_prompts
 from nemorl.data.rows import Row
-from tests.data.tokenizers_small import MARKED, character_tokenizer, trained_text
+from tests.data.tokenizers_small import (
+    MARKED,
+    assistant,
+    character_tokenizer,
+    talk,
+    trained_text,
+)
 
 TOKENIZER = character_tokenizer()
 
@@ -18,24 +24,18 @@ def test_columns_are_mapped_and_kept():
 
 
 def test_rows_become_prompts_and_examples():
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     rows = [
         {"prompt": "a"},
-        {"prompt": [user]},
-        {"messages": [user, assistant]},
-        {"messages": [user], "prompt": None},
+        {"prompt": talk("a")},
+        {"messages": talk("a", "b")},
+        {"messages": talk("a"), "prompt": None},
     ]
-    assert [TOKENIZER.decode(ids) for ids in to_prompts(rows, TOKENIZER)] == [
-        "a",
-        asked,
-        asked,
-        asked,
-    ]
+    assert [TOKENIZER.decode(ids) for ids in to_prompts(rows, TOKENIZER)] == ["a", *[asked] * 3]
     rows = [
         {"prompt": "a", "response": "b"},
-        {"prompt": [user], "response": "b"},
-        {"messages": [user, assistant]},
+        {"prompt": talk("a"), "response": "b"},
+        {"messages": talk("a", "b")},
     ]
     examples = to_examples(rows, TOKENIZER)
     assert [trained_text(TOKENIZER, example) for example in examples] == [["b<|im_end|>"]] * 3
@@ -58,10 +58,7 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():
         ({"prompt": "a"}, "row 2: response must be text or messages, got None"),
         ({"messages": "hello"}, "row 2: messages must be a list of messages"),
         ({"messages": [{"content": "a"}]}, "row 2: messages must be a list of messages"),
-        (
-            {"messages": [{"role": "user", "content": "a"}]},
-            "row 2: messages must hold an assistant message",
-        ),
+        ({"messages": talk("a")}, "row 2: messages must hold an assistant message"),
     ],
 )
 def test_rows_that_make_no_example_are_named(row, message):
@@ -70,10 +67,6 @@ def test_rows_that_make_no_example_are_named(row, message):
 
 
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-
-
-def chat(*said: str) -> list[dict[str, str]]:
-    return [{"role": a, "content": b} for a, b in zip(said[::2], said[1::2], strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +83,7 @@ def chat(*said: str) -> list[dict[str, str]]:
         ({"instruction": "do", "input": "a", "output": "b", "prompt": "p"}, {}),
         (
             {"conversations": SHAREGPT, "system": "Be brief."},
-            {"messages": chat("system", "Be brief.", "user", "a", "assistant", "b")},
+            {"messages": talk("a", "b", system="Be brief.")},
         ),
         ({"conversations": ["a", "b"]}, {}),
         ({"context": "a", "input": "b"}, {}),
@@ -124,41 +117,35 @@ def test_rows_keep_their_place_through_the_mapping():
 
 
 def test_a_prompt_is_not_trained_on_even_where_the_assistant_says_something_in_it():
-    talk = [
-        {"role": role, "content": content}
-        for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))
-    ]
     for tokenizer in (TOKENIZER, character_tokenizer(MARKED)):
-        example = to_examples([{"prompt": talk, "response": "d"}], tokenizer)[0]
+        row = {"prompt": talk("a", "b", "c"), "response": "d"}
+        example = to_examples([row], tokenizer)[0]
         assert trained_text(tokenizer, example) == ["d<|im_end|>"]
         assert list(example.response_mask) == [*list(example.loss_mask)[:-1], True]
-        whole = to_examples(
-            [{"messages": [*talk, {"role": "assistant", "content": "d"}]}], tokenizer
-        )[0]
+        whole = to_examples([{"messages": talk("a", "b", "c", "d")}], tokenizer)[0]
         assert whole.input_ids == example.input_ids
         assert trained_text(tokenizer, whole) == ["b<|im_end|>", "d<|im_end|>"]
 
 
 def test_a_prompt_of_the_assistants_own_words_is_not_trained_on():
     tokenizer = character_tokenizer(MARKED)
-    row = {"prompt": [{"role": "assistant", "content": "b"}], "response": "d"}
+    row = {"prompt": [assistant("b")], "response": "d"}
     assert trained_text(tokenizer, to_examples([row], tokenizer)[0]) == ["d<|im_end|>"]
 
 
 def test_a_response_may_be_messages():
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    wanted = to_examples([{"prompt": [user], "response": "b"}], TOKENIZER)
-    assert (
-        to_examples(
-            [{"prompt": [user], "response": [answer]}, {"prompt": "a", "response": [answer]}],
-            TOKENIZER,
-        )
-        == wanted * 2
+    said, tool = [assistant("b")], [{"role": "tool", "content": "42"}, assistant("c")]
+    text, whole, plain, long = to_examples(
+        [
+            {"prompt": talk("a"), "response": "b"},
+            {"prompt": talk("a"), "response": said},
+            {"prompt": "a", "response": said},
+            {"prompt": talk("a"), "response": said + tool},
+        ],
+        TOKENIZER,
     )
-    tool = [answer, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "c"}]
-    assert trained_text(
-        TOKENIZER, to_examples([{"prompt": [user], "response": tool}], TOKENIZER)[0]
-    ) == ["b<|im_end|>", "c<|im_end|>"]
+    assert text == whole == plain
+    assert trained_text(TOKENIZER, long) == ["b<|im_end|>", "c<|im_end|>"]
 
 
 def test_a_rows_tools_reach_the_template():
@@ -166,20 +153,15 @@ def test_a_rows_tools_reach_the_template():
         "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.role }}{{"
         " m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
     )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tools = [{"name": "add", "parameters": {"type": "object", "properties": {}}}]
     for given in (tools, '[{"name": "add"}]'):
-        row = {"prompt": messages[:1], "tools": given}
+        row = {"messages": talk("a", "b"), "tools": given}
         assert tokenizer.decode(to_prompts([row], tokenizer)[0]) == "add useraassistant"
-        assert (
-            tokenizer.decode(
-                to_examples([{"messages": messages, "tools": given}], tokenizer)[0].input_ids
-            )
-            == "add useraassistantb"
-        )
+        (example,) = to_examples([row], tokenizer)
+        assert tokenizer.decode(example.input_ids) == "add useraassistantb"
     for wrong, message in (("[", "JSON text"), (["add"], "a list of tools")):
         with pytest.raises(ValueError, match=f"row 1: tools must be .*{message}"):
-            to_prompts([{"prompt": messages[:1], "tools": wrong}], tokenizer)
+            to_prompts([{"prompt": talk("a"), "tools": wrong}], tokenizer)
 
 
 def test_errors_name_file_and_line(tmp_path):
@@ -202,8 +184,7 @@ def test_a_message_may_have_no_content_but_keeps_the_key():
 
 
 def test_without_an_end_token_where_nobody_wants_one():
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for row in ({"messages": talk}, {"prompt": talk[:1], "response": "b"}):
+    for row in ({"messages": talk("a", "b")}, {"prompt": talk("a"), "response": "b"}):
         for add_eos, said in ((True, "b<|im_end|>"), (False, "b")):
             example = to_examples([row], TOKENIZER, add_eos=add_eos, chat_template="passthrough")[0]
             assert trained_text(TOKENIZER, example) == [said]

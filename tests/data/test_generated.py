@@ -6,20 +6,10 @@ import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.data.sources import has_splits, task_of
-from nemorl.rollout.environments import make_environment
+from tests.data.known_samples import judged
 
 TASK = "reasoning_gym:basic_arithmetic"
 SMALL = f"{TASK}?size=20&max_terms=2&max_digits=2&operators=[-]"
-
-
-def judged(rows, responses, reward="reasoning_gym"):
-    environment = make_environment(reward)
-    environment.check(rows)
-    logs = [
-        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": response}]
-        for row, response in zip(rows, responses, strict=True)
-    ]
-    return environment.step(logs, rows).rewards
 
 
 def test_rows_of_a_task():
@@ -62,7 +52,7 @@ def test_a_tasks_own_score_is_the_reward(name):
             said += [row["answer"]] * 2
         entry = {name: row[name] for name in ("answer", "metadata")}
         expected = [task.score_answer(answer=text, entry=entry) for text in said]
-        assert judged([row] * len(said), responses) == pytest.approx(expected)
+        assert judged("reasoning_gym", [row] * len(said), responses) == pytest.approx(expected)
         assert expected[2:] == [1.0] * len(expected[2:])
 
 
@@ -72,7 +62,7 @@ def test_settings_count_where_a_task_scores_by_them():
     (row,) = load_rows(source, split="train")
     near = str(float(row["answer"]) + 0.0004)
     strict = row.but(task="decimal_arithmetic?max_num_decimal_places=6")
-    coarse, fine = judged([row, strict], [near, near])
+    coarse, fine = judged("reasoning_gym", [row, strict], [near, near])
     assert coarse == 1.0 > fine
 
 

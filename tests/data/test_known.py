@@ -10,9 +10,7 @@ from nemorl.data.datasets import load_rows, prompt_of, to_examples
 from nemorl.data.preferences import pair_rows
 from nemorl.data.sources import KNOWN, known_set
 from nemorl.rollout.answers import REWARDS
-from nemorl.rollout.environment import check_rows
-from nemorl.rollout.environments import make_environment
-from tests.data.known_samples import SAMPLES, hub
+from tests.data.known_samples import SAMPLES, hub, judged
 
 RIGHT = {
     "last_number": "So she has {answer} eggs.",
@@ -31,19 +29,6 @@ def name(key: tuple[str, str | None]) -> str:
     """A set's name with its configuration, where the table has another."""
     own = key[1] or ""
     return key[0] if own == KNOWN[key[0]].configuration else f"{key[0]}:{own}"
-
-
-def judged(reward: str, rows: list[Any], response: str) -> list[float]:
-    logs = [
-        [
-            {"role": "user", "content": str(row["prompt"])},
-            {"role": "assistant", "content": response.format(answer=final(row))},
-        ]
-        for row in rows
-    ]
-    environment = make_environment(reward)
-    environment.check(rows)
-    return list(environment.step(logs, rows).rewards)
 
 
 def final(row: Any) -> str:
@@ -69,27 +54,17 @@ def test_a_known_set_needs_no_settings(key):
         assert prompt_of(row)
         assert known.category is None or row[known.category]
     if known.reward in RIGHT:
-        assert judged(known.reward, rows, RIGHT[known.reward]) == [1.0] * 4
-        assert (
-            judged(known.reward, rows, WRONG[known.reward].replace("{", "{{").replace("}", "}}"))
-            == [0.0] * 4
-        )
+        right = [RIGHT[known.reward].format(answer=final(row)) for row in rows]
+        assert judged(known.reward, rows, right) == [1.0] * 4
+        assert judged(known.reward, rows, [WRONG[known.reward]] * 4) == [0.0] * 4
     elif known.reward == "code":
         programs = [
             row.get("code") or row["prompt"] + row["canonical_solution"]
             for row in map(make, range(4))
         ]
-        environment = make_environment("code")
-        check_rows(environment, rows)
-        for shown, right in ((programs, 1.0), (programs[1:] + programs[:1], 0.0)):
-            logs = [
-                [
-                    {"role": "user", "content": prompt_of(row)},
-                    {"role": "assistant", "content": f"```python\n{program}\n```"},
-                ]
-                for row, program in zip(rows, shown, strict=True)
-            ]
-            assert environment.step(logs, rows).rewards == [right] * 4
+        answers = [f"```python\n{program}\n```" for program in programs]
+        assert judged("code", rows, answers) == [1.0] * 4
+        assert judged("code", rows, answers[1:] + answers[:1]) == [0.0] * 4
 
 
 @pytest.mark.parametrize(

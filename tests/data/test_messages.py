@@ -20,7 +20,9 @@ from tests.data.tokenizers_small import (
     PLAIN,
     STRIPPING,
     WITH_SYSTEM,
+    assistant,
     character_tokenizer,
+    talk,
     trained_text,
     word_tokenizer,
 )
@@ -28,14 +30,6 @@ from tests.data.tokenizers_small import (
 CHARACTERS = character_tokenizer()
 TEXT = st.text(string.ascii_letters + string.digits + " \n.?", min_size=1, max_size=12)
 STABLE = {"chatml": CHATML, "marked": MARKED, "with_system": WITH_SYSTEM, "stripping": STRIPPING}
-
-
-def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    turns = [
-        {"role": ("user", "assistant")[number % 2], "content": content}
-        for number, content in enumerate(contents)
-    ]
-    return ([{"role": "system", "content": system}] if system else []) + turns
 
 
 @pytest.mark.parametrize("template", STABLE.values(), ids=STABLE)
@@ -77,9 +71,7 @@ def test_the_first_token_of_all_is_never_trained_on():
     template = (
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
-    example = tokenize_messages(
-        CHARACTERS, [{"role": "assistant", "content": "abc"}], chat_template=template
-    )
+    example = tokenize_messages(CHARACTERS, [assistant("abc")], chat_template=template)
     assert list(example.loss_mask) == [False, True, True]
 
 
@@ -87,7 +79,7 @@ def test_tool_messages_are_response_but_not_trained_on():
     messages = [
         *talk("a", "call"),
         {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": "it is 42"},
+        assistant("it is 42"),
     ]
     example = tokenize_messages(CHARACTERS, messages)
     assert trained_text(CHARACTERS, example) == ["call<|im_end|>", "it is 42<|im_end|>"]
@@ -147,20 +139,15 @@ def test_prompt_response_is_exact():
     assert CHARACTERS.decode(example.input_ids) == "1+1=2<|im_end|>"
     assert trained_text(CHARACTERS, example) == ["2<|im_end|>"]
     assert list(example.response_mask) == list(example.loss_mask)
-    assert trained_text(
-        CHARACTERS, tokenize_prompt_response(CHARACTERS, "1+1=", "2<|im_end|>")
-    ) == ["2<|im_end|>"]
-    assert trained_text(
-        CHARACTERS, tokenize_prompt_response(CHARACTERS, "1+1=", "2", add_eos=False)
-    ) == ["2"]
-    assert trained_text(CHARACTERS, tokenize_prompt_response(CHARACTERS, talk("1+1="), "2")) == [
-        "2<|im_end|>"
-    ]
-    assert list(tokenize_prompt_response(CHARACTERS, "", "22").loss_mask) == [
-        False,
-        True,
-        True,
-    ], "nothing comes before the first token"
+    for prompt, response, add_eos, said in (
+        ("1+1=", "2<|im_end|>", True, "2<|im_end|>"),
+        ("1+1=", "2", False, "2"),
+        (talk("1+1="), "2", True, "2<|im_end|>"),
+    ):
+        example = tokenize_prompt_response(CHARACTERS, prompt, response, add_eos=add_eos)
+        assert trained_text(CHARACTERS, example) == [said]
+    loss_mask = tokenize_prompt_response(CHARACTERS, "", "22").loss_mask
+    assert list(loss_mask) == [False, True, True], "nothing comes before the first token"
 
 
 @given(TEXT, TEXT)
@@ -173,18 +160,12 @@ def test_prompt_response_begins_with_the_samplers_prompt(prompt, response):
 
 
 def test_prompts():
-    assert (
-        CHARACTERS.decode(tokenize_prompt(CHARACTERS, talk("a")))
-        == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert (
-        CHARACTERS.decode(tokenize_prompt(CHARACTERS, talk("a", "well, ")))
-        == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nwell, "
-    )
-    assert tokenize_prompt(ByT5Tokenizer(), "ab") == [
-        100,
-        101,
-    ], "the end token that this tokenizer adds does not belong to a prompt"
+    asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    for begun in ("", "well, "):
+        messages = talk("a", begun) if begun else talk("a")
+        assert CHARACTERS.decode(tokenize_prompt(CHARACTERS, messages)) == asked + begun
+    ids = tokenize_prompt(ByT5Tokenizer(), "ab")
+    assert ids == [100, 101], "the end token that this tokenizer adds does not belong to a prompt"
     assert tokenize_prompt(ByT5Tokenizer(), "ab</s>")[-1] == 1, (
         "one that the prompt itself ends with does"
     )
@@ -198,11 +179,9 @@ def test_limit_length_cuts_ends_of_examples_and_begins_of_prompts():
     kept, _ = limit_length(examples, max_length=4, policy="truncate")
     assert [CHARACTERS.decode(item.input_ids) for item in kept] == ["abcd", "ab<|im_end|>"]
     assert limit_length([[1, 2, 3]], max_length=2, policy="truncate")[0] == [[2, 3]]
+    mask = [False, True, True]
     arrays = Example(
-        input_ids=[1, 2, 3],
-        loss_mask=[False, True, True],
-        response_mask=[False, True, True],
-        advantages=[0.0, 1.0, 2.0],
+        input_ids=[1, 2, 3], loss_mask=mask, response_mask=mask, advantages=[0.0, 1.0, 2.0]
     )
     assert limit_length([arrays], max_length=2, policy="truncate")[0][0].advantages == [0.0, 1.0]
 

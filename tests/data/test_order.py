@@ -106,7 +106,6 @@ def test_each_block_of_a_mixture_meets_the_shares(spec, block):
 def test_without_weights_it_is_the_order_of_all_rows_together(sizes, cursor, count, seed, shuffle):
     order = RowOrder(sizes=tuple(sizes), seed=seed, shuffle=shuffle)
     assert order.take(cursor, count) == rows_at(sum(sizes), cursor, count, seed, shuffle)
-    assert order.epoch(cursor) == cursor // sum(sizes)
 
 
 def test_the_order_of_one_set_stays_what_it_was():

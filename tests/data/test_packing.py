@@ -159,12 +159,15 @@ def test_errors_say_what_is_wrong():
     batch = batch_of([3, 1])
     packed = pack(batch, ((0, 1),))
     cases = [
-        (lambda: pack_plan([3, 11], 10), "sequence 1 has 11 tokens, but a row holds 10"),
+        (lambda: pack_plan([3, 11], 10), "sequence 1 has 11 tokens, capacity is 10"),
         (lambda: pack_plan([3], 9, num_rows_multiple=0), "^num_rows_multiple must be at least 1"),
         (lambda: pack(batch, ((0,),)), "sequence 1 0 times"),
         (lambda: pack(batch, ((0, 1), (1,))), "sequence 1 2 times"),
         (lambda: pack(batch, ((0, -1),)), "sequence 1 0 times"),
-        (lambda: unpack(packed.input_ids, ((0, 1),), [3, 1], length=2), "longest row"),
+        (
+            lambda: unpack(packed.input_ids, ((0, 1),), [3, 1], length=2),
+            "sequence 0 has 3 tokens, length is 2",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(Exception, match=message):

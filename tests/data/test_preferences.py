@@ -5,17 +5,17 @@ import pytest
 from nemorl.data.datasets import load_rows
 from nemorl.data.preferences import labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row
-from tests.data.tokenizers_small import CHATML, MARKED, character_tokenizer, trained_text
+from tests.data.tokenizers_small import (
+    CHATML,
+    MARKED,
+    assistant,
+    character_tokenizer,
+    talk,
+    trained_text,
+    user,
+)
 
 TOKENIZER = character_tokenizer()
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
 
 
 FORMS = {
@@ -23,14 +23,11 @@ FORMS = {
     "messages and text": {"prompt": [user("a")], "chosen": "b", "rejected": "cd"},
     "half text": {"prompt": [user("a")], "chosen": "b", "rejected": [assistant("cd")]},
     "text and messages": {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("cd")]},
-    "prompt inside": {
-        "chosen": [user("a"), assistant("b")],
-        "rejected": [user("a"), assistant("cd")],
-    },
+    "prompt inside": {"chosen": talk("a", "b"), "rejected": talk("a", "cd")},
     "prompt inside and beside": {
         "prompt": "a",
-        "chosen": [user("a"), assistant("b")],
-        "rejected": [user("a"), assistant("cd")],
+        "chosen": talk("a", "b"),
+        "rejected": talk("a", "cd"),
     },
     "conversation as prompt": {"messages": [user("a")], "chosen": "b", "rejected": "cd"},
     "ranked, worst first": {
@@ -58,24 +55,16 @@ def test_every_form_gives_the_same_pair(form, template):
     assert to_pairs(pair_rows(rows), tokenizer) == [pair], "its own rows make the same pairs"
 
 
-SYSTEM = {"role": "system", "content": "Be terse."}
+WHOLE = talk("x", "y", "a", system="Be terse.")
 
 
 @pytest.mark.parametrize(
     ("prompt", "begin", "expected"),
     [
-        ([SYSTEM, user("a")], [user("a")], [SYSTEM, user("a")]),
-        (
-            [SYSTEM, user("x")],
-            [user("x"), assistant("y"), user("a")],
-            [SYSTEM, user("x"), assistant("y"), user("a")],
-        ),
-        (
-            " x\n",
-            [SYSTEM, user("x"), assistant("y"), user("a")],
-            [SYSTEM, user("x"), assistant("y"), user("a")],
-        ),
-        ("", [user("a")], [user("a")]),
+        (talk("a", system="s"), talk("a"), talk("a", system="s")),
+        (WHOLE[:2], WHOLE[1:], WHOLE),
+        (" x\n", WHOLE, WHOLE),
+        ("", talk("a"), talk("a")),
     ],
 )
 def test_a_column_prompt_beside_whole_conversations(prompt, begin, expected):
@@ -106,34 +95,31 @@ def test_plain_text_goes_past_the_template():
 
 
 def test_a_conversation_before_the_answers_is_not_trained_on():
-    talk = [user("a"), assistant("b"), user("c")]
+    begin = talk("a", "b", "c")
     for template in (CHATML, MARKED):
         tokenizer = character_tokenizer(template)
         (pair,) = to_pairs(
-            [{"chosen": [*talk, assistant("d")], "rejected": [*talk, assistant("e")]}], tokenizer
+            [{"chosen": [*begin, assistant("d")], "rejected": [*begin, assistant("e")]}], tokenizer
         )
         assert trained_text(tokenizer, pair.chosen) == ["d<|im_end|>"]
         assert trained_text(tokenizer, pair.rejected) == ["e<|im_end|>"]
 
 
 def test_conversations_part_where_the_assistant_last_said_the_same():
-    chosen, rejected = (
-        [user("a"), assistant("b"), user("c"), assistant("d")],
-        [user("a"), assistant("b"), user("x"), assistant("e")],
-    )
+    chosen, rejected = talk("a", "b", "c", "d"), talk("a", "b", "x", "e")
     (row,) = pair_rows([{"chosen": chosen, "rejected": rejected}])
     assert row["prompt"] == [user("a")]
     assert (row["chosen"], row["rejected"]) == (chosen[1:], rejected[1:])
 
 
 def test_an_answer_that_goes_on_where_the_other_ends():
-    talk = [user("a"), assistant("b"), user("c"), assistant("d")]
-    (row,) = pair_rows([{"chosen": talk[:2], "rejected": talk}])
-    assert (row["prompt"], row["chosen"], row["rejected"]) == (talk[:1], talk[1:2], talk[1:])
+    long = talk("a", "b", "c", "d")
+    (row,) = pair_rows([{"chosen": long[:2], "rejected": long}])
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (long[:1], long[1:2], long[1:])
 
 
 def test_two_messages_of_the_assistant_in_a_row():
-    begin = [user("a"), assistant("b")]
+    begin = talk("a", "b")
     (row,) = pair_rows([{"chosen": [*begin, assistant("c")], "rejected": [*begin, assistant("d")]}])
     assert (row["prompt"], row["chosen"], row["rejected"]) == (
         begin,
@@ -147,31 +133,13 @@ def test_a_verdict_on_a_conversation():
     assert (row["prompt"], row["response"], row["label"]) == ([user("a")], "b", True)
 
 
-def ranked(*completions: object, **columns: object) -> dict[str, object]:
-    """A row of answers with ranks 0, 1, …, where they don't give their own."""
-    return {
-        "completions": [
-            {"rank": rank, "completion": each} if isinstance(each, (str, int)) else each
-            for rank, each in enumerate(completions)
-        ],
-        **columns,
-    }
-
-
 def test_all_pairs_of_unlike_rank():
     completions = [
         {"rank": rank, "completion": str(rank) + suffix}
         for rank, suffix in ((2, ""), (0, ""), (1, "x"), (1, "y"))
     ]
-    rows = pair_rows(
-        [
-            Row(
-                {"context": "a", "completions": completions, "id": 7},
-                origin="a.jsonl, line 3",
-                source=1,
-            )
-        ]
-    )
+    columns = {"context": "a", "completions": completions, "id": 7}
+    rows = pair_rows([Row(columns, origin="a.jsonl, line 3", source=1)])
     assert [(row["chosen"], row["rejected"]) for row in rows] == [
         ("0", "1x"),
         ("0", "1y"),
@@ -221,22 +189,21 @@ def test_arguments_reach_the_template():
         ({"chosen": "b", "rejected": "c"}, "a row needs a prompt"),
         ({"prompt": "a", "chosen": 5, "rejected": "c"}, "chosen must be"),
         (
-            {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]},
+            {"chosen": talk("a", "b"), "rejected": talk("x", "b")},
             "must begin with the same prompt .*got roles",
         ),
         (
-            {
-                "chosen": [user("a"), assistant("b")],
-                "rejected": [user("a"), assistant("c")],
-                "prompt": "x",
-            },
+            {"chosen": talk("a", "b"), "rejected": talk("a", "c"), "prompt": "x"},
             "prompt must be what chosen and rejected",
         ),
         (
-            ranked(*[{"rank": 0, "completion": "b"}] * 2, context="a"),
+            {"context": "a", "completions": [{"rank": 0, "completion": "b"}] * 2},
             r"two of unlike rank, got ranks \[0, 0\]",
         ),
-        (ranked({"rank": True, "completion": "b"}, context="a"), "rank must be a number"),
+        (
+            {"context": "a", "completions": [{"rank": True, "completion": "b"}]},
+            "rank must be a number",
+        ),
         (
             {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},
             "non-empty assistant message",

@@ -7,10 +7,9 @@ import pytest
 from nemorl.data import load_rows, to_pairs
 from nemorl.data.datasets import warn_of_strings
 from nemorl.runtime.config.base import DataConfig
-from tests.data.tokenizers_small import CHATML, character_tokenizer
+from tests.data.tokenizers_small import CHATML, character_tokenizer, talk
 
-SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
-ANSWER = {"role": "assistant", "content": "a"}
+SYSTEM, USER, ANSWER = talk("u", "a", system="s")
 PAIR = {"chosen": "a", "rejected": "b"}
 TOKENIZER = character_tokenizer()
 

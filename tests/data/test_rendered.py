@@ -13,9 +13,10 @@ from tests.data.tokenizers_small import (
     MARKED,
     STRIPPING,
     character_tokenizer,
+    talk,
 )
 
-QUESTION, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SYSTEM, QUESTION, ANSWER = talk("1+1", "2", system="1")
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
 CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
 RESULT = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "7"}
@@ -41,7 +42,6 @@ MERGING = (
     "{{ messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join }}"
     + FIRST_SYSTEM.partition("{% endif %}")[2]
 )
-SYSTEM = {"role": "system", "content": "1"}
 THOUGHT = ANSWER | {"content": "<think>\nhm\n</think>\n2"}
 LEFT_OUT = {
     "tool_calls": ([QUESTION, CALL], CHATML, r"tool_calls \(message 1\): choose one that renders"),
@@ -52,7 +52,7 @@ LEFT_OUT = {
         r"thinking \(message 1\).*--model.chat-template\), or remove it from the data",
     ),
     "a role": (
-        [{"role": "system", "content": "Be kind."}, QUESTION, ANSWER],
+        talk("1+1", "2", system="Be kind."),
         BY_NAME,
         r"what the role 'system' says \(message 0\)",
     ),
@@ -90,7 +90,7 @@ LEFT_OUT = {
 RENDERED = {
     "calls and their results": ([QUESTION, CALL, RESULT, ANSWER], WITH_TOOLS),
     "empty parts": ([QUESTION, ANSWER | {"tool_calls": [], "thinking": " "}], CHATML),
-    "an empty system message": ([{"role": "system", "content": " "}, QUESTION, ANSWER], BY_NAME),
+    "an empty system message": (talk("1+1", "2", system=" "), BY_NAME),
     "names": ([QUESTION | {"name": "Ann", "id": 3}, ANSWER], CHATML),
     "a role of the template's own": (
         [QUESTION, {"role": "critic", "content": "?"}, ANSWER],

@@ -125,7 +125,7 @@ def test_errors_say_what_is_wrong(tmp_path):
     cases = [
         (lambda: load_rows(tmp_path / "missing.jsonl"), "no file .*missing.jsonl"),
         (lambda: load_rows(jsonl, split="test"), "has no splits, but the split 'test' is"),
-        (lambda: load_rows(Module(), split="test"), "split of a DataModule"),
+        (lambda: load_rows(Module(), split="test"), 'split of a Module must be "train" or'),
         (
             lambda: load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS))),
             "split 'train' is not in a DatasetDict, which has dev",
@@ -207,8 +207,6 @@ def test_what_has_a_validation_split_by_custom(tmp_path):
 
 
 def test_rows_survive_pickling_and_keep_their_place():
-    import pickle
-
     row = Row({"prompt": "a"}, origin="a.jsonl, line 3", source=1)
     for same in (pickle.loads(pickle.dumps(row)), row.but(prompt="a")):
         assert (same, same.origin, same.source) == ({"prompt": "a"}, "a.jsonl, line 3", 1)

@@ -41,7 +41,7 @@ def test_numbers_are_those_of_plain_counting(tokens, room):
 def test_what_the_limit_took():
     found = length_statistics(Lengths(tokens=[4, 8], limit=8, num_truncated=1, num_dropped=2))
     assert (found.num_truncated, found.num_dropped, found.num_over_limit) == (1, 2, 3)
-    assert found.to_dict()["median"] == 6.0
+    assert found.median == 6.0
 
 
 def test_nothing_at_all():

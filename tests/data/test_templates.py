@@ -6,18 +6,19 @@ import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
-from nemorl.data.templates import PASSTHROUGH, Template, with_chat_template
+from nemorl.data.templates import PASSTHROUGH, with_chat_template
 from tests.data.tokenizers_small import (
     CHATML,
     FORGETFUL,
     MARKED,
     character_tokenizer,
+    talk,
     trained_text,
     word_tokenizer,
 )
 
 THINKING = "{% if thinking %}{{ '<s>' }}{% endif %}" + CHATML + "{{ suffix }}"
-TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+TALK = talk("a", "b")
 
 
 def test_a_template_as_text_file_or_name(tmp_path):
@@ -97,21 +98,16 @@ def test_passthrough_is_the_contents_and_nothing_else(by_name):
         else with_chat_template(character_tokenizer(), "passthrough")
     )
     options = {"chat_template": "passthrough"} if by_name else {}
-    talk = [
-        {"role": "system", "content": "s:"},
-        *TALK,
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
-    example = tokenize_messages(tokenizer, talk, **options)
+    whole = talk("a", "b", "c", "d", system="s:")
+    example = tokenize_messages(tokenizer, whole, **options)
     assert tokenizer.decode(example.input_ids) == "s:abcd<|im_end|>"
     assert trained_text(tokenizer, example) == ["b", "d<|im_end|>"]
     assert example.response_mask.index(True) == 3 and all(example.response_mask[3:])
     assert trained_text(
-        tokenizer, tokenize_messages(tokenizer, talk, given=3, add_eos=False, **options)
+        tokenizer, tokenize_messages(tokenizer, whole, given=3, add_eos=False, **options)
     ) == ["d"]
-    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:4], **options)) == "s:abc"
-    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:3], **options)) == "s:ab"
+    assert tokenizer.decode(tokenize_prompt(tokenizer, whole[:4], **options)) == "s:abc"
+    assert tokenizer.decode(tokenize_prompt(tokenizer, whole[:3], **options)) == "s:ab"
     assert tokenize_messages(tokenizer, TALK, **options) == tokenize_prompt_response(
         tokenizer, "a", "b"
     ), "as plain text"
@@ -119,12 +115,10 @@ def test_passthrough_is_the_contents_and_nothing_else(by_name):
 
 def test_passthrough_makes_no_token_across_a_turns_border():
     tokenizer = word_tokenizer([" hi", "hi", "you", " you", "youhi", " youhi"], None)
-    talk = [{"role": "user", "content": "you"}, {"role": "assistant", "content": "hi"}]
-    example = tokenize_messages(tokenizer, talk, chat_template="passthrough")
+    example = tokenize_messages(tokenizer, talk("you", "hi"), chat_template="passthrough")
     assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["you", "hi", "<|im_end|>"]
-    assert example.input_ids[:1] == tokenize_prompt(
-        tokenizer, talk[:1], chat_template="passthrough"
-    )
+    prompt = tokenize_prompt(tokenizer, talk("you"), chat_template="passthrough")
+    assert example.input_ids[:1] == prompt
 
 
 def test_passthrough_begins_with_what_the_tokenizer_puts_in_front():
@@ -132,68 +126,37 @@ def test_passthrough_begins_with_what_the_tokenizer_puts_in_front():
         def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
             return [99, *token_ids_0]
 
-    talk = [
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
-    example = tokenize_messages(Opening(), talk, chat_template="passthrough")
+    messages = talk("", "a", "b", "c")[1:]
+    example = tokenize_messages(Opening(), messages, chat_template="passthrough")
     assert example.input_ids == [99, 100, 101, 102, 1]
     assert example.loss_mask == [False, True, False, True, True]
 
 
 def test_messages_that_are_given_are_not_trained_on():
-    talk = [*TALK, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    whole = talk("a", "b", "c", "d")
     marked_twice = MARKED.replace(
         "{% generation %}{{ m.content + '<|im_end|>' }}",
         "{% generation %}{% endgeneration %}{% generation %}{{ m.content + '<|im_end|>' }}",
     )
     for template in (CHATML, MARKED, marked_twice, FORGETFUL):
         tokenizer = character_tokenizer(template)
-        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=3)) == [
-            "d<|im_end|>"
-        ]
-        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=1)) == [
-            "b<|im_end|>",
-            "d<|im_end|>",
-        ]
-    thoughtful = [TALK[0], {"role": "assistant", "content": "hm</think>b"}, *talk[2:]]
+        for given, said in ((3, ["d<|im_end|>"]), (1, ["b<|im_end|>", "d<|im_end|>"])):
+            example = tokenize_messages(tokenizer, whole, given=given)
+            assert trained_text(tokenizer, example) == said
+    thoughtful = talk("a", "hm</think>b", "c", "d")
     example = tokenize_messages(character_tokenizer(FORGETFUL), thoughtful, given=3)
     assert trained_text(character_tokenizer(), example) == ["d<|im_end|>"], (
         "a template may forget what was thought before"
     )
 
 
-LONG = "range(99999)"
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (f"{{% for a in {LONG} %}}{{% for b in {LONG} %}}{{% endfor %}}{{% endfor %}}", "loops"),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-         "{{ f(90) }}", "loops"),
         ("{% for a in range(9999999) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
-)  # fmt: skip
-def test_a_template_without_end_is_stopped(template, reason, monkeypatch):
-    limit = 0.3 if reason == "loops" else 300
-    monkeypatch.setattr("nemorl.data.templates.MAX_SECONDS", limit)
+)
+def test_a_template_that_computes_too_much_is_refused(template, reason):
     with pytest.raises(ValueError, match=f"the chat template refuses messages .*{reason}"):
         tokenize_messages(character_tokenizer(template), TALK)
-
-
-def test_limits_change_no_text():
-    """Scopes, loop variables, recursion, filters in loops, and names like those of the limits."""
-    template = (
-        "{% set _in_time = 1 %}{% macro say(m) %}{{ m.role ~ caller() }}{% endmacro %}"
-        "{% for m in messages if m.role != 'b' %}{% call say(m) %}{{ loop.index }}{% endcall %}"
-        "{% set x = [1, [2]] %}{% for y in x recursive %}"
-        "{{ y if y is number else loop(y) }}{% else %}none{% endfor %}"
-        "{% if loop.last %}{% break %}{% endif %}{% else %}empty{% endfor %}{{ _in_time * 1 }}"
-    )
-    wanted = character_tokenizer(template).apply_chat_template(TALK, tokenize=False)
-    found = Template(character_tokenizer(template), None, None, {})
-    assert found.render(TALK) == wanted == "user112assistant2121"
-    assert found.render([{"role": "b", "content": "c"}]) == "empty1"

@@ -1,5 +1,5 @@
-"""Small real tokenizers (a token a character; a token a word with the space before it) and chat
-templates of several habits.
+"""Small real tokenizers (a token a character; a token a word with the space before it), chat
+templates of several habits, and conversations.
 """
 
 import string
@@ -34,6 +34,20 @@ PLAIN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if"
     " add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """User and assistant in turn."""
+    turns = [(user, assistant)[number % 2](content) for number, content in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
 
 
 def _fast(model, pattern: str, template: str | None, **special) -> PreTrainedTokenizerFast:

@@ -3,13 +3,13 @@ that a function cannot have.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemorl.losses import advantages as adv
-from nemorl.losses import advantages as rewards_module
 from nemorl.losses import distillation as distill
 from nemorl.losses import importance, kl, logprobs, masks, policy, preference, supervised, value
 from nemorl.losses.types import LossOutput, Mean, same_segment, segment_starts
@@ -314,11 +314,8 @@ def _distillation_cases() -> list[Case]:
 
 
 def _preference_cases() -> list[Case]:
-    policies, references = (
-        ("policy_chosen", "policy_rejected"),
-        ("reference_chosen", "reference_rejected"),
-    )
-    with_reference = (*policies, *references, "pair_weights")
+    policies = ("policy_chosen", "policy_rejected")
+    with_reference = (*policies, "reference_chosen", "reference_rejected", "pair_weights")
     betas = ({"beta": 0.1}, {"beta": 0.5})
     smooth = (
         *betas,
@@ -338,88 +335,47 @@ def _preference_cases() -> list[Case]:
         )
         return _as_loss(values, cotangent)
 
-    averages = ({}, {"average": True})
+    of_pairs: dict[str, Any] = {"family": "preference"}
+    alone = (*policies, "pair_weights")
+    bradley_terry = (*scores, "pair_weights", "margin")
+    sequences = {"options": ({}, {"average": True}), "family": "map"}
     token_inputs, grad = ("token_logprobs", "mask"), ("token_logprobs",)
     return [
-        Case("dpo", preference.dpo, with_reference, policies, smooth, family="preference"),
-        Case("ipo", preference.ipo, with_reference, policies, betas, family="preference"),
-        Case("hinge", preference.hinge, with_reference, policies, betas, family="preference"),
-        Case(
-            "simpo",
-            preference.simpo,
-            (*policies, "pair_weights"),
-            policies,
-            margins,
-            family="preference",
-        ),
-        Case("orpo", preference.orpo, (*policies, "pair_weights"), policies, family="preference"),
-        Case(
-            "kto", preference.kto, kto_inputs, ("policy_chosen",), kto_options, family="preference"
-        ),
-        Case(
-            "bradley_terry",
-            preference.bradley_terry,
-            (*scores, "pair_weights", "margin"),
-            scores,
-            family="preference",
-        ),
+        Case("dpo", preference.dpo, with_reference, policies, smooth, **of_pairs),
+        Case("ipo", preference.ipo, with_reference, policies, betas, **of_pairs),
+        Case("hinge", preference.hinge, with_reference, policies, betas, **of_pairs),
+        Case("simpo", preference.simpo, alone, policies, margins, **of_pairs),
+        Case("orpo", preference.orpo, alone, policies, **of_pairs),
+        Case("kto", preference.kto, kto_inputs, ("policy_chosen",), kto_options, **of_pairs),
+        Case("bradley_terry", preference.bradley_terry, bradley_terry, scores, **of_pairs),
         Case(
             "sequence_logprobs",
             sums,
             (*token_inputs, "segment_ids", "ordered_cotangent"),
             grad,
-            averages,
-            family="map",
+            **sequences,
         ),
         Case(
             "sequence_logprobs of rows",
             _mapped(preference.sequence_logprobs),
             (*token_inputs, "sequence_cotangent"),
             grad,
-            averages,
-            family="map",
+            **sequences,
         ),
     ]
 
 
 def _weight_cases() -> list[Case]:
-    by_segment, by_token, by_row = (
-        ("mask", "segment_ids", "cotangent"),
-        ("mask", "token_group_id", "cotangent"),
-        ("mask", "group_id", "cotangent"),
-    )
+    constant = partial(masks.constant_weights, length=7)
     return [
-        Case(
-            "token_mean_weights",
-            _mapped(masks.token_mean_weights),
-            ("mask", "cotangent"),
-            (),
-            family="weights",
-        ),
-        Case(
-            "sequence_mean_weights",
-            _mapped(masks.sequence_mean_weights),
-            by_segment,
-            (),
-            family="weights",
-        ),
-        Case(
-            "constant_weights",
-            _mapped(masks.constant_weights, length=7),
-            by_segment,
-            (),
-            family="weights",
-        ),
-        Case(
-            "group_mean_weights", _mapped(masks.group_mean_weights), by_token, (), family="weights"
-        ),
-        Case(
-            "group_mean_weights of rows",
-            _mapped(masks.group_mean_weights),
-            by_row,
-            (),
-            family="weights",
-        ),
+        Case(name, _mapped(function), ("mask", *by, "cotangent"), (), family="weights")
+        for name, function, *by in (
+            ("token_mean_weights", masks.token_mean_weights),
+            ("sequence_mean_weights", masks.sequence_mean_weights, "segment_ids"),
+            ("constant_weights", constant, "segment_ids"),
+            ("group_mean_weights", masks.group_mean_weights, "token_group_id"),
+            ("group_mean_weights of rows", masks.group_mean_weights, "group_id"),
+        )
     ]
 
 
@@ -437,7 +393,7 @@ def _advantage_cases() -> list[Case]:
     )
 
     def informative(rewards, group_id):
-        return rewards_module.informative_groups(rewards, group_id).float()
+        return adv.informative_groups(rewards, group_id).float()
 
     return [
         Case("advantages of groups", _mapped(adv.advantages), inputs, (), grouped, **of_group),

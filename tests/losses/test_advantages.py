@@ -1,4 +1,4 @@
-"""Advantages by hand, laws 10 and 12, and each estimator against its definition."""
+"""Advantages and rewards by hand, laws 10 and 12, each estimator against its definition."""
 
 import itertools
 import math
@@ -17,13 +17,16 @@ from nemorl.losses.advantages import (
     gae,
     gdpo,
     grpo,
+    informative_groups,
     length_adaptive_lambda,
     max_rl,
     nemo_grpo,
     opd,
+    overlong_penalty,
     pass_at_k,
     reinforce_plus_plus,
     rloo,
+    scale_rewards,
     to_tokens,
     whiten,
 )
@@ -88,10 +91,7 @@ def test_presets_by_hand():
 
 def test_a_lone_success_is_not_divided_by_the_zero_spread_of_the_others():
     result = nemo_grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([3, 3, 3, 3]))
-    sigma = math.sqrt(1 / 3)
-    assert result.tolist() == pytest.approx(
-        [1, -1 / 3 / sigma, -1 / 3 / sigma, -1 / 3 / sigma], rel=1e-5
-    )
+    assert result.tolist() == pytest.approx([1, *[-1 / 3 / math.sqrt(1 / 3)] * 3], rel=1e-5)
 
 
 @given(batches(), CHOICES)
@@ -249,13 +249,8 @@ def test_advantages_are_computed_in_float64():
 def test_a_batch_without_differences_teaches_nothing():
     rewards, groups = torch.tensor([0.7, 0.7, 0.7]), torch.tensor([1, 1, 2])
     assert not advantages(rewards, groups, baseline="none", scale="batch_std").any()
-    assert not advantages(
-        rewards,
-        groups,
-        baseline="greedy",
-        scale="batch_std",
-        greedy_rewards=torch.tensor([0.0, 0.0, 1.0]),
-    ).any()
+    greedy = {"baseline": "greedy", "greedy_rewards": torch.tensor([0.0, 0.0, 1.0])}
+    assert not advantages(rewards, groups, scale="batch_std", **greedy).any()
     assert not advantages(rewards, groups, baseline="batch_mean", scale="none").any()
     assert advantages(rewards, groups, baseline="none", scale="none").tolist() == rewards.tolist()
 
@@ -356,14 +351,10 @@ def test_gae_is_the_backward_loop_over_the_masked_tokens(seed, batch, seq, gamma
 
 
 def test_length_adaptive_lambda_by_hand():
-    assert length_adaptive_lambda(torch.tensor([0, 1, 2]), alpha=2.0).tolist() == [
-        0.5,
-        0.5,
-        0.75,
-    ], "nothing is as short as one token"
-    assert length_adaptive_lambda(
-        torch.tensor([0, 1, 20, 100]), alpha=0.1
-    ).tolist() == pytest.approx([0, 0, 0.5, 0.9])
+    found = length_adaptive_lambda(torch.tensor([0, 1, 2]), alpha=2.0)
+    assert found.tolist() == [0.5, 0.5, 0.75], "nothing is as short as one token"
+    found = length_adaptive_lambda(torch.tensor([0, 1, 20, 100]), alpha=0.1)
+    assert found.tolist() == pytest.approx([0, 0, 0.5, 0.9])
 
 
 def test_reinforce_plus_plus_by_hand():
@@ -389,16 +380,12 @@ def test_reinforce_plus_plus_by_hand():
 
 
 def test_whitening():
-    values, mask = (
-        torch.tensor([[0.1, 0.1, 5.0], [0.1, 7.0, 0.1]]),
-        torch.tensor([[True, True, False], [True, False, True]]),
-    )
+    values = torch.tensor([[0.1, 0.1, 5.0], [0.1, 7.0, 0.1]])
+    mask = torch.tensor([[True, True, False], [True, False, True]])
     assert not whiten(values, mask).any()
+    there = torch.tensor([[True, True, True, False]])
     for value in (0.1, -0.1):
-        equal, there = (
-            torch.full((1, 4), value, dtype=torch.float64),
-            torch.tensor([[True, True, True, False]]),
-        )
+        equal = torch.full((1, 4), value, dtype=torch.float64)
         assert not whiten(equal, there).any() and not whiten(equal, torch.ones_like(there)).any()
     exact = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
     assert whiten(exact, torch.ones(1, 3, dtype=torch.bool)).tolist() == [
@@ -434,10 +421,7 @@ def test_gdpo_takes_any_baseline_and_scale():
         torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.5, 1.0], [4.0, 4.0]], dtype=torch.float64),
         torch.tensor([1, 1, 1, 2]),
     )
-    for baseline, scale in (
-        ("group_mean", "group_std"),
-        ("leave_one_out", "none"),
-    ):
+    for baseline, scale in (("group_mean", "group_std"), ("leave_one_out", "none")):
         total = sum(
             w * advantages(components[:, k], groups, baseline=baseline, scale=scale)
             for k, w in enumerate((1.0, 0.5))
@@ -445,3 +429,34 @@ def test_gdpo_takes_any_baseline_and_scale():
         expected = (total - total.mean()) / (total.std() + 1e-6)
         result = gdpo(components, groups, weights=(1.0, 0.5), baseline=baseline, scale=scale)
         assert result.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+def test_scaling_is_linear_between_the_ends_and_clamped_outside():
+    rewards = torch.tensor([-3.0, -1.0, 0.0, 1.0, 7.0])
+    assert scale_rewards(
+        rewards, source_min=-1.0, source_max=1.0, target_min=0.0, target_max=10.0
+    ).tolist() == [0, 0, 5, 10, 10]
+    cost = scale_rewards(rewards, target_min=1.0, target_max=0.0)  # becomes a reward
+    assert cost.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_the_overlong_penalty_falls_in_the_buffer_and_then_stays():
+    lengths = torch.tensor([0, 79, 80, 85, 95, 99, 100, 101, 10_000])
+    expected = [0, 0, 0, -0.5, -1.5, -1.9, -2, -2, -2]
+    found = overlong_penalty(lengths, max_length=100, buffer=20, penalty=2.0)
+    assert found.tolist() == pytest.approx(expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 1.0])), min_size=1, max_size=8)
+)
+def test_a_group_is_informative_when_two_of_its_rewards_differ(rows):
+    expected = [any(g == group and r != reward for g, r in rows) for group, reward in rows]
+    groups, rewards = map(torch.tensor, zip(*rows, strict=True))
+    assert informative_groups(rewards, groups).tolist() == expected
+
+
+def test_the_ends_of_every_range_are_allowed():
+    lengths = torch.tensor([0, 5, 10])
+    assert overlong_penalty(lengths, max_length=10, buffer=10).tolist() == [0, -0.5, -1]
+    assert not overlong_penalty(lengths, max_length=10, buffer=5, penalty=0.0).any()

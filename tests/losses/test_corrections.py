@@ -322,19 +322,6 @@ def test_masks_are_prime_rls_of_early_2026(kind: str, level: str):
     agree(ours, source, batch.now, value=False)
 
 
-# Two sequences and padding. Token ratios 1, 4, ¼ | 2, 2; geometric means 1 | 2.
-RATIOS = torch.tensor([[1.0, 4.0, 0.25, 2.0, 2.0, 9.0]])
-SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0]])
-MASK = torch.tensor([[True, True, True, True, True, False]])
-
-
-def test_a_token_without_a_sampler_logprob_drops_no_sequence():
-    generation = torch.tensor([[0.0, NAN, 0.0, 0.0, INF, 0.0]])
-    bounds = {"extreme_bounds": (0.25, 2.0), "geometric_bounds": (0.25, 2.0)}
-    weights, _ = importance_weights(RATIOS.log(), generation, MASK, SEGMENTS, **bounds)
-    assert weights[0].tolist() == pytest.approx([1, 0, 0.25, 2, 0, 0], rel=1e-5)
-
-
 def test_the_penalty_by_hand():
     now = torch.tensor([[-1.0, -2.0, -1.0, NAN]], requires_grad=True)
     generation = torch.tensor([[-3.0, -2.5, NAN, 1.0]])

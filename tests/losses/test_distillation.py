@@ -75,12 +75,8 @@ def test_top1_agreement():
     student = logits(P, Q, [0.1, 0.9, 0.0, 0.0], Q)
     teacher = logits(P, Q, [0.9, 0.1, 0.0, 0.0], Q)
     weights = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
-    assert (
-        finalize(distillation(student, teacher, weights, direction="jensen_shannon").metrics)[
-            "top1_agreement"
-        ]
-        == 0.5
-    )
+    output = distillation(student, teacher, weights, direction="jensen_shannon")
+    assert finalize(output.metrics)["top1_agreement"] == 0.5
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -129,14 +125,10 @@ def test_the_ends_of_mixed_are_forward_and_reverse(seed):
     """Law 14, to the last bit."""
     student, teacher, weights = random_logits(seed)
     for mix, direction in ((1.0, "forward"), (0.0, "reverse")):
-        end, pure = (
-            distillation(student, teacher, weights, direction="mixed", mix=mix),
-            distillation(student, teacher, weights, direction=direction),
-        )
-        assert torch.equal(end.loss, pure.loss)
-        assert torch.equal(
-            torch.autograd.grad(end.loss, student)[0], torch.autograd.grad(pure.loss, student)[0]
-        )
+        end = distillation(student, teacher, weights, direction="mixed", mix=mix).loss
+        pure = distillation(student, teacher, weights, direction=direction).loss
+        assert torch.equal(end, pure)
+        assert torch.equal(*(torch.autograd.grad(loss, student)[0] for loss in (end, pure)))
 
 
 @given(st.integers(0, 2**31), st.sampled_from(DIRECTIONS), st.sampled_from([0.5, 1.0, 4.0]))
@@ -257,21 +249,13 @@ def test_a_rest_that_rounding_hides_is_finite(top, direction):
 )
 def test_with_the_whole_vocabulary_topk_is_distillation(seed, direction, outside, temperature):
     student, teacher, weights = random_logits(seed)
-    whole = distillation(
-        student, teacher, weights, direction=direction, temperature=temperature
-    ).loss
-    part = distillation_topk(
-        student,
-        *topk(teacher, 6, temperature),
-        weights,
-        direction=direction,
-        outside=outside,
-        temperature=temperature,
-    ).loss
+    options = {"direction": direction, "temperature": temperature}
+    whole = distillation(student, teacher, weights, **options).loss
+    top = topk(teacher, 6, temperature)
+    part = distillation_topk(student, *top, weights, outside=outside, **options).loss
     torch.testing.assert_close(part, whole)
-    torch.testing.assert_close(
-        torch.autograd.grad(part, student)[0], torch.autograd.grad(whole, student)[0]
-    )
+    gradients = [torch.autograd.grad(loss, student)[0] for loss in (part, whole)]
+    torch.testing.assert_close(*gradients)
 
 
 @given(st.integers(0, 2**31), st.sampled_from(DIRECTIONS), st.sampled_from(OUTSIDE))
@@ -297,15 +281,11 @@ def test_empty_places_of_the_topk_change_nothing(seed, direction, outside):
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_a_student_with_excluded_tokens_stays_finite(direction, outside):
     student = torch.tensor([[[1.0, 0.5, -INF, -INF], [0.0, 0.0, 0.0, 0.0]]]).requires_grad_()
-    logprobs, ids = (
-        torch.tensor([[[NAN, NAN], [0.75, 0.25]]]).log(),
-        torch.tensor([[[-7, 99], [0, 1]]]),
-    )
-    output = distillation_topk(
-        student, logprobs, ids, WEIGHTS, direction=direction, outside=outside
-    )
-    assert output.loss.isfinite()
-    assert torch.autograd.grad(output.loss, student)[0].isfinite().all()
+    logprobs = torch.tensor([[[NAN, NAN], [0.75, 0.25]]]).log()
+    ids, options = torch.tensor([[[-7, 99], [0, 1]]]), {"direction": direction, "outside": outside}
+    loss = distillation_topk(student, logprobs, ids, WEIGHTS, **options).loss
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, student)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)
@@ -318,9 +298,7 @@ def test_topk_of_other_types_and_its_agreement(outside):
     ids = torch.tensor([[[0, 1]] * 4])
     weights = torch.tensor([[0.0, 0.25, 0.25, 0.5]])
     output = distillation_topk(student, logprobs, ids.short(), weights, outside=outside)
+    exact = distillation_topk(student, logprobs.double(), ids, weights, outside=outside).loss
     assert output.loss.dtype == torch.float64
-    assert output.loss.item() == pytest.approx(
-        distillation_topk(student, logprobs.double(), ids, weights, outside=outside).loss.item(),
-        rel=1e-5,
-    )
+    assert output.loss.item() == pytest.approx(exact.item(), rel=1e-5)
     assert finalize(output.metrics)["top1_agreement"] == pytest.approx(2 / 3)

@@ -13,6 +13,7 @@ from nemorl.losses.logprobs import token_logprobs
 VOCAB = 5
 SEEDS = st.integers(0, 2**20)
 ALL = torch.ones(1, VOCAB, dtype=torch.bool)
+HALF, INSIDE = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
 
 
 def two_policies(seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,16 +38,14 @@ def test_estimates_where_the_policy_is_twice_as_sure_as_the_reference(estimator,
 
 
 def test_the_clamps():
-    logprobs, reference, mask = (
-        torch.tensor([[0.0, -50.0]]),
-        torch.tensor([[-50.0, 0.0]]),
-        torch.tensor([[True, True]]),
-    )
-    assert kl(logprobs, reference, mask, estimator="k1").tolist() == [[10, -10]]
-    assert kl(logprobs, reference, mask, estimator="k1", output_clamp=None).tolist() == [[20, -20]]
-    assert kl(
-        logprobs, reference, mask, estimator="k1", input_clamp=None, output_clamp=None
-    ).tolist() == [[50, -50]]
+    far, mask = torch.tensor([[0.0, -50.0]]), torch.tensor([[True, True]])
+    for clamps, expected in (
+        ({}, 10),
+        ({"output_clamp": None}, 20),
+        ({"output_clamp": None, "input_clamp": None}, 50),
+    ):
+        found = kl(far, far.flip(-1), mask, estimator="k1", **clamps)
+        assert found.tolist() == [[expected, -expected]]
 
 
 @given(SEEDS)
@@ -92,47 +91,29 @@ def expected_gradient(logits, reference, estimator, gradient):
 def test_which_gradient_an_estimator_has_on_average(seed):
     logits, reference = two_policies(seed)
     leaf = logits.clone().requires_grad_()
-    forward, reverse = (
-        divergence(leaf.log_softmax(-1), reference, direction=name).sum()
+    of_forward, of_reverse = (
+        torch.autograd.grad(
+            divergence(leaf.log_softmax(-1), reference, direction=name).sum(), leaf
+        )[0]
         for name in ("forward", "reverse")
     )
-    of_forward, of_reverse = (
-        torch.autograd.grad(forward, leaf)[0],
-        torch.autograd.grad(reverse, leaf)[0],
-    )
-    same = {"rtol": 1e-7, "atol": 1e-12}
-    torch.testing.assert_close(
-        expected_gradient(logits, reference, "k1", "pathwise"), torch.zeros_like(logits), **same
-    )
-    torch.testing.assert_close(
-        expected_gradient(logits, reference, "k2", "pathwise"), of_reverse, **same
-    )
-    torch.testing.assert_close(
-        expected_gradient(logits, reference, "k3", "pathwise"), of_forward, **same
-    )
-    for estimator in ("k1", "k3"):
-        for gradient in ("score", "importance"):
-            torch.testing.assert_close(
-                expected_gradient(logits, reference, estimator, gradient), of_reverse, **same
-            )
+    for estimator, gradient, expected in (
+        ("k1", "pathwise", torch.zeros_like(logits)),
+        ("k2", "pathwise", of_reverse),
+        ("k3", "pathwise", of_forward),
+        *((name, how, of_reverse) for name in ("k1", "k3") for how in ("score", "importance")),
+    ):
+        found = expected_gradient(logits, reference, estimator, gradient)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-12)
 
 
 def test_score_and_importance_weights_have_the_right_value():
-    logprobs, reference, mask = (
-        torch.tensor([[-1.0]]),
-        torch.tensor([[-2.0]]),
-        torch.tensor([[True]]),
-    )
-    plain = kl(logprobs, reference, mask, estimator="k1")
-    assert torch.equal(kl(logprobs, reference, mask, estimator="k1", gradient="score"), plain)
-    weighted = kl(
-        logprobs,
-        reference,
-        mask,
-        estimator="k1",
-        gradient="importance",
-        generation_logprobs=torch.tensor([[-1.0 - math.log(3)]]),
-    )
+    arrays = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[True]])
+    plain = kl(*arrays, estimator="k1")
+    assert torch.equal(kl(*arrays, estimator="k1", gradient="score"), plain)
+    generation = torch.tensor([[-1.0 - math.log(3)]])
+    options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
+    weighted = kl(*arrays, **options)
     assert weighted.item() == pytest.approx(3 * plain.item(), rel=1e-6)
 
 
@@ -156,13 +137,9 @@ def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
 
 
 def test_the_floor_keeps_reverse_finite_and_leaves_forward_alone():
-    half, inside = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
-    assert divergence(half, inside, direction="reverse", floor=-100.0).item() == pytest.approx(
-        50 - math.log(2)
-    )
-    assert divergence(half, inside, direction="forward", floor=-100.0).item() == pytest.approx(
-        math.log(2)
-    )
+    for direction, expected in (("reverse", 50 - math.log(2)), ("forward", math.log(2))):
+        found = divergence(HALF, INSIDE, direction=direction, floor=-100.0)
+        assert found.item() == pytest.approx(expected)
 
 
 def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted():
@@ -193,14 +170,13 @@ def test_the_ratio_of_the_importance_form_is_clamped_as_well():
 
 
 def test_the_ends_of_mixed_do_not_look_at_the_other_side():
-    half, inside = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
-    assert divergence(inside, half, direction="mixed", mix=0.0).item() == pytest.approx(
-        math.log(2)
-    )  # forward is infinite
-    assert divergence(half, inside, direction="mixed", mix=1.0).item() == pytest.approx(
-        math.log(2)
-    )  # reverse is
-    assert divergence(half, inside, direction="mixed", mix=0.5).item() == math.inf
+    for student, reference, mix, expected in (
+        (INSIDE, HALF, 0.0, math.log(2)),  # forward is infinite
+        (HALF, INSIDE, 1.0, math.log(2)),  # reverse is
+        (HALF, INSIDE, 0.5, math.inf),
+    ):
+        found = divergence(student, reference, direction="mixed", mix=mix)
+        assert found.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

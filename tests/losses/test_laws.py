@@ -146,8 +146,8 @@ def test_the_profile_is_derandomised(name: str, examples: int):
 WITHOUT_CASE = {
     "needs": "declares what a loss reads; tests/parallel/test_needs.py",
     "needs_of": "returns what a loss declares; tests/parallel/test_needs.py",
-    "scale_rewards": "by hand in test_rewards.py",
-    "overlong_penalty": "by hand in test_rewards.py",
+    "scale_rewards": "by hand in test_advantages.py",
+    "overlong_penalty": "by hand in test_advantages.py",
     "length_adaptive_lambda": "by hand in test_advantages.py",
     "grpo": "names a choice of `advantages`",
     "rloo": "names a choice of `advantages`",

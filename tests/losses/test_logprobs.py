@@ -22,8 +22,6 @@ from nemorl.losses.logprobs import (
 from nemorl.losses.types import same_segment
 
 INF = math.inf
-
-
 SEEDS = st.integers(0, 2**20)
 KINDS = st.builds(
     LogprobKind,
@@ -33,6 +31,8 @@ KINDS = st.builds(
     st.sampled_from([0.0, 0.1, 0.5]),
 )
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
+IDS = torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+SEGMENTS = torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
 
 
 def randn(*shape, seed=0, **options):
@@ -47,9 +47,8 @@ def token_logprobs_and_entropy(logits, ids, *, segment_ids=None, kind=LogprobKin
     inside = torch.ones_like(drawn, dtype=torch.bool)
     if segment_ids is not None:
         inside = same_segment(segment_ids)[:, 1:]
-    options = {name: getattr(kind, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     rows = torch.where(inside[..., None], logits[:, :-1], 0.0)
-    support = filter_logits(rows, keep=drawn, **options).log_softmax(-1)
+    support = filter_logits(rows, keep=drawn, **vars(kind)).log_softmax(-1)
     entropies = torch.where(inside, -(support.exp() * support.clamp(min=-1e4)).sum(-1), 0.0)
     plain = token_logprobs(logits, ids, segment_ids=segment_ids, kind=kind)
     return plain, torch.nn.functional.pad(entropies, (1, 0))
@@ -128,14 +127,10 @@ def test_borders_of_the_filters_in_float64():
 
 
 def test_whole_numbers_may_have_16_bits():
-    logits, ids, segments = (
-        randn(2, 4, 5),
-        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
-        torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]),
-    )
+    logits = randn(2, 4, 5)
     for kind in (LogprobKind(), LogprobKind(top_k=2, top_p=0.9)):
         long, short = (
-            token_logprobs_and_entropy(logits, cast(ids), segment_ids=cast(segments), kind=kind)
+            token_logprobs_and_entropy(logits, cast(IDS), segment_ids=cast(SEGMENTS), kind=kind)
             for cast in (torch.Tensor.long, torch.Tensor.short)
         )
         assert all(map(torch.equal, long, short))
@@ -180,36 +175,19 @@ def test_rows_with_their_own_options_are_filtered_as_if_alone(seed, kinds, with_
     keep = torch.arange(len(kinds)) if with_keep else None
     columns = {
         name: torch.tensor([getattr(kind, name) for kind in kinds], dtype=torch.float64)
-        for name in ("temperature", "top_p", "min_p")
+        for name in vars(kinds[0])
     }
-    together = filter_logits(
-        logits, top_k=torch.tensor([kind.top_k for kind in kinds]), **columns, keep=keep
-    )
+    columns["top_k"] = columns["top_k"].long()
+    together = filter_logits(logits, **columns, keep=keep)
     for i, kind in enumerate(kinds):
-        alone = filter_logits(
-            logits[i],
-            temperature=kind.temperature,
-            top_k=kind.top_k,
-            top_p=kind.top_p,
-            min_p=kind.min_p,
-            keep=None if keep is None else keep[i],
-        )
+        alone = filter_logits(logits[i], keep=None if keep is None else keep[i], **vars(kind))
         assert torch.equal(together[i], alone)
 
 
 @given(SEEDS, KINDS)
 def test_a_filtered_distribution_sums_to_one_over_the_support(seed, kind):
     logits = 2 * randn(2, 3, 6, seed=seed)
-    inside = (
-        filter_logits(
-            logits,
-            temperature=kind.temperature,
-            top_k=kind.top_k,
-            top_p=kind.top_p,
-            min_p=kind.min_p,
-        )[:, :-1]
-        > -INF
-    )
+    inside = filter_logits(logits, **vars(kind))[:, :-1] > -INF
     every = torch.stack(
         [token_logprobs(logits, torch.full((2, 3), token), kind=kind)[:, 1:] for token in range(6)],
         -1,
@@ -223,9 +201,6 @@ def test_a_filtered_distribution_sums_to_one_over_the_support(seed, kind):
     assert (
         every.isfinite().all()
     )  # a token that was drawn is in the support, whatever rounding says
-
-
-# Kinds
 
 
 # The chunked head
@@ -291,44 +266,27 @@ def test_gradients_for_several_cotangents_at_once_are_those_for_each(chunk):
 )
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_law_8_gradcheck_also_of_the_second_derivative(kind, softcap):
-    hidden, weight = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_()
-    ids, segments = (
-        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
-        torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]),
-    )
+    leaves = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_()
+    options = {"kind": kind, "chunk": 2, "with_entropy": True, "softcap": softcap}
 
     def chunked(h, w):
-        return linear_token_logprobs(
-            h,
-            w,
-            ids,
-            segment_ids=segments,
-            kind=kind,
-            chunk=2,
-            with_entropy=True,
-            softcap=softcap,
-        )
+        return linear_token_logprobs(h, w, IDS, segment_ids=SEGMENTS, **options)
 
-    assert torch.autograd.gradcheck(chunked, (hidden, weight)) and torch.autograd.gradgradcheck(
-        chunked, (hidden, weight)
-    )
+    assert torch.autograd.gradcheck(chunked, leaves)
+    assert torch.autograd.gradgradcheck(chunked, leaves)
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.8)])
 def test_either_output_may_go_without_a_gradient(kind, used):
-    hidden, weight, ids = (
-        randn(2, 4, 3).requires_grad_(),
-        randn(5, 3, seed=1).requires_grad_(),
-        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
-    )
+    hidden, weight = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_()
     cotangent = randn(2, 4, seed=2)
 
     def loss(h, w, head=None):
         both = (
-            linear_token_logprobs(h, w, ids, kind=kind, chunk=2, with_entropy=True)
+            linear_token_logprobs(h, w, IDS, kind=kind, chunk=2, with_entropy=True)
             if head
-            else token_logprobs_and_entropy(h @ w.T, ids, kind=kind)
+            else token_logprobs_and_entropy(h @ w.T, IDS, kind=kind)
         )
         return sum((both[i] * cotangent).sum() * (i + 1) for i in used)
 
@@ -347,43 +305,29 @@ def test_either_output_may_go_without_a_gradient(kind, used):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(with_entropy):
-    hidden, weight, ids = (
-        randn(2, 4, 3),
-        randn(5, 3, seed=1),
-        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
-    )
-
-    def gradient_of(trained: str):
-        h, w = (
-            x.clone().requires_grad_(name in trained)
-            for name, x in (("hidden", hidden), ("weight", weight))
-        )
-        logprobs, entropies = linear_token_logprobs(h, w, ids, chunk=2, with_entropy=with_entropy)
+    def gradients_of(hidden: bool, weight: bool):
+        h, w = randn(2, 4, 3).requires_grad_(hidden), randn(5, 3, seed=1).requires_grad_(weight)
+        logprobs, entropies = linear_token_logprobs(h, w, IDS, chunk=2, with_entropy=with_entropy)
         (logprobs.sum() + (entropies.sum() if with_entropy else 0)).backward()
         return h.grad, w.grad
 
     both, only_hidden, only_weight = (
-        gradient_of("hidden weight"),
-        gradient_of("hidden"),
-        gradient_of("weight"),
+        gradients_of(*trained) for trained in ((True, True), (True, False), (False, True))
     )
     assert torch.equal(only_hidden[0], both[0]) and only_hidden[1] is None
     assert torch.equal(only_weight[1], both[1]) and only_weight[0] is None
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made, and how many had that
-    many.
-    """
+    """The number of elements of the largest tensor that any operation made."""
 
-    numel = count = 0
+    numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.numel:
-                self.count = self.count + 1 if tensor.numel() == self.numel else 1
-                self.numel = tensor.numel()
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
         return result
 
 
@@ -398,17 +342,11 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_is_ever_made(kind, dtype):
         randn(vocab, width, dtype=torch.float32).to(dtype).requires_grad_(),
     )
     ids = torch.randint(0, vocab, (batch, seq))
+    options = {"kind": kind, "chunk": chunk, "with_entropy": True}
     with LargestTensor() as chunked:
-        logprobs, entropies = linear_token_logprobs(
-            hidden,
-            weight,
-            ids,
-            segment_ids=torch.ones_like(ids),
-            kind=kind,
-            chunk=chunk,
-            with_entropy=True,
-        )
-        (logprobs + entropies).sum().backward()
+        sum(
+            linear_token_logprobs(hidden, weight, ids, segment_ids=torch.ones_like(ids), **options)
+        ).sum().backward()
     assert chunked.numel <= chunk * vocab
     with LargestTensor() as plain:  # the measure sees what the plain form makes
         token_logprobs(hidden @ weight.T, ids, kind=kind)
@@ -427,15 +365,10 @@ def test_half_precision_states_and_no_grad():
     assert none is None and not result.requires_grad and result.dtype == torch.float32
     torch.testing.assert_close(result, expected, rtol=0.02, atol=0.05)
     weight.requires_grad_()
-    mixed = linear_token_logprobs(hidden.bfloat16(), weight, ids, chunk=5)[
-        0
-    ]  # a float32 head under bfloat16 states
+    # A float32 head under bfloat16 states.
+    mixed = linear_token_logprobs(hidden.bfloat16(), weight, ids, chunk=5)[0]
     mixed.sum().backward()
-    assert (
-        mixed.dtype == torch.float32
-        and weight.grad.dtype == torch.float32
-        and not hidden.requires_grad
-    )
+    assert mixed.dtype == weight.grad.dtype == torch.float32 and not hidden.requires_grad
 
 
 def test_under_autocast_it_computes_as_a_linear_layer_would():

@@ -27,6 +27,12 @@ def ratios(*values: float) -> tuple[Tensor, Tensor]:
     return (prev + torch.tensor([values]).log()).requires_grad_(), prev
 
 
+def apart(loss, count: int) -> dict[str, Tensor]:
+    """For the losses with ratios of sequences: that each token is one."""
+    sequences = torch.arange(1, count + 1)[None]
+    return {"segment_ids": sequences} if loss in (policy.gspo, policy.gspo_token) else {}
+
+
 def row(*values: float) -> Tensor:
     return torch.tensor([values])
 
@@ -89,19 +95,8 @@ def test_clipped_metrics_by_hand():
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_importance_weights_multiply_each_token_and_zero_drops_it(loss):
     now, prev = ratios(1.0, 1.0, 1.0)
-    one_token_each = (
-        {"segment_ids": torch.tensor([[1, 2, 3]])}
-        if loss in (policy.gspo, policy.gspo_token)
-        else {}
-    )
-    output = loss(
-        now,
-        prev,
-        row(1.0, 2.0, 3.0),
-        row(0.5, 0.5, 0.5),
-        importance_weights=row(2.0, 0.5, 0.0),
-        **one_token_each,
-    )
+    options = {"importance_weights": row(2.0, 0.5, 0.0), **apart(loss, 3)}
+    output = loss(now, prev, row(1.0, 2.0, 3.0), row(0.5, 0.5, 0.5), **options)
     assert gradient(output, now) == pytest.approx([-1.0, -0.5, 0.0])
     assert finalize(output.metrics)["masked_fraction"] == pytest.approx(1 / 3)
 
@@ -117,14 +112,9 @@ FAR = (torch.full((1, 2), -1.0), torch.tensor([[-1.0, -201.0]]))
 def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(
     loss, advantage, options
 ):
-    now, segments = (
-        FAR[0].clone().requires_grad_(),
-        {} if loss is policy.clipped else {"segment_ids": torch.tensor([[1, 2]])},
-    )
-    output = loss(now, FAR[1], row(advantage, advantage), row(0.5, 0.5), **segments, **options)
-    assert output.loss.isfinite() and all(
-        math.isfinite(value) for value in finalize(output.metrics).values()
-    )
+    now, options = FAR[0].clone().requires_grad_(), {**options, **apart(loss, 2)}
+    output = loss(now, FAR[1], row(advantage, advantage), row(0.5, 0.5), **options)
+    assert output.loss.isfinite() and all(map(math.isfinite, finalize(output.metrics).values()))
     assert gradient(output, now) == [-0.5 * advantage, 0.0]
 
 
@@ -144,13 +134,9 @@ def test_the_gradients_norm_is_finite_however_far_the_policy_has_moved(loss, gap
 
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_a_dropped_token_has_neither_loss_nor_gradient_however_far_it_is(loss):
-    now, segments = (
-        FAR[0].clone().requires_grad_(),
-        {"segment_ids": torch.tensor([[1, 2]])} if loss in (policy.gspo, policy.gspo_token) else {},
-    )
-    output = loss(
-        now, FAR[1], row(-1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.0), **segments
-    )
+    now = FAR[0].clone().requires_grad_()
+    options = {"importance_weights": row(1.0, 0.0), **apart(loss, 2)}
+    output = loss(now, FAR[1], row(-1.0, -1.0), row(0.5, 0.5), **options)
     assert output.loss.item() == pytest.approx(-0.5 if loss is policy.cispo else 0.5)
     assert gradient(output, now) == pytest.approx([0.5, 0.0])
 
@@ -219,10 +205,9 @@ def test_cispo_clip_fractions_do_not_depend_on_the_advantage():
 def test_reinforce_by_hand():
     now, prev = ratios(1.5, 0.5)
     output = policy.reinforce(now, prev, row(2.0, -4.0), row(0.5, 0.5))
-    assert output.loss.item() == pytest.approx(
-        0.5 * (-2.0 * 1.5 + 4.0 * 0.5), abs=1e-5
-    )  # the value has the ratio
-    assert gradient(output, now) == pytest.approx([-1.0, 2.0])  # the gradient has not
+    # The value has the ratio, the gradient has not.
+    assert output.loss.item() == pytest.approx(0.5 * (-2.0 * 1.5 + 4.0 * 0.5), abs=1e-5)
+    assert gradient(output, now) == pytest.approx([-1.0, 2.0])
 
 
 def batches(spread: float):
@@ -230,21 +215,14 @@ def batches(spread: float):
 
     @st.composite
     def draw_batch(draw):
-        rows, columns, seed = (
-            draw(st.integers(1, 3)),
-            draw(st.integers(1, 7)),
-            draw(st.integers(0, 2**31)),
-        )
-        random = torch.Generator().manual_seed(seed)
-        prev = -3 * torch.rand(rows, columns, generator=random, dtype=torch.float64)
-        now = prev + spread * (
-            2 * torch.rand(rows, columns, generator=random, dtype=torch.float64) - 1
-        )
-        advantages = torch.randn(rows, columns, generator=random, dtype=torch.float64)
-        mask = torch.rand(rows, columns, generator=random) < 0.7
-        weights = torch.where(
-            mask, torch.rand(rows, columns, generator=random, dtype=torch.float64) + 0.1, 0.0
-        )
+        shape = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+        random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        options = {"generator": random, "dtype": torch.float64}
+        prev = -3 * torch.rand(shape, **options)
+        now = prev + spread * (2 * torch.rand(shape, **options) - 1)
+        advantages = torch.randn(shape, **options)
+        mask = torch.rand(shape, generator=random) < 0.7
+        weights = torch.where(mask, torch.rand(shape, **options) + 0.1, 0.0)
         return now.requires_grad_(), prev, advantages, weights
 
     return draw_batch()
@@ -300,12 +278,10 @@ def test_kl_loss_by_hand():
     assert output.loss.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)))  # k3 with d = log ½
     assert gradient(output, now) == pytest.approx([0.1 * (1 - 0.5), 0.0])
     assert finalize(output.metrics) == pytest.approx({"kl": math.log(2) - 0.5})
-    assert policy.kl_loss(
-        now, reference, row(1.0, 0.0), coef=0.1, estimator="k1"
-    ).loss.item() == pytest.approx(0.1 * math.log(2))
-    generation = row(0.25, NAN).log()
+    output = policy.kl_loss(now, reference, row(1.0, 0.0), coef=0.1, estimator="k1")
+    assert output.loss.item() == pytest.approx(0.1 * math.log(2))
     weighted = policy.kl_loss(
-        now, reference, row(1.0, 0.0), generation, coef=0.1, gradient="importance"
+        now, reference, row(1.0, 0.0), reference, coef=0.1, gradient="importance"
     )
     assert weighted.loss.item() == pytest.approx(2 * 0.1 * (math.log(2) - 0.5))  # π/π_gen = 2
 
@@ -334,15 +310,13 @@ def test_a_ratio_on_the_border_is_not_counted_as_clipped():
     now, prev = ratios(1.0)
     for advantage in (1.0, -1.0):
         for loss in (policy.clipped, policy.cispo):
-            metrics = finalize(
-                loss(now, prev, row(advantage), row(1.0), clip_low=0.0, clip_high=0.0).metrics
-            )
+            output = loss(now, prev, row(advantage), row(1.0), clip_low=0.0, clip_high=0.0)
+            metrics = finalize(output.metrics)
             assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
-    prev = row(0.0)
-    now = prev + row(2.0).log()
+    now = row(2.0).log()
     assert now.exp().item() == 2.0
     for dual_clip, share in ((2.0, 0), (1.5, 1)):
-        output = policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=dual_clip)
+        output = policy.clipped(now, row(0.0), row(-1.0), row(1.0), dual_clip=dual_clip)
         assert finalize(output.metrics)["clip_fraction_dual"] == share
 
 
@@ -361,14 +335,13 @@ def test_without_an_advantage_nothing_counts_as_clipped():
 
 
 def test_kl_loss_passes_its_clamps_on():
-    far = {"coef": 1.0, "estimator": "k1", "output_clamp": None}
-    assert policy.kl_loss(row(0.0), row(-50.0), row(1.0), **far).loss.item() == 20.0
-    assert (
-        policy.kl_loss(row(0.0), row(-50.0), row(1.0), **far, input_clamp=30.0).loss.item() == 30.0
-    )
-    assert (
-        policy.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0
-    )
+    for options, expected in (
+        ({}, 10.0),
+        ({"output_clamp": None}, 20.0),
+        ({"output_clamp": None, "input_clamp": 30.0}, 30.0),
+    ):
+        options |= {"coef": 1.0, "estimator": "k1"}
+        assert policy.kl_loss(row(0.0), row(-50.0), row(1.0), **options).loss.item() == expected
 
 
 @pytest.mark.parametrize(

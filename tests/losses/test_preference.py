@@ -47,16 +47,10 @@ class TestSequenceLogprobs:
         assert averaged.tolist() == [-1.0, -3.0, -8.0, 0.0, -32.0]
 
     def test_padding_is_no_sequence_whatever_the_mask_says(self):
-        logprobs, segments = (
-            torch.tensor([[-1.0, -2.0, -99.0], [-4.0, -99.0, -99.0]]),
-            torch.tensor([[1, 2, 0], [1, 0, 0]]),
-        )
+        logprobs = torch.tensor([[-1.0, -2.0, -99.0], [-4.0, -99.0, -99.0]])
+        segments = torch.tensor([[1, 2, 0], [1, 0, 0]])
         result = preference.sequence_logprobs(
-            logprobs,
-            torch.ones_like(segments, dtype=torch.bool),
-            segments,
-            num_sequences=3,
-            average=True,
+            logprobs, segments >= 0, segments, num_sequences=3, average=True
         )
         assert result.tolist() == [-1.0, -2.0, -4.0]
 
@@ -171,11 +165,9 @@ def test_simpo_by_hand(options, expected):
 
 def test_orpo_by_hand():
     # Odds 4 and 1/4: their ratio is 16, σ(log 16) = 16/17.
-    output = preference.orpo(one(0.8).log(), one(0.2).log(), ONE)
-    assert output.loss.item() == pytest.approx(0.1 * math.log(17 / 16), rel=1e-5)
-    assert preference.orpo(
-        one(0.8).log(), one(0.2).log(), ONE, coef=2.0
-    ).loss.item() == pytest.approx(2 * math.log(17 / 16), rel=1e-5)
+    for options, coef in (({}, 0.1), ({"coef": 2.0}, 2)):
+        loss = preference.orpo(one(0.8).log(), one(0.2).log(), ONE, **options).loss
+        assert loss.item() == pytest.approx(coef * math.log(17 / 16), rel=1e-5)
 
 
 @pytest.mark.parametrize("logprob", [-1e-3, -0.5, -0.69, -0.70, -1.0, -20.0, -90.0])
@@ -271,21 +263,15 @@ def test_far_apart_pairs_stay_finite():
 
 
 def test_accuracy_counts_the_pairs_with_the_chosen_one_ahead_and_no_ties():
-    chosen, rejected = (
-        torch.tensor([1.0, 2.0, 3.0, 5.0, 0.0]),
-        torch.tensor([0.0, 1.0, 4.0, 5.0, 9.0]),
-    )
+    chosen, rejected = torch.tensor([[1.0, 2.0, 3.0, 5.0, 0.0], [0.0, 1.0, 4.0, 5.0, 9.0]])
     weights = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0])
     zero = torch.zeros(5)
-    for output in (
-        preference.dpo(chosen, rejected, zero, zero, weights),
-        preference.bradley_terry(chosen, rejected, weights),
+    for output, accuracy in (
+        (preference.dpo(chosen, rejected, zero, zero, weights), 0.5),
+        (preference.bradley_terry(chosen, rejected, weights), 0.5),
+        (preference.dpo(chosen, rejected, chosen, rejected, weights), 0),
     ):
-        assert finalize(output.metrics)["accuracy"] == 0.5
-    assert (
-        finalize(preference.dpo(chosen, rejected, chosen, rejected, weights).metrics)["accuracy"]
-        == 0
-    )
+        assert finalize(output.metrics)["accuracy"] == accuracy
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def topk(ids: torch.Tensor, **options):
         (lambda: topk(IDS[..., None], outside="ignore"), "^outside must be one of"),
         (lambda: topk(IDS[..., None][..., :0]), "teacher_ids must name at least one token"),
         (lambda: topk(torch.zeros(1, 3, 2).long()), "teacher_ids must differ at a token"),
-        (lambda: importance.importance_weights(ROW, ROW, MASK, min=3.0), "must be 0 <= min <= max"),
+        (lambda: importance.importance_weights(ROW, ROW, MASK, min=3.0), r"\(min, max\) must be"),
         (lambda: importance.importance_weights(ROW, ROW, MASK, token_bounds=(3.0, 2.0)),
          r"^token_bounds must be 0 <= low <= high"),
         (lambda: importance.importance_weights(ROW, ROW, MASK, probability_bounds=(-0.1, 0.2)),

@@ -1,12 +1,14 @@
 """Three prompts, and environments of three turns."""
 
+from collections.abc import Iterable
 from contextlib import closing
 
-from nemorl.rollout.conversation import Conversation, Limits, Prompts
+from nemorl.rollout.collect import Rollouts, collect
+from nemorl.rollout.conversation import Limits, Prompts
 from nemorl.rollout.driver import Driver
 from nemorl.rollout.environment import EnvironmentReturn
 from nemorl.rollout.environments.classes import TurnResult
-from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.generation import Completion, SamplingParams
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -68,8 +70,16 @@ class Batched:
         return batch, {}
 
 
-def talks(generator, environment, prompts, sampling, *, seed) -> list[Conversation]:
-    """What `collect` judges, failures included."""
+def collected(generator, environment, prompts=PROMPTS, *, seed=1) -> Rollouts:
+    return collect(generator, environment, prompts, SAMPLING, seed=seed)
+
+
+def tokens(completions: Iterable[Completion]) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in completions]
+
+
+def talks(generator, environment, prompts=PROMPTS, sampling=SAMPLING, *, seed=1):
+    """The conversations that `collect` judges, failures included."""
     with closing(Driver(generator, environment, sampling, seed=seed)) as driver:
         driver.resume()
         driver.begin([prompts])

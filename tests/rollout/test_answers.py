@@ -14,6 +14,7 @@ from nemorl.rollout.answers import (
     think_format,
 )
 from nemorl.rollout.environments import make_environment
+from tests.rollout import talk
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,7 @@ def test_an_answer_that_math_cannot_read_fails_its_conversation_alone():
     judge = make_environment("math")
     rows = [{"answer": answer} for answer in ("7", r"\boxed{}", "8")]
     judge.check(rows)
-    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]] * 3
-    judged = judge.step(logs, rows)
+    judged = judge.step([talk("?", "7")] * 3, rows)
     assert judged.rewards == [1.0, 0.0, 0.0]
     (_, failure, _) = judged.failures
     assert re.match(r"math needs an answer that can be read, .* leave the row out", str(failure))
@@ -146,12 +146,6 @@ def test_choice_reads_the_last_letter_that_is_called_the_answer(response: str, l
         assert choice("", response, answer) == float(answer == letter)
 
 
-def test_choice_needs_a_letter():
-    for answer in ("K", "AB", ""):
-        with pytest.raises(ValueError, match="choice needs a letter from A to J, but the answer"):
-            choice.check_row({"answer": answer})
-
-
 @pytest.mark.parametrize(
     ("reward", "response", "answer"),
     [
@@ -173,9 +167,8 @@ def test_choice_needs_a_letter():
     ],
 )
 def test_what_was_read_as_the_answer_is_returned(reward: str, response: str, answer: str | None):
-    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": response}]
     row = {"answer": "C" if reward == "choice" else "2"}
-    assert make_environment(reward).step([log], [row]).answers == [answer]
+    assert make_environment(reward).step([talk("?", response)], [row]).answers == [answer]
 
 
 def test_formulas_that_do_not_end_are_looked_for_once():

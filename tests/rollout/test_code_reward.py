@@ -7,6 +7,7 @@ import pytest
 from nemorl.rollout.code_reward import judge_program, program_of, read_tests
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.sandbox import ProgramLimits
+from tests.rollout import talk
 
 LIMITS = ProgramLimits(cpu=2, wall=20)
 
@@ -15,8 +16,7 @@ def reward(response: str, answer, prompt: str = "?", *, settings=None, **columns
     environment = make_environment("code", settings=settings or {})
     rows = [{"answer": answer, **columns}]
     environment.check(rows)
-    log = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    return environment.step([log], rows).rewards[0]
+    return environment.step([talk(prompt, response)], rows).rewards[0]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,7 @@ def test_tests_that_do_not_end_or_fail_are_not_passed():
 
 def test_a_batch_is_judged_at_once():
     environment = make_environment("code")
-    log = [{"role": "user", "content": "?"}]
-    logs = [[*log, {"role": "assistant", "content": f"print({n})"}] for n in range(12)]
+    logs = [talk("?", f"print({n})") for n in range(12)]
     rows = [{"answer": [{"input": "", "output": str(n // 2 * 2)}]} for n in range(12)]
     assert environment.step(logs, rows).rewards == [1.0, 0.0] * 6
 
@@ -262,7 +261,6 @@ def test_limits_come_from_the_settings():
 
 def test_tests_are_read():
     assert read_tests("assert f() == 1") == ["assert f() == 1"]
-    assert read_tests('[{"input": "1", "output": "2"}]') == [("1", "2")]
     apps = {"inputs": ["1", "3"], "outputs": ["2", "4"]}
     assert read_tests(apps) == read_tests(json.dumps(apps)) == [("1", "2"), ("3", "4")]
 
@@ -273,13 +271,10 @@ def test_what_the_model_said_before_is_not_run_beside_the_tests():
     draft = "def f(x): return x\nassert f(1) == 2"
     environment, row = make_environment("code"), {"answer": "assert f(1) == 2", "entry_point": "f"}
     for said in (forged, draft):
-        log = [
-            {"role": "user", "content": "Write f."},
-            {"role": "assistant", "content": f"```python\n{said}\n```"},
-            {"role": "tool", "content": f"```python\n{said}\n```"},
-        ]
-        answers = [f"def f(x): return x + {n}" for n in (0, 1)]
-        logs = [[*log, {"role": "assistant", "content": answer}] for answer in answers]
+        before = "Write f.", f"```python\n{said}\n```", f"```python\n{said}\n```"
+        logs = [talk(*before, f"def f(x): return x + {n}") for n in (0, 1)]
+        for log in logs:
+            log[2]["role"] = "tool"
         assert environment.step(logs, [row] * 2).rewards == [0.0, 1.0]
 
 

@@ -18,6 +18,7 @@ SAFE = "".join(set(string.printable) - set("<>[]|{}")) + "é–"
 ASKED = {"role": "user", "content": "1+1?"}
 AGAIN = {"role": "user", "content": "sure?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+SUM = {"role": "tool", "name": "add", "content": "7"}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,25 @@ def said(tokenizer, text: str, *, ended: bool, stopped: bool = False) -> Complet
         finish_reason="stop" if ended or stopped else "length",
         text=text,
     )
+
+
+def begun(tokenizer, tools=(), log=(ASKED,)):
+    """A context, the token ids of its prompt, and what `add` needs."""
+    prompt = tokenizer.apply_chat_template([*log], add_generation_prompt=True)["input_ids"]
+    context = Context(tokenizer, log, prompt)
+    return context, *context.prompt_of(log, tools)
+
+
+def trained(turns: list[Turn]) -> list[list[int]]:
+    return [
+        [token for token, own in zip(each.input_ids, each.loss_mask, strict=True) if own]
+        for each in examples_of(turns)
+    ]
+
+
+def written(number: int) -> str:
+    """A call, with the model's own spaces, as no template writes it."""
+    return f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {number}}}}}\n</tool_call>'
 
 
 def bare(text: str) -> str:
@@ -56,10 +76,8 @@ def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers,
     what was before as it did then, and only there.
     """
     tokenizer = tokenizers[name]
-    first = [{"role": "user", "content": talk[0][0]}]
-    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
-    context, log, turns = Context(tokenizer, first, prompt), list(first), list[Turn]()
-    plain, before = list(first), ""
+    log, turns = [{"role": "user", "content": talk[0][0]}], list[Turn]()
+    context, plain, before = begun(tokenizer, log=[*log])[0], [*log], ""
     for number, (question, answer, ended) in enumerate(talk):
         if number:
             log.append({"role": "user", "content": question})
@@ -76,26 +94,15 @@ def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers,
         log.append(context.add(tokens, asked, completion))
         plain.append({"role": "assistant", "content": answer.strip()})
         before = bare(rendered + answer + (tokenizer.eos_token if ended else ""))
-    examples = examples_of(turns)
-    trained = [
-        token
-        for each in examples
-        for token, own in zip(each.input_ids, each.loss_mask, strict=True)
-        if own
-    ]
-    assert trained == [token for turn in turns for token in turn.completion.token_ids]
+    sampled = [token for turn in turns for token in turn.completion.token_ids]
+    assert [token for each in trained(turns) for token in each] == sampled
 
 
 def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
     for name, count in (("qwen3", 2), ("forgetful", 2), ("chatml", 1), ("qwen2_5", 1)):
-        tokenizer = tokenizers[name]
-        first = [ASKED]
-        prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
-        context = Context(tokenizer, first, prompt)
-        tokens, asked = context.prompt_of(first)
-        answer = said(tokenizer, "<think>\none and one\n</think>\n\n2", ended=True)
-        log = [*first, context.add(tokens, asked, answer), AGAIN]
-        after, _ = context.prompt_of(log)
+        context, tokens, asked = begun(tokenizers[name])
+        answer = said(tokenizers[name], "<think>\none and one\n</think>\n\n2", ended=True)
+        after, _ = context.prompt_of([ASKED, context.add(tokens, asked, answer), AGAIN])
         turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
         assert len(examples_of(turns)) == count, name
 
@@ -104,40 +111,29 @@ def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
 def test_answers_in_channels_go_on_as_their_template_has_them(tokenizers, ended: bool):
     """gpt-oss: the final answer is the content, and reasoning is left out of the next prompt."""
     tokenizer = tokenizers["gptoss"]
-    first = [ASKED]
-    prompt = tokenizer.apply_chat_template(first, add_generation_prompt=True)["input_ids"]
-    context = Context(tokenizer, first, prompt)
-    tokens, asked = context.prompt_of(first)
+    context, tokens, asked = begun(tokenizer)
     text = "<|channel|>analysis<|message|>one < two<|end|><|start|>assistant"
     text += "<|channel|>final<|message|>2"
     answer = said(tokenizer, text, ended=ended)
     message = context.add(tokens, asked, answer)
     assert message == {"role": "assistant", "content": "2", "thinking": "one < two"}
-    log = [*first, message, AGAIN]
-    after, _ = context.prompt_of(log)
-    plain = [first[0], {"role": "assistant", "content": "2"}, log[-1]]
+    after, _ = context.prompt_of([ASKED, message, AGAIN])
+    plain = [ASKED, {"role": "assistant", "content": "2"}, AGAIN]
     whole = tokenizer.apply_chat_template(plain, add_generation_prompt=True)["input_ids"]
     assert list(after) == whole
     turns = [Turn(prompt=tokens, completion=answer), Turn(prompt=after, completion=answer)]
-    trained = [
-        [token for token, own in zip(each.input_ids, each.loss_mask, strict=True) if own]
-        for each in examples_of(turns)
-    ]
-    assert trained == [list(answer.token_ids)] * 2
+    assert trained(turns) == [list(answer.token_ids)] * 2
 
 
 def test_text_that_looks_like_channels_stays_where_the_template_has_none(tokenizers):
-    first, text = [ASKED], "so<|channel|>final<|message|>2"
-    context = Context(tokenizers["chatml"], first, [1])
-    tokens, asked = context.prompt_of(first)
+    context, tokens, asked = begun(tokenizers["chatml"])
+    text = "so<|channel|>final<|message|>2"
     message = context.add(tokens, asked, said(tokenizers["chatml"], text, ended=True))
     assert message == {"role": "assistant", "content": text}
 
 
 def test_what_is_said_in_channels_ends_at_its_stop_string(tokenizers):
-    first = [ASKED]
-    context = Context(tokenizers["gptoss"], first, [1])
-    tokens, asked = context.prompt_of(first)
+    context, tokens, asked = begun(tokenizers["gptoss"])
     text = "<|channel|>final<|message|>so <search>cats</search>"
     answer = said(tokenizers["gptoss"], text, ended=False)
     message = context.add(tokens, asked, answer, ["</search>"])
@@ -149,9 +145,7 @@ def test_an_end_token_without_a_name_ends_a_call():
     """Llama 3.1's <|eom_id|> is special, but in no list of the tokenizer's."""
     tokenizer = tokenizer_of("llama3_1", listed=False)
     assert "<|eom_id|>" not in tokenizer.all_special_tokens
-    first = [ASKED]
-    context = Context(tokenizer, first, [1])
-    tokens, asked = context.prompt_of(first, TOOLS)
+    context, tokens, asked = begun(tokenizer, TOOLS)
     text = '<|python_tag|>{"name": "add", "parameters": {}}<|eom_id|>'
     message = context.add(tokens, asked, said(tokenizer, text, ended=False, stopped=True))
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
@@ -159,42 +153,34 @@ def test_an_end_token_without_a_name_ends_a_call():
 
 @pytest.mark.parametrize(("name", "role"), [("gemma", "referee"), ("phi3", "tool")])
 def test_an_observation_that_the_template_does_not_render_is_an_error(tokenizers, name, role):
-    tokenizer, first = tokenizers[name], [ASKED]
-    context = Context(tokenizer, first, [1])
-    tokens, asked = context.prompt_of(first)
-    said_before = context.add(tokens, asked, said(tokenizer, "2", ended=True))
+    context, tokens, asked = begun(tokenizers[name])
+    answer = context.add(tokens, asked, said(tokenizers[name], "2", ended=True))
     with pytest.raises(ValueError, match=f"the chat template .*{role}"):
-        context.prompt_of([*first, said_before, {"role": role, "content": "It rains."}])
+        context.prompt_of([ASKED, answer, {"role": role, "content": "It rains."}])
 
 
 def test_calls_of_tools_stay_as_they_were_written(tokenizers):
-    """No template writes a call with the model's own spaces."""
     calls = {
-        "qwen2_5": '<tool_call>\n{"name":"add",  "arguments": {"a": 1}}\n</tool_call>',
-        "qwen3": 'So:\n<tool_call>\n{"name":"add",  "arguments": {"a": 1}}\n</tool_call>',
+        "qwen2_5": written(1),
+        "qwen3": f"So:\n{written(1)}",
         "llama3_2": '{"name": "add",  "parameters": {"a": 1}}',
     }
     for name, text in calls.items():
         tokenizer = tokenizers[name]
-        first = [ASKED]
-        context = Context(tokenizer, first, [1])
-        tokens, asked = context.prompt_of(first, TOOLS)
+        context, tokens, asked = begun(tokenizer, TOOLS)
         message = context.add(tokens, asked, said(tokenizer, text, ended=True))
         assert message["tool_calls"] == [
             {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         ]
-        log = [*first, message, {"role": "tool", "name": "add", "content": "2"}]
-        after, _ = context.prompt_of(log, TOOLS)
+        after, _ = context.prompt_of([ASKED, message, SUM], TOOLS)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert after[: len(tokens) + len(ids)] == (*tokens, *ids), name
-        assert "2" in tokenizer.decode(list(after[len(tokens) + len(ids) :]))
+        assert "7" in tokenizer.decode(list(after[len(tokens) + len(ids) :]))
 
 
 def test_a_template_without_tools_is_an_error(tokenizers):
-    first = [ASKED]
-    context = Context(tokenizers["gemma"], first, [1])
     with pytest.raises(ValueError, match="the chat template leaves out the tools: choose"):
-        context.prompt_of(first, TOOLS)
+        begun(tokenizers["gemma"], TOOLS)
 
 
 def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenizers):
@@ -216,14 +202,11 @@ def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenize
 
 def test_a_prompt_that_was_not_answered_changes_nothing(tokenizers):
     """As where it was too long, and the episode goes on with a shorter message."""
-    tokenizer = tokenizers["qwen2_5"]
-    first = [ASKED]
-    context = Context(tokenizer, first, [1])
-    tokens, asked = context.prompt_of(first)
-    answer = said(tokenizer, "2", ended=True)
-    log = [*first, context.add(tokens, asked, answer)]
+    context, tokens, asked = begun(tokenizers["qwen2_5"])
+    answer = said(tokenizers["qwen2_5"], "2", ended=True)
+    log = [ASKED, context.add(tokens, asked, answer)]
     context.prompt_of([*log, {"role": "user", "content": "x" * 100}])
-    after, _ = context.prompt_of([*log, {"role": "user", "content": "sure?"}])
+    after, _ = context.prompt_of([*log, AGAIN])
     kept = (*tokens, *answer.token_ids)
     assert after[: len(kept)] == kept
 
@@ -234,9 +217,8 @@ def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(toke
     context = Context(tokenizer, log, [1])
     for number in (1, 2):
         tokens, asked = context.prompt_of(log, TOOLS)
-        text = f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {number}}}}}\n</tool_call>'
-        message = context.add(tokens, asked, said(tokenizer, text, ended=True))
-        log = [*log, message, {"role": "tool", "name": "add", "content": "7"}]
+        message = context.add(tokens, asked, said(tokenizer, written(number), ended=True))
+        log = [*log, message, SUM]
     after, _ = context.prompt_of([{"role": "user", "content": "In short."}, *log[3:]], TOOLS)
     assert tokenizer.decode(list(after)).count('"name":"add",  "arguments"') == 1
     assert '"add", "arguments"' not in tokenizer.decode(list(after))
@@ -245,20 +227,15 @@ def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(toke
 def test_an_answer_of_the_row_is_none_of_the_models(tokenizers):
     """The model says B, and then what an example in the prompt says, too."""
     tokenizer = tokenizers["qwen2_5"]
-    texts = [
-        f'<tool_call>\n{{"name":"add",  "arguments": {{"a": {n}}}}}\n</tool_call>' for n in (1, 2)
-    ]
-    calls = [
-        {"type": "function", "function": {"name": "add", "arguments": {"a": n}}} for n in (1, 2)
-    ]
-    example = {"role": "assistant", "content": texts[0], "tool_calls": calls[:1]}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    example = {"role": "assistant", "content": written(1), "tool_calls": [call]}
     log = [ASKED, example, {"role": "user", "content": "2+2?"}]
     context = Context(tokenizer, log, [1])
-    for text in reversed(texts):
+    for number in (2, 1):
         tokens, asked = context.prompt_of(log, TOOLS)
-        completion = said(tokenizer, text, ended=True)
+        completion = said(tokenizer, written(number), ended=True)
         message = context.add(tokens, asked, completion)
-        log = [*log, message, {"role": "tool", "name": "add", "content": "7"}]
+        log = [*log, message, SUM]
     assert message == example
     after, _ = context.prompt_of(log, TOOLS)
     kept = (*tokens, *completion.token_ids)

@@ -23,20 +23,17 @@ from nemorl.rollout.environment import (
     text_of,
 )
 from nemorl.rollout.environments import check_limits, make_environment
+from tests.rollout import talk
 from tests.rollout.counting import Batched, Count
 
-LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-OTHER = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+LOG, OTHER = talk("1+1=", "2"), talk("1+2=", "3")
 
 
 def test_rewards_by_hand():
     assert exact_match("", " 12\n", 12) == 1.0
     assert exact_match("", "112", 12) == 0.0
-    assert contains_answer("", "so 12 it is", 12) == 1.0
-    assert (
-        text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}])
-        == "system: Add.\nuser: 1+1="
-    )
+    system = {"role": "system", "content": "Add."}
+    assert text_of([system, LOG[0]]) == "system: Add.\nuser: 1+1="
 
 
 NUMBERS = [
@@ -73,9 +70,13 @@ NO_NUMBERS = [
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: short(value, 20))
 def test_a_reward_must_be_finite(value):
-    message = r"^reward 'lambda' must be a finite number, but it is .+ for prompt '1\+{}=' and"
-    with pytest.raises(ValueError, match=message.format(1)):
-        FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}])
+    async def later(prompt, response):
+        return value
+
+    message = r"^reward '\w+' must be a finite number, but it is .+ for prompt '1\+{}=' and"
+    for fn in (later, lambda prompt, response: value):
+        with pytest.raises(ValueError, match=message.format(1)):
+            FunctionalRewardWrapper(fn).step([LOG], [{}])
     batch = FunctionalRewardWrapper(lambda prompts, responses: [1.0, value])
     with pytest.raises(ValueError, match=message.format(2) + r" response '3': return 0\.0"):
         batch.step([LOG, OTHER], [{}, {}])
@@ -142,14 +143,22 @@ def test_an_empty_batch_needs_no_call():
     assert FunctionalRewardWrapper(lambda prompts, responses: 1 / 0).step([], []).rewards == []
 
 
-def test_what_a_reward_raises_comes_with_prompt_and_response():
-    def broken(prompt, response):
+def broken(prompt, response):
+    if response == "3":
         raise KeyError("score")
+    return 1.0
 
+
+async def broken_later(prompt, response):
+    return broken(prompt, response)
+
+
+@pytest.mark.parametrize("fn", [broken, broken_later])
+def test_what_a_reward_raises_comes_with_prompt_and_response(fn):
     with pytest.raises(KeyError) as caught:
-        FunctionalRewardWrapper(broken).step([LOG], [{}])
+        FunctionalRewardWrapper(fn).step([LOG, OTHER], [{}] * 2)
     assert caught.value.__notes__ == [
-        "This was reward 'broken' for prompt '1+1=' and response '2'."
+        f"This was reward {fn.__name__!r} for prompt '1+2=' and response '3'."
     ]
 
 
@@ -184,12 +193,14 @@ def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
         ("last_number", "none", "last_number needs an answer with a number in it"),
         ("contains_answer", " ", "contains_answer needs an answer"),
         ("math", "", "math needs an answer that can be read"),
+        *(("choice", text, "choice needs a letter from A to J, but") for text in ("K", "AB", "")),
     ],
 )
 def test_answers_are_looked_at_before_a_run(reward, answer, message):
-    check_rows(make_environment(reward), [{"answer": "2"}])
+    sound = {"answer": "B" if reward == "choice" else "2"}
+    check_rows(make_environment(reward), [sound])
     with pytest.raises(ValueError, match=f"row 2: {message}"):
-        check_rows(make_environment(reward), [{"answer": "2"}, {"answer": answer}])
+        check_rows(make_environment(reward), [sound, {"answer": answer}])
 
 
 @pytest.mark.parametrize(
@@ -277,16 +288,13 @@ def test_a_function_says_what_it_read_as_the_answer():
     def right(prompt: str, response: str) -> float:
         return 1.0
 
-    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "so 2"}]
+    log = talk("?", "so 2")
     assert FunctionalRewardWrapper(right).step([log], [{}]).answers == [None]
     right.answer_of = lambda response: response[-1]  # type: ignore[attr-defined]
     assert FunctionalRewardWrapper(right).step([log], [{}]).answers == ["2"]
 
 
-LOGS = [
-    [{"role": "user", "content": f"{i}="}, {"role": "assistant", "content": str(i)}]
-    for i in range(3 * AT_ONCE)
-]
+LOGS = [talk(f"{i}=", str(i)) for i in range(3 * AT_ONCE)]
 
 
 async def right(prompt, response, answer):
@@ -346,22 +354,6 @@ def test_all_calls_have_one_event_loop():
     for _ in range(3):
         environment.step(LOGS, [{}] * len(LOGS))
     assert len(loops) == 1 and not loops.pop().is_closed()
-
-
-def test_an_error_names_prompt_and_response():
-    async def judge(response):
-        if response == "5":
-            raise KeyError("no verdict")
-        return None if response == "0" else 1.0
-
-    def judged(number):
-        FunctionalRewardWrapper(judge).step([LOGS[1], LOGS[number]], [{}] * 2)
-
-    with pytest.raises(KeyError, match="no verdict") as error:
-        judged(5)
-    assert error.value.__notes__ == ["This was reward 'judge' for prompt '5=' and response '5'."]
-    with pytest.raises(ValueError, match="it is None for prompt '0=' and response '0'"):
-        judged(0)
 
 
 def test_an_async_reward_is_one_of_several():

@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion, checked_requests
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER, talks
+from tests.rollout.counting import PROMPTS, ROWS, SAMPLING, TOKENIZER, collected, talks, tokens
 from tests.tiny_models import tiny_model
 
 
@@ -49,8 +48,8 @@ def test_an_episode_gives_what_an_environment_gives(generator):
     """The same responses, those of one request for each group, and one call of the engine."""
     environment = FunctionalRewardWrapper(first_digit)
     prompts = replace(PROMPTS, groups=range(5, 8))
-    expected = collect(generator, environment, prompts, SAMPLING, seed=1)
-    found = collect(generator, one_turn, prompts, SAMPLING, seed=1)
+    expected = collected(generator, environment, prompts)
+    found = collected(generator, one_turn, prompts)
     requests = [replace(SAMPLING, seed=derive_seed(1, 5 + i)) for i in range(3)]
     assert found.completions == generator.generate(PROMPTS.token_ids, requests)
     assert found.completions == expected.completions
@@ -67,9 +66,9 @@ def test_a_step_may_run_a_loop_and_a_notebook_may_collect(generator):
         return asyncio.run(asyncio.sleep(0, 1.0))
 
     async def in_a_notebook():
-        return collect(generator, one_turn, PROMPTS, SAMPLING, seed=1)
+        return collected(generator, one_turn)
 
-    found = collect(generator, FunctionalRewardWrapper(judge), PROMPTS, SAMPLING, seed=1)
+    found = collected(generator, FunctionalRewardWrapper(judge))
     assert found.rewards.tolist() == [1.0] * 9
     assert asyncio.run(in_a_notebook()).completions == found.completions
 
@@ -85,7 +84,7 @@ async def three_turns(row, policy) -> Outcome:
 
 
 def test_turns_are_recorded_as_the_engine_made_them(generator):
-    found = talks(generator, three_turns, PROMPTS, SAMPLING, seed=1)
+    found = talks(generator, three_turns)
     assert [len(each.turns) for each in found] == [3] * 3 + [2] * 6
     for each in found:
         one, two = each.turns[:2]
@@ -106,7 +105,7 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
         ):
             versions[i] = version
         assert examples[0].policy_versions == versions
-    batch = collect(generator, three_turns, PROMPTS, SAMPLING, seed=1).to_batch()
+    batch = collected(generator, three_turns).to_batch()
     assert batch.segment_ids.amax(-1).tolist() == [2] * 3 + [1] * 6
     for each, row, loss, response in zip(
         found, batch.input_ids, batch.loss_mask, batch.response_mask, strict=True
@@ -120,13 +119,11 @@ def test_turns_are_recorded_as_the_engine_made_them(generator):
 
 
 def test_a_conversation_depends_on_no_other(generator):
-    found = talks(generator, three_turns, PROMPTS, SAMPLING, seed=1)
-    alone = talks(
-        generator, three_turns, replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
-    )
+    found = talks(generator, three_turns)
+    alone = talks(generator, three_turns, replace(PROMPTS, groups=range(3)).take([2]))
 
     def sampled(conversations):
-        return [[turn.completion.token_ids for turn in each.turns] for each in conversations]
+        return [tokens([turn.completion for turn in each.turns]) for each in conversations]
 
     assert sampled(alone) == sampled(found[6:])
     assert len({each.turns[1].completion.token_ids for each in found}) > 3
@@ -139,14 +136,14 @@ def test_a_failure_is_the_conversations_own_until_a_batch_needs_it(generator):
             raise KeyError("lost")
         return outcome
 
-    found = talks(generator, sometimes, PROMPTS, SAMPLING, seed=1)
+    found = talks(generator, sometimes)
     failed = [isinstance(each.outcome, Failure) for each in found]
     assert failed == [False] * 3 + [True] * 3 + [False] * 3
     assert found[3].outcome.reason == "KeyError: 'lost'" and len(found[3].turns) == 1
-    kept = collect(generator, sometimes, PROMPTS, SAMPLING, seed=1)
+    kept = collected(generator, sometimes)
     assert kept.group_id.tolist() == [0] * 3 + [2] * 3 and len(kept.failed) == 3
     with pytest.raises(KeyError, match="lost") as error:
-        collect(generator, sometimes, PROMPTS.take([0, 1, 1]), SAMPLING, seed=1)
+        collected(generator, sometimes, PROMPTS.take([0, 1, 1]))
     ended = "This ended 6 of 9 conversations, the first about the row of group 1, in"
     assert error.value.__notes__ == [f"{ended} turn 1 (episode 'sometimes')."]
 
@@ -167,7 +164,7 @@ def test_a_wrong_outcome_is_refused(generator, outcome, message):
         return outcome
 
     with pytest.raises((ValueError, RuntimeError), match=message):
-        collect(generator, wrong, PROMPTS, SAMPLING, seed=1)
+        collected(generator, wrong)
 
 
 def test_a_completion_leaves_its_tokenizer_when_it_goes_to_another_process(generator):
@@ -181,7 +178,7 @@ def test_a_function_is_not_an_episode(generator):
     with pytest.raises(
         ValueError, match="must be an EnvironmentInterface or an episode, async def"
     ):
-        collect(generator, first_digit, PROMPTS, SAMPLING, seed=1)
+        collected(generator, first_digit)
 
 
 def test_an_interrupt_ends_all_at_once(generator, caplog):
@@ -190,7 +187,7 @@ def test_an_interrupt_ends_all_at_once(generator, caplog):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        collect(generator, Interrupted(first_digit), PROMPTS, SAMPLING, seed=1)
+        collected(generator, Interrupted(first_digit))
     gc.collect()
     assert not caplog.records, "asyncio logs errors that nobody has seen"
 
@@ -219,11 +216,11 @@ def test_tokens_of_a_conversation_keep_the_experts_that_computed_them_first():
 
 def test_groups_of_one_number_keep_their_own_prompts(generator):
     alike = Prompts(ROWS[:2], PROMPTS.token_ids[:2], groups=[5, 5])
-    found = collect(generator, one_turn, alike, SAMPLING, seed=1)
+    found = collected(generator, one_turn, alike)
     for index, prompt in enumerate(alike.token_ids):
         request = replace(SAMPLING, seed=derive_seed(1, 5))
-        expected = [one.token_ids for one in generator.generate([prompt], request)]
-        assert [one.token_ids for one in found.completions[3 * index :][:3]] == expected
+        expected = generator.generate([prompt], request)
+        assert tokens(found.completions[3 * index :][:3]) == tokens(expected)
 
 
 def test_an_episode_that_goes_on_after_the_engines_error_ends(generator):
@@ -240,7 +237,7 @@ def test_an_episode_that_goes_on_after_the_engines_error_ends(generator):
 
     backend = Broken(model=generator.model, tokenizer=TOKENIZER)
     with pytest.raises(OSError, match="gone"):
-        collect(backend, stubborn, PROMPTS, SAMPLING, seed=1)
+        collected(backend, stubborn)
 
 
 def test_what_was_sampled_from_stays_as_it_was(generator):
@@ -252,7 +249,7 @@ def test_what_was_sampled_from_stays_as_it_was(generator):
             tokens += (await policy.sample(tokens)).token_ids
         return Outcome(reward=0.0)
 
-    found = talks(generator, with_one_list, PROMPTS.take([0]), SAMPLING, seed=1)
+    found = talks(generator, with_one_list, PROMPTS.take([0]))
     first, second = found[0].turns
     assert list(first.prompt) == list(PROMPTS.token_ids[0])
     assert second.prompt == (*first.prompt, *first.completion.token_ids)
@@ -264,7 +261,7 @@ def test_an_episode_that_cancels_itself_fails_alone(generator):
             asyncio.current_task().cancel()
         return await one_turn(row, policy)
 
-    found = talks(generator, cancels, PROMPTS, SAMPLING, seed=1)
+    found = talks(generator, cancels)
     failed = [isinstance(each.outcome, Failure) for each in found]
     assert failed == [False] * 3 + [True] * 3 + [False] * 3
 
@@ -274,7 +271,7 @@ def test_an_episode_must_sample(generator):
         return Outcome()
 
     with pytest.raises(ValueError, match="'silent' must sample a response: await policy"):
-        collect(generator, silent, PROMPTS, SAMPLING, seed=1)
+        collected(generator, silent)
 
 
 def test_members_that_ask_one_after_the_other_share_a_request(generator):
@@ -294,12 +291,10 @@ def test_members_that_ask_one_after_the_other_share_a_request(generator):
 
     backend = Drawn(model=generator.model, tokenizer=TOKENIZER)
     backend.setup(GenerationConfig())
-    found = collect(backend, in_turn, PROMPTS, SAMPLING, seed=1)
-    expected = collect(generator, one_turn, PROMPTS, SAMPLING, seed=1)
+    found = collected(backend, in_turn)
+    expected = collected(generator, one_turn)
     assert drawn == [3, 3, 3]
-    assert [one.token_ids for one in found.completions] == [
-        one.token_ids for one in expected.completions
-    ]
+    assert tokens(found.completions) == tokens(expected.completions)
 
 
 def test_a_prompt_that_is_text_is_refused():
@@ -324,6 +319,6 @@ def test_turns_are_in_the_order_in_which_they_were_asked_for(generator):
 
     backend = Slow(model=generator.model, tokenizer=TOKENIZER)
     backend.setup(GenerationConfig())
-    (found,) = talks(backend, both, PROMPTS.take([0]), replace(SAMPLING, n=1), seed=1)
+    (found,) = talks(backend, both, PROMPTS.take([0]), replace(SAMPLING, n=1))
     assert [turn.prompt for turn in found.turns] == [(3,), (4,)]
     assert stops == {(4,): ("</a>",), (3,): ()} and [*stops] == [(4,), (3,)]

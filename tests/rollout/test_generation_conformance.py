@@ -1,11 +1,14 @@
 """What every GenerationBackend must do."""
 
+from itertools import chain
+
 import pytest
 import torch
 
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from tests.rollout import backends
 from tests.rollout.backends import greedy, logprob_bound, of_transformers, reference_logprobs
+from tests.rollout.counting import tokens
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model as tiny_model
 from tests.tiny_models import random_prompts, tiny_tokenizer
@@ -59,35 +62,24 @@ def test_a_seeded_request_does_not_depend_on_the_batch(make):
         )
         for i in range(9)
     ]
-    together = make(model).generate(prompts, params)
-    tokens = [c.token_ids for c in together]
-    assert [c.token_ids for c in make(model, 4).generate(prompts, params)] == tokens
-    alone = [
-        c.token_ids
-        for prompt, p in zip(prompts, params, strict=True)
-        for c in make(model).generate([prompt], p)
-    ]
-    assert alone == tokens
-    backwards = make(model, 7).generate(prompts[::-1], params[::-1])
-    starts = [sum(p.n for p in params[::-1][:i]) for i in range(9)]
-    assert [
-        c.token_ids
-        for i in range(8, -1, -1)
-        for c in backwards[starts[i] : starts[i] + params[8 - i].n]
-    ] == tokens
+    together = tokens(make(model).generate(prompts, params))
+    assert tokens(make(model, 4).generate(prompts, params)) == together
+    alone = [make(model).generate([one], p) for one, p in zip(prompts, params, strict=True)]
+    assert tokens(chain(*alone)) == together
+    rest = iter(make(model, 7).generate(prompts[::-1], params[::-1]))
+    backwards = [[next(rest) for _ in range(p.n)] for p in params[::-1]]
+    assert tokens(chain(*reversed(backwards))) == together
 
 
 def test_samples_of_a_group_differ_and_seeds_repeat(make):
     backend = make(tiny_model())
     prompt = random_prompts(1)[0]
-    first = backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))
-    assert len({c.token_ids for c in first}) > 1
-    again, other = (
-        backend.generate([prompt], SamplingParams(n=8, seed=seed, max_new_tokens=10))
-        for seed in (5, 6)
+    first, again, other = (
+        tokens(backend.generate([prompt], SamplingParams(n=8, seed=seed, max_new_tokens=10)))
+        for seed in (5, 5, 6)
     )
-    assert [c.token_ids for c in again] == [c.token_ids for c in first]
-    assert [c.token_ids for c in other] != [c.token_ids for c in first]
+    assert len(set(first)) > 1
+    assert again == first != other
 
 
 @pytest.mark.parametrize(
@@ -203,19 +195,13 @@ def test_new_weights_change_the_answers_and_the_version(make):
     expected = make(other).generate(prompts, params)
     assert {c.policy_version for c in before} == {0}
     assert {c.policy_version for c in after} == {7}
-    assert (
-        [c.token_ids for c in after]
-        == [c.token_ids for c in expected]
-        != [c.token_ids for c in before]
-    )
+    assert tokens(after) == tokens(expected) != tokens(before)
 
 
 def test_nothing_is_generated_after_an_update_that_failed(make):
     model = tiny_model(scale=3.0)
-    backend, weights = (
-        make(model),
-        {name: p.detach().clone() for name, p in model.named_parameters()},
-    )
+    backend = make(model)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     prompts, params = random_prompts(2), greedy(4)
     before = backend.generate(prompts, params)
     last = next(reversed(weights))
@@ -252,7 +238,7 @@ def test_long_and_short_prompts_together(make):
     model = tiny_model(scale=3.0)
     prompts = [[2] * 200, [3], *random_prompts(30), [4] * 150]
     params = greedy(5)
-    together = [c.token_ids for c in make(model, 8).generate(prompts, params)]
+    together = tokens(make(model, 8).generate(prompts, params))
     assert together == [make(model).generate([prompt], params)[0].token_ids for prompt in prompts]
 
 

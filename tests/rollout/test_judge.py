@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,9 @@ import nemorl
 from nemorl.rollout import judge as module
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environments import make_environment
+from nemorl.runtime.workers.worker import free_port
 from tests.examples import run_example
+from tests.rollout import talk
 from tests.runtime.runs import addition_rows, of_phase
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -98,11 +99,7 @@ def judge(fake: Fake, **options) -> nemorl.Judge:
 def ask(reward, response: str = "3", **row) -> float:
     environment = make_environment(reward)
     row = {"prompt": "1+2=", "answer": "3", **row}
-    log = [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": response},
-    ]
-    result = environment.step([log], [row])
+    result = environment.step([talk(row["prompt"], response)], [row])
     if failure := result.failures[0]:
         raise failure
     return result.rewards[0]
@@ -217,8 +214,7 @@ def test_an_unreadable_answer_fails_its_conversation_alone(fake, name: str, kind
 def test_connections_are_kept(fake):
     environment, before = make_environment(judge(fake)), [*module.CLIENTS]
     for response in "123":
-        log = [{"role": "user", "content": "1"}, {"role": "assistant", "content": response}]
-        environment.step([log], [{"answer": "1"}])
+        environment.step([talk("1", response)], [{"answer": "1"}])
     (new,) = [loop for loop in module.CLIENTS if loop not in before]
     assert len(module.CLIENTS[new]) == 1
 
@@ -226,12 +222,6 @@ def test_connections_are_kept(fake):
 def test_a_template_must_have_the_response(fake):
     with pytest.raises(ValueError, match=r"template must have \{response\}, but it is .*: add"):
         judge(fake, template="{prompt} {respond}")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def test_a_server_that_is_down_fails_the_conversation_alone():
@@ -282,11 +272,7 @@ def test_reward_models_get_messages_and_give_their_number(fake):
     for url in (fake.root, fake.url):
         server = nemorl.RewardServer(url=url, model="rm")
         environment = make_environment(server)
-        log = [
-            {"role": "system", "content": "add"},
-            {"role": "user", "content": "1+2="},
-            {"role": "assistant", "content": "3"},
-        ]
+        log = [{"role": "system", "content": "add"}, *talk("1+2=", "3")]
         environment.check([{"prompt": log[:2]}])
         assert environment.step([log], [{"prompt": log[:2]}]).rewards == [-2.5]
         expected = {"model": "rm", "use_activation": False}
@@ -386,15 +372,11 @@ def test_a_judge_of_vllm(tmp_path: Path):
         )
         environment = make_environment(reward)
         environment.check(ROWS)
-        logs = [
-            [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "7"}]
-            for row in ROWS
-        ]
+        logs = [talk(row["prompt"], "7") for row in ROWS]
         assert environment.step(logs, ROWS).rewards == [0.5] * 3
         expected = set()
         for text in ("0+2=7not2", "1+2=7not3", "2+2=7not4", "0+2=2not2"):
-            asked = [{"role": "user", "content": text}]
-            ids = tokenizer.apply_chat_template(asked, return_tensors="pt")["input_ids"]
+            ids = tokenizer.apply_chat_template(talk(text), return_tensors="pt")["input_ids"]
             said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
             expected.add(tokenizer.decode(said, skip_special_tokens=True))
         assert {*heard} == expected and len(expected) > 1
@@ -417,11 +399,7 @@ def test_a_reward_model_of_vllm(tmp_path: Path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     logs = [
-        [
-            {"role": "system", "content": "add"},
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": response},
-        ]
+        [{"role": "system", "content": "add"}, *talk(row["prompt"], response)]
         for row in ROWS
         for response in ("4", "cat")
     ]

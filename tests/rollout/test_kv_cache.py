@@ -16,14 +16,15 @@ from nemorl.rollout.decoding import (
 )
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.rollout.counting import tokens
+from tests.tiny_models import random_prompts, tiny_model
 
 RESPONSES = range(40, 300, 13)
 
 
-def made(model, **options):
+def made(model, max_batch_size=64, **options):
     backend = TorchGenerationBackend(model=model, **options)
-    backend.setup(GenerationConfig(max_batch_size=64))
+    backend.setup(GenerationConfig(max_batch_size=max_batch_size))
     return backend
 
 
@@ -121,7 +122,7 @@ def test_requests_with_the_same_prompt_share_its_computation(monkeypatch):
         for prompt, request in zip(prompts, params, strict=True)
         for each in backend.generate([prompt], request)
     ]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert tokens(together) == tokens(alone)
 
 
 def test_a_cache_that_grows_and_shrinks_keeps_its_contents():
@@ -178,13 +179,7 @@ def test_the_model_gets_its_own_attention_and_mode_back_also_after_an_error(trai
 def test_a_cache_is_used_again_by_shorter_and_longer_requests():
     """What an earlier request left in the slots is never seen by a later one."""
     model, params = tiny_model(scale=2.0), SamplingParams(max_new_tokens=6, seed=3)
-    prompts = random_prompts(9, seed=4)
-    engine = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
-    engine.setup(GenerationConfig(max_batch_size=4))
-    alone = []
-    for prompt in prompts:
-        fresh = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
-        fresh.setup(GenerationConfig(max_batch_size=4))
-        alone.append(fresh.generate([prompt], params)[0].token_ids)
+    prompts, engine = random_prompts(9, seed=4), made(model, 4)
+    alone = [made(model, 4).generate([prompt], params)[0].token_ids for prompt in prompts]
     engine.generate(prompts, SamplingParams(max_new_tokens=20, seed=1))
     assert [engine.generate([prompt], params)[0].token_ids for prompt in prompts] == alone

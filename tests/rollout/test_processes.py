@@ -13,15 +13,12 @@ from nemorl.rollout.conversation import ConversationFailed
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.processes import judged_in_processes
-from tests.rollout import slow_rewards
+from tests.rollout import slow_rewards, talk
 from tests.rollout.slow_rewards import MARK, reward
 
 
 def judged(environment, *responses: str, **columns) -> list[float]:
-    logs = [
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": each}]
-        for each in responses
-    ]
+    logs = [talk("?", each) for each in responses]
     return environment.step(logs, [columns] * len(logs)).rewards
 
 
@@ -92,11 +89,7 @@ def test_errors_are_those_of_the_reward(environment, response, kind, message):
 
 
 def test_a_conversation_that_a_reward_fails_fails_alone(environment):
-    logs = [
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": each}]
-        for each in ("1", "fail", "3")
-    ]
-    found = environment.step(logs, [{}] * 3)
+    found = environment.step([talk("?", each) for each in ("1", "fail", "3")], [{}] * 3)
     first, failed, last = found.failures
     assert first is last is None and isinstance(failed, ConversationFailed)
     assert str(failed) == "no judge" and list(found.rewards) == [1.0, 0.0, 3.0]

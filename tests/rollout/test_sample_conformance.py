@@ -205,9 +205,7 @@ def test_generate_where_an_event_loop_runs(make):
         return [c for (c,) in await asyncio.gather(*tasks)], blocking
 
     found = asyncio.run(main())
-    assert [[c.token_ids for c in some] for some in found] == [
-        [c.token_ids for c in some] for some in expected
-    ]
+    assert tokens(found) == tokens(expected)
 
 
 def test_requests_in_flight_outlast_a_sleep(make):

@@ -24,10 +24,6 @@ def made(model, **options):
     return backend
 
 
-def tokens(completions):
-    return [c.token_ids for c in completions]
-
-
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch):
     """One token each."""

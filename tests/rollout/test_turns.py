@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemorl.losses import advantages
-from nemorl.rollout.collect import collect, join, turn_numbers, turn_returns
+from nemorl.rollout.collect import Rollouts, collect, join, turn_numbers, turn_returns
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import ContextFull, ConversationFailed, Limits, Outcome
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -22,16 +22,20 @@ from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched, Count
 from tests.tiny_models import tiny_model
 
 
-@pytest.fixture
-def generator() -> TorchGenerationBackend:
-    backend = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
-    backend.setup(GenerationConfig())
-    return backend
+def collected(
+    environment, prompts=PROMPTS, sampling=SAMPLING, *, engine=TorchGenerationBackend, **limits
+) -> Rollouts:
+    generator = engine(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
+    generator.setup(GenerationConfig())
+    if limits:
+        prompts = replace(prompts, limits=Limits(**limits))
+    led = make_environment(environment) if isinstance(environment, type) else environment
+    return collect(generator, led, prompts, sampling, seed=1)
 
 
-def test_what_a_class_is_told_follows_what_it_heard(generator):
+def test_what_a_class_is_told_follows_what_it_heard():
     Count.opened = Count.closed = 0
-    found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    found = collected(Count)
     assert found.num_turns.tolist() == [3] * 9 and Count.opened == Count.closed == 9
     assert found.rewards.tolist() == [6.0] * 9 and found.metrics == {"turn": 3.0}
     assert not found.failed
@@ -51,56 +55,50 @@ def test_what_a_class_is_told_follows_what_it_heard(generator):
     assert response.tolist() == [4] * 9  # two observations of two tokens
 
 
-def test_an_environment_of_batches_has_turns(generator):
+def test_an_environment_of_batches_has_turns():
     environment = Batched()
-    found = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+    found = collected(environment)
     assert found.num_turns.tolist() == [3] * 9
     assert found.rewards.tolist() == [6.0] * 9
     assert environment.sizes[0] == 9 and sum(environment.sizes) == 27
-    alone = collect(
-        generator, Batched(), replace(PROMPTS, groups=range(3)).take([2]), SAMPLING, seed=1
-    )
+    alone = collected(Batched(), replace(PROMPTS, groups=range(3)).take([2]))
     said = [[t.completion.token_ids for t in each.turns] for each in found.conversations[6:]]
     assert said == [[t.completion.token_ids for t in each.turns] for each in alone.conversations]
 
 
-def test_a_limit_on_turns_or_tokens_ends_a_conversation(generator):
-    for environment in (Batched(), make_environment(Count)):
-        limited = replace(PROMPTS, limits=Limits(max_turns=2, max_tokens=60))
-        found = collect(generator, environment, limited, SAMPLING, seed=1)
+def test_a_limit_on_turns_or_tokens_ends_a_conversation():
+    for environment in (Batched(), Count):
+        found = collected(environment, max_turns=2, max_tokens=60)
         assert found.num_turns.tolist() == [2] * 9 and found.truncated.all()
         assert found.rewards.tolist() == [3.0] * 9
-        limited = replace(PROMPTS, limits=Limits(max_tokens=13))
-        found = collect(generator, environment, limited, SAMPLING, seed=1)
+        found = collected(environment, max_tokens=13)
         assert found.truncated.all() and found.num_turns.max() <= 3
         assert found.to_batch().lengths.max() <= 13
 
 
-def test_an_episode_whose_context_is_full_is_truncated(generator):
+def test_an_episode_whose_context_is_full_is_truncated():
     async def talks(row, policy) -> Outcome:
         log = list(policy.messages)
         while True:
             log += [await policy.chat(log), {"role": "user", "content": "1+"}]
 
-    limited = replace(PROMPTS, limits=Limits(max_tokens=20))
-    found = collect(generator, talks, limited, SAMPLING, seed=1)
+    found = collected(talks, max_tokens=20)
     assert found.truncated.all() and found.rewards.tolist() == [0.0] * 9
     with pytest.raises(ContextFull, match=r"4 tokens, and the longest sequence is 4 \(data\.max"):
-        collect(generator, talks, replace(PROMPTS, limits=Limits(max_tokens=4)), SAMPLING, seed=1)
+        collected(talks, max_tokens=4)
 
 
-def test_returns_of_turns_and_their_groups(generator):
-    found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+def test_returns_of_turns_and_their_groups():
+    found = collected(Count)
     returns, groups = turn_returns(found, discount=0.5)
     assert returns.tolist() == [1 + 0.5 * 2 + 0.25 * 3, 2 + 0.5 * 3, 3.0] * 9
     assert groups.tolist() == [*[0, 1, 2] * 3, *[3, 4, 5] * 3, *[6, 7, 8] * 3]
-    discounted = replace(PROMPTS, limits=Limits(max_tokens=60, discount=0.5))
-    found = collect(generator, make_environment(Count), discounted, SAMPLING, seed=1)
+    found = collected(Count, max_tokens=60, discount=0.5)
     assert found.rewards.tolist() == [2.75] * 9
 
 
-def test_a_turns_advantage_is_at_its_tokens(generator):
-    found = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+def test_a_turns_advantage_is_at_its_tokens():
+    found = collected(Count)
     batch = found.to_batch()
     turns = turn_numbers(found, batch)
     values = torch.arange(27.0)
@@ -130,15 +128,18 @@ class Unlucky(Count):
 
 
 def test_a_conversation_that_fails_ends_alone():
-    generator = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
-    generator.setup(GenerationConfig(max_batch_size=1))  # rounding depends on what else is computed
+    class Alone(TorchGenerationBackend):
+        """Rounding depends on what else is computed."""
+
+        def setup(self, config):
+            super().setup(replace(config, max_batch_size=1))
 
     class Second(Unlucky):
         failing = ("2",)
 
     Count.opened = Count.closed = 0
-    found = collect(generator, make_environment(Second), PROMPTS, SAMPLING, seed=1)
-    expected = collect(generator, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+    found = collected(Second, engine=Alone)
+    expected = collected(Count, engine=Alone)
     assert found.group_id.tolist() == [0] * 3 + [2] * 3
     assert {each.outcome.reason for each in found.failed} == {"KeyError: 'lost'"}
     assert [len(each.turns) for each in found.failed] == [2] * 3
@@ -147,15 +148,14 @@ def test_a_conversation_that_fails_ends_alone():
     assert Count.closed == Count.opened == 9 + 3 * 2 + 9  # the second group three times
 
 
-def test_members_are_missing_and_the_baseline_is_of_the_others(generator):
+def test_members_are_missing_and_the_baseline_is_of_the_others():
     async def sometimes(row, policy) -> Outcome:
         said = await policy.sample(policy.prompt)
         if row["answer"] == "1" and (hash(said.token_ids) % 3 == 0 or sum(said.token_ids) % 2):
             raise ConversationFailed("no judge")
         return Outcome(reward=float(sum(said.token_ids)))
 
-    sampling = replace(SAMPLING, n=6)
-    found = collect(generator, sometimes, PROMPTS, sampling, seed=1)
+    found = collected(sometimes, sampling=replace(SAMPLING, n=6))
     sizes = [found.group_id.tolist().count(group) for group in range(3)]
     assert sizes[1:] == [6, 6] and 2 <= sizes[0] < 6 and len(found.failed) == 6 - sizes[0]
     values = advantages.grpo(found.rewards, found.group_id)
@@ -167,7 +167,7 @@ def test_members_are_missing_and_the_baseline_is_of_the_others(generator):
         torch.testing.assert_close(values[found.group_id == group].double(), torch.stack(expected))
 
 
-def test_a_group_gets_replacements_where_less_than_two_are_left(generator):
+def test_a_group_gets_replacements_where_less_than_two_are_left():
     begun: dict[str, int] = {}
 
     async def at_first(row, policy) -> Outcome:
@@ -177,16 +177,14 @@ def test_a_group_gets_replacements_where_less_than_two_are_left(generator):
             raise ConversationFailed("no judge")
         return Outcome(reward=float(len(said.text)))
 
-    found = collect(generator, at_first, PROMPTS, SAMPLING, seed=1)
+    found = collected(at_first)
     assert begun == {"1": 3, "2": 3, "4": 6} and not found.failed
-    first = collect(
-        generator, FunctionalRewardWrapper(lambda response: 0.0), PROMPTS, SAMPLING, seed=1
-    )
+    first = collected(make_environment(lambda response: 0.0))
     assert found.conversations[0].turns == first.conversations[0].turns
     assert found.conversations[6].turns != first.conversations[6].turns
 
 
-def test_rewards_that_fail_for_one_response_leave_it_out(generator):
+def test_rewards_that_fail_for_one_response_leave_it_out():
     def reward(response: str, answer: str) -> float:
         if answer == "2":
             raise ConversationFailed("the judge is down")
@@ -197,7 +195,7 @@ def test_rewards_that_fail_for_one_response_leave_it_out(generator):
 
     for fn in (reward, awaited):
         for environment in (make_environment(fn), make_environment([fn, "exact_match"])):
-            found = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+            found = collected(environment)
             assert found.group_id.tolist() == [0] * 3 + [2] * 3
             reasons = {each.outcome.reason for each in found.failed}
             assert reasons == {"ConversationFailed: the judge is down"}
@@ -215,28 +213,28 @@ def test_rewards_that_fail_for_one_response_leave_it_out(generator):
         ),
     ],
 )
-def test_nonsense_of_an_environment_is_named(generator, result, message):
+def test_nonsense_of_an_environment_is_named(result, message):
     class Odd:
         def step(self, response):
             return result
 
     with pytest.raises(ValueError, match=message):
-        collect(generator, make_environment(Odd), PROMPTS, SAMPLING, seed=1)
+        collected(Odd)
 
 
-def test_an_environment_of_batches_that_never_ends_fails(generator):
+def test_an_environment_of_batches_that_never_ends_fails():
     class Hangs(Batched):
         def step(self, message_log_batch, metadata):
             self.sizes.append(len(metadata))
             threading.Event().wait()
 
-    limited, environment = replace(PROMPTS, limits=Limits(timeout_s=0.05)), Hangs()
+    environment = Hangs()
     with pytest.raises(TimeoutError, match=r"environment 'Hangs': step must end within 0.05 s"):
-        collect(generator, environment, limited, SAMPLING, seed=1)
+        collected(environment, timeout_s=0.05)
     assert len(environment.sizes) == 1, "it is not called again while the call goes on"
 
 
-def test_batches_of_several_turns_get_the_stop_strings(generator):
+def test_batches_of_several_turns_get_the_stop_strings():
     """As in NeMo RL, where they are part of a response's text; tokens stay as they were sampled."""
     heard = []
 
@@ -246,7 +244,7 @@ def test_batches_of_several_turns_get_the_stop_strings(generator):
             return super().step(message_log_batch, metadata)
 
     sampling = replace(SAMPLING, stop_strings=tuple("0123456789+="))
-    found = collect(generator, Hears(), PROMPTS, sampling, seed=1)
+    found = collected(Hears(), sampling=sampling)
     assert any(text.endswith(sampling.stop_strings) for text in heard)
     assert len(found.to_batch()) == 9, "no turn was tokenized again"
 
@@ -273,10 +271,9 @@ class HushesAll(Batched):
 
 
 @pytest.mark.parametrize("environment", [Hushes, HushesAll()], ids=["class", "batch"])
-def test_an_environment_ends_the_next_response_at_a_string(generator, environment):
+def test_an_environment_ends_the_next_response_at_a_string(environment):
     sampling = replace(SAMPLING, max_new_tokens=8, ignore_eos=True)
-    made = make_environment(environment) if environment is Hushes else environment
-    found = collect(generator, made, PROMPTS, sampling, seed=1)
+    found = collected(environment, sampling=sampling)
     for each in found.conversations:
         second = TOKENIZER.decode(each.turns[1].completion.token_ids)
         ends = [place for place, letter in enumerate(second) if letter in Hushes.stops]
@@ -286,15 +283,14 @@ def test_an_environment_ends_the_next_response_at_a_string(generator, environmen
     assert any(len(each.turns[1].completion.token_ids) < 8 for each in found.conversations)
 
 
-def test_each_response_has_the_limit_of_a_reward(generator):
+def test_each_response_has_the_limit_of_a_reward():
     """All together may take longer."""
 
     def slow(response: str) -> float:
         time.sleep(0.12)
         return 1.0
 
-    limited = replace(PROMPTS, limits=Limits(timeout_s=1.0, max_turns=3))
-    found = collect(generator, FunctionalRewardWrapper(slow), limited, SAMPLING, seed=1)
+    found = collected(make_environment(slow), timeout_s=1.0, max_turns=3)
     assert not found.failed and found.rewards.tolist() == [1.0] * 9
 
 
@@ -371,30 +367,27 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("environment", "message"), ENDLESS, ids=[each[1] for each in ENDLESS])
-def test_code_of_the_users_that_never_ends_ends_the_run(generator, endless, environment, message):
-    limited = replace(PROMPTS, limits=Limits(timeout_s=0.2))
+def test_code_of_the_users_that_never_ends_ends_the_run(endless, environment, message):
     with pytest.raises(TimeoutError, match=rf"{message}.*rollout\.timeout_s"):
-        collect(generator, environment, limited, SAMPLING, seed=1)
+        collected(environment, timeout_s=0.2)
 
 
-def test_an_async_reward_that_never_ends_fails_its_conversation_alone(generator):
+def test_an_async_reward_that_never_ends_fails_its_conversation_alone():
     async def judge(response: str, answer: str) -> float:
         return await awaits(response) if answer == "2" else 1.0
 
-    limited = replace(PROMPTS, limits=Limits(timeout_s=0.5))
-    found = collect(generator, FunctionalRewardWrapper(judge), limited, SAMPLING, seed=1)
+    found = collected(make_environment(judge), timeout_s=0.5)
     assert found.group_id.tolist() == [0] * 3 + [2] * 3 and len(found.failed) == 3
 
 
-def test_what_takes_long_is_shown(generator, endless, monkeypatch):
+def test_what_takes_long_is_shown(endless, monkeypatch):
     monkeypatch.setattr("nemorl.rollout.calls.SHOWN_S", 0.1)
-    limited = replace(PROMPTS, limits=Limits(timeout_s=0.3))
     message = r"waiting for reward 'waits' for 0\.1 s \(9 conversations; rollout\.timeout_s is 0\.3"
     with pytest.warns(UserWarning, match=message), pytest.raises(TimeoutError):
-        collect(generator, make_environment(waits), limited, SAMPLING, seed=1)
+        collected(make_environment(waits), timeout_s=0.3)
 
 
-def test_an_environment_that_blocks_stops_no_other(generator):
+def test_an_environment_that_blocks_stops_no_other():
     """The others end while the threads of one row wait for them."""
     ended = threading.Barrier(4)
 
@@ -405,11 +398,11 @@ def test_an_environment_that_blocks_stops_no_other(generator):
             return super().step(response)
 
     one = replace(PROMPTS, groups=range(3)).take([1, 0])
-    found = collect(generator, make_environment(Waits), one, replace(SAMPLING, n=2), seed=1)
+    found = collected(Waits, one, replace(SAMPLING, n=2))
     assert not found.failed and found.num_turns.tolist() == [3] * 4
 
 
-def test_tuples_are_results(generator):
+def test_tuples_are_results():
     class Gym:
         def reset(self):
             self.turn = 0
@@ -418,11 +411,11 @@ def test_tuples_are_results(generator):
             self.turn += 1
             return "1+", 0.5, False, self.turn == 2, {}
 
-    found = collect(generator, make_environment(Gym), PROMPTS, SAMPLING, seed=1)
+    found = collected(Gym)
     assert found.rewards.tolist() == [1.0] * 9 and found.truncated.all()
 
 
-def test_teardown_runs_when_another_ends_all(generator):
+def test_teardown_runs_when_another_ends_all():
     Count.opened = Count.closed = 0
 
     class Broken(TorchGenerationBackend):
@@ -431,14 +424,12 @@ def test_teardown_runs_when_another_ends_all(generator):
                 raise OSError("gone")
             return await super().sample(prompt, params)
 
-    backend = Broken(model=generator.model, tokenizer=TOKENIZER)
-    backend.setup(GenerationConfig())
     with pytest.raises(OSError, match="gone"):
-        collect(backend, make_environment(Count), PROMPTS, SAMPLING, seed=1)
+        collected(Count, engine=Broken)
     assert Count.opened == Count.closed == 9
 
 
-def test_environments_of_batches_return_what_nemo_rls_have(generator):
+def test_environments_of_batches_return_what_nemo_rls_have():
     """A result without our fields; empty metadata are metadata."""
     heard = []
 
@@ -450,12 +441,12 @@ def test_environments_of_batches_return_what_nemo_rls_have(generator):
             given = {name: getattr(found, name) for name in theirs}
             return SimpleNamespace(**{**given, "metadata": [{}] * len(metadata)})
 
-    found = collect(generator, Theirs(), PROMPTS, SAMPLING, seed=1)
+    found = collected(Theirs())
     assert found.rewards.tolist() == [6.0] * 9
     assert heard.count({}) == 18
 
 
-def test_parts_of_rewards_add_up_over_turns(generator):
+def test_parts_of_rewards_add_up_over_turns():
     class Parts(Batched):
         def step(self, message_log_batch, metadata):
             found = super().step(message_log_batch, metadata)
@@ -464,7 +455,6 @@ def test_parts_of_rewards_add_up_over_turns(generator):
 
     for always, parts in ((True, 1 + 0.5 * 2 + 0.25 * 3), (False, 0.25 * 3)):
         Parts.always = always
-        prompts = replace(PROMPTS, limits=Limits(discount=0.5))
-        found = collect(generator, Parts(), prompts, SAMPLING, seed=1)
+        found = collected(Parts(), discount=0.5)
         assert found.rewards.tolist() == [2.75] * 9
         assert found.components["all"].tolist() == [parts] * 9

@@ -190,7 +190,7 @@ def talk(folder: Path, *, steps: int, seed: int | None) -> None:
         model=tiny_model(scale=2.0),
         tokenizer=tiny_tokenizer(),
         train=addition_rows(),
-        environment=ClassEnvironment(Talk),
+        environment=ClassEnvironment(Talk, Talk),
         callbacks=[] if seed is None else [KillInTurn(seed)],
     )
 

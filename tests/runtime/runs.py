@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,18 @@ def learn(step: Any, found: Rollouts) -> Any:
     return batch
 
 
+def resumed(config: Any, **changes: Any) -> Any:
+    """The configuration that resumes a run, perhaps with changes."""
+    return replace(config, run=replace(config.run, resume=True), **changes)
+
+
+def chat_rows() -> list[dict[str, Any]]:
+    """`addition_rows` whose prompts are messages."""
+    return [
+        {**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in addition_rows()
+    ]
+
+
 def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
     """The samples of a step."""
     return RunDirectory(folder).read_samples([step])[step]
@@ -172,13 +185,14 @@ def start(
     validation: Any = None,
     reward: Any = None,
     callbacks: Any = (),
+    given: Any = None,
     **model: Any,
 ) -> nemorl.TrainResult:
-    """A run of a tiny model on additions, or on preferences among digits."""
+    """A run of a tiny model (or a given one) on additions, or on preferences among digits."""
     of_pairs = isinstance(config, nemorl.DPOConfig)
     return nemorl.run(
         config,
-        model=tiny_model(**{"scale": 2.0, **model}),
+        model=given or tiny_model(**{"scale": 2.0, **model}),
         tokenizer=tiny_tokenizer(),
         train=rows or (preference_rows() if of_pairs else addition_rows()),
         validation=validation,

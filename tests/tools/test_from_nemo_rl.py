@@ -12,7 +12,7 @@ from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import load_config
 from nemorl.runtime.store.directory import read_lines
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import saved_model
 from tools import from_nemo_rl
 from tools.from_nemo_rl import as_yaml, translate
 
@@ -149,8 +149,7 @@ def test_what_is_refused(text: str, message: str, theirs: Path):
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_what_it_writes_runs_as_it_stands(algorithm: str, tmp_path: Path):
-    tiny_model(hidden_size=128, head_dim=32).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    saved_model(tmp_path / "model")
     row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "input": "1+1=", "output": "2"}
     (tmp_path / "rows.jsonl").write_text(f"{row}\n".replace("'", '"') * 4)
     kind = {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "prompt"}

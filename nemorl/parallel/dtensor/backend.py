@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemorl.accelerator import is_accelerator, module_of
+from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, to_device
 from nemorl.losses.types import Metrics, Needs, merge
@@ -110,7 +110,8 @@ class DTensorBackend(Accumulating):
         require(not plan.needs_ranks, "parallel", requirement, plan, f"start it by {remedy}")
         self.device = usable_device(config.trainer.device)
         if is_accelerator(self.device) and self.device.index is not None:
-            module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
+            # By which engines know what GPU trains.
+            torch.get_device_module(self.device).set_device(self.device)
         plan = plan.with_precision(accelerator=is_accelerator(self.device))
         self.world = World(plan=plan, device=self.device)
         model: Any = load_whole(config) if self._given is None else self._given

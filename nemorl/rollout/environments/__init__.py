@@ -1,6 +1,4 @@
-"""`make_environment`, which makes an environment of any reward: a name, `module:function`, a
-function `fn(prompt, response, **columns)`, or several; and of classes that lead conversations.
-"""
+"""`make_environment`, which makes an environment of any reward or class."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from nemorl.checks import closest, refuse_unused, require
-from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_environment, require_reward
+from nemorl.rollout.answers import ENVIRONMENTS, REWARDS, require_known
 from nemorl.rollout.calls import is_async, name_of
 from nemorl.rollout.config import RolloutConfig
 from nemorl.rollout.environment import (
@@ -40,9 +38,9 @@ def make_environment(
     `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
     `settings`: values of the functions' parameters, by name.
 
-    environment: a class whose objects lead conversations (see `ClassEnvironment`), or a name of
-    one; may be given as the reward, too. chosen: whether the reward is more than a default, which
-    an environment with rewards of its own goes without. workers: makes processes for its objects.
+    environment: a class whose objects lead conversations (`ClassEnvironment`), or its name; may be
+    given as the reward, too. chosen: whether the reward is more than a default, which an
+    environment with its own goes without. workers: makes processes for its objects.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -81,7 +79,7 @@ def check_limits(
 ) -> None:
     """Raise ValueError for a limit in `rollout` that an environment does not read.
 
-    by_turn: whether turns have advantages of their own, for which a reward is discounted, too.
+    by_turn: whether turns have their own advantages, for which rewards are discounted, too.
     """
     read = limits_read(environment)
     read |= {"discount"} if by_turn and "max_turns" in read else set()
@@ -101,9 +99,9 @@ def _led(
     workers: Callable[[], Workers] | None,
 ) -> Environment:
     if isinstance(environment, str):
-        require_environment(environment)
-        named = ENVIRONMENTS.get(environment, environment)
-        environment = function_of(named, "rollout.environment")
+        setting = "rollout.environment"
+        require_known(environment, ENVIRONMENTS, setting, "environment_factory")
+        environment = function_of(ENVIRONMENTS.get(environment, environment), setting)
     kinds, judged = EnvironmentInterface | LeadsConversations, None
     whole = isinstance(environment, kinds) and not isinstance(environment, type)
     if whole or is_async(environment):
@@ -117,7 +115,7 @@ def _led(
         require(not batched, "environment", must, environment, remedy)
         leads, own = hasattr(kind, "step"), hasattr(kind, "get_reward")
         judged = judge() if not leads and (chosen or not own) else None
-        found, workers = ClassEnvironment(environment, judged, workers and workers(), kind), None
+        found, workers = ClassEnvironment(environment, kind, judged, workers and workers()), None
     remedy, name = "leave it out, or give an environment of tools", name_of(environment)
     must = "must be left out with an environment that gives rewards itself"
     for setting in (*["reward"] * (chosen and leads), *([] if judged else given)):
@@ -137,17 +135,13 @@ def _leads(reward: Any) -> bool:
 def _numbered(rewards: Sequence[Reward]) -> dict[str, Reward]:
     named: dict[str, Reward] = {}
     for reward in rewards:
-        name, count = _name(reward), 1
+        name = reward.rpartition(":")[2] if isinstance(reward, str) else ""
+        name = name or str(getattr(reward, "name", None) or name_of(reward))
+        count = 1
         while (numbered := name if count == 1 else f"{name}_{count}") in named:
             count += 1
         named[numbered] = reward
     return named
-
-
-def _name(reward: Reward) -> str:
-    if isinstance(reward, str):
-        return reward.rpartition(":")[2]
-    return str(getattr(reward, "name", None) or name_of(reward))
 
 
 def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> EnvironmentInterface:
@@ -162,5 +156,5 @@ def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> Environm
         return FunctionalRewardWrapper(reward, name=name, settings=settings)
     if ":" in reward or reward.endswith(".py"):
         return _one(function_of(reward, "reward"), name, settings)
-    require_reward(reward)
+    require_known(reward, REWARDS, "reward", "reward")
     return _one(REWARDS[reward], name or reward, settings)

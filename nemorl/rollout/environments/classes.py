@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from nemorl.checks import as_number, require, short
 from nemorl.data.rows import Row, own_copy
 from nemorl.data.templates import Message
-from nemorl.rollout.calls import ENVIRONMENT, blocking, name_of
+from nemorl.rollout.calls import ENVIRONMENT, accepted, blocking, name_of
 from nemorl.rollout.cohort import Cohort
 from nemorl.rollout.conversation import (
     DEFAULT_TURNS,
@@ -19,7 +19,7 @@ from nemorl.rollout.conversation import (
     Outcome,
     Policy,
 )
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.environments.tools import schemas_of, tools_of, use_tools
 from nemorl.rollout.episodes import whole
 
@@ -28,8 +28,8 @@ from nemorl.rollout.episodes import whole
 class TurnResult:
     """What an environment's `step` returns.
 
-    Where it has no more to say, a tuple (observation, reward, done), or Gymnasium's
-    (observation, reward, terminated, truncated, info), is the same.
+    A tuple (observation, reward, done), or Gymnasium's (observation, reward, terminated,
+    truncated, info), is the same.
     """
 
     observation: Any = None
@@ -41,7 +41,7 @@ class TurnResult:
     answer: str | None = None
     """What was read as the answer, for the sample log."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements, averaged over the conversations; of one name the last counts."""
+    """Measurements, averaged over conversations; the last of a name counts."""
     stop: Sequence[str] = ()
     """Strings that end the next response, besides the run's."""
     truncated: bool = False
@@ -55,7 +55,7 @@ class Workers(Protocol):
     def room(
         self, make: Callable[..., Any], kind: Any
     ) -> AbstractAsyncContextManager[Callable[..., Any]]:
-        """Wait for a process; give what makes an object of the class `kind` there, as `make`."""
+        """Wait for a process; give what makes an object of `kind` there, as `make`."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,25 @@ class ClassEnvironment:
 
     With a method `step(response) -> TurnResult` it leads the conversation. `reset(**columns)` gets
     the columns of the row that it names, and may return what is added to the prompt.
-    Without `step` its public methods are tools, as in TRL's `environment_factory`; `judge` gives
-    the reward then, and `get_reward()`, if the class has it, is added to that.
+    Without `step` its public methods are tools, as in TRL's `environment_factory`: the reward is
+    the `judge`'s, and that of `get_reward()`, if any, is added.
     With SkyRL-Gym's `init(prompt)` the object is made as `cls(extras=row)`; `get_metrics()` is
     measured at the end.
 
     Methods may be `async`; others are called in threads. `close()`, if any, is called at the end in
-    any case. What a method raises fails its conversation alone, as does a call of more than
-    `timeout_s`. `workers`: processes in which the objects live.
+    any case. An error or a call of more than `timeout_s` fails its conversation alone. `workers`:
+    processes in which the objects live.
 
     Raises: ValueError for a class with neither, and for tools without annotations or docstrings.
     """
 
     make: Callable[..., Any]
+    kind: Any
+    """The class (`kind_of(make)`)."""
     judge: EnvironmentInterface | None = None
     workers: Workers | None = None
-    kind: Any = None
-    """The class; None: `kind_of(make)`."""
 
     def __post_init__(self) -> None:
-        if self.kind is None:
-            object.__setattr__(self, "kind", kind_of(self.make))
         leads = self.has("step")
         require(
             leads or self.has("reset"),
@@ -120,17 +118,17 @@ class ClassEnvironment:
         return [] if self.has("step") else schemas_of(tools_of(self.kind))
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if (check := getattr(self.kind, "check", None)) is not None:
-            check(rows)
-        if (check := getattr(self.judge, "check", None)) is not None:
-            check([beside(row, self.kind) for row in rows])
+        check_rows(self.kind, rows)
+        check_rows(self.judge, [beside(row, self.kind) for row in rows])
 
     def episode(self, cohort: Cohort) -> Episode:
         call = cohort.call
 
         async def episode(row: Mapping[str, Any], policy: Policy) -> Outcome:
+            workers = self.workers
+            room = workers.room(self.make, self.kind) if workers else nullcontext(self.make)
             async with (
-                cohort.room(self._room()) as make,
+                cohort.room(room) as make,
                 self._opened(make, row, policy, call) as (environment, messages),
             ):
                 usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
@@ -142,8 +140,11 @@ class ClassEnvironment:
                     outcome = await _led(environment.step, messages, policy, call, most, read)
                     if not self.has("get_metrics"):
                         return outcome
-                    measured = numbers_in(await call(environment.get_metrics))
-                    return replace(outcome, metrics={**outcome.metrics, **measured})
+                    metrics = dict(outcome.metrics)
+                    for name, value in (await call(environment.get_metrics)).items():
+                        if isinstance(value, int | float):  # as SkyRL-Gym averages them
+                            metrics[name] = float(value)
+                    return replace(outcome, metrics=metrics)
                 log, outcome = await use_tools(environment, messages, policy, call, most)
                 if self.judge is not None:
                     after = await cohort.ask_together((log, beside(row, environment)))
@@ -163,11 +164,6 @@ class ClassEnvironment:
 
         return episode
 
-    def _room(self) -> AbstractAsyncContextManager[Callable[..., Any]]:
-        if self.workers is None:
-            return nullcontext(self.make)
-        return self.workers.room(self.make, self.kind)
-
     @asynccontextmanager
     async def _opened(
         self,
@@ -176,17 +172,14 @@ class ClassEnvironment:
         policy: Policy,
         call: Callable[..., Awaitable[Any]],
     ) -> AsyncIterator[tuple[Any, list[Message]]]:
-        messages = list(policy.messages)
-        if self.has("init"):
-            environment = await call(make, extras=own_copy(dict(row)))
-        else:
-            environment = await call(make)
+        messages, columns = list(policy.messages), own_copy(dict(row))
+        skyrl = {"extras": columns} if self.has("init") else {}
+        environment = await call(make, **skyrl)
         try:
-            if self.has("init"):
+            if skyrl:
                 messages = list((await call(environment.init, messages))[0])
             elif self.has("reset"):
-                reset = environment.reset
-                said = await call(reset, **columns_for(reset, own_copy(dict(row))))
+                said = await call(environment.reset, **accepted(environment.reset, columns))
                 messages = with_observation(messages, said)
             yield environment, messages
         finally:
@@ -195,7 +188,7 @@ class ClassEnvironment:
 
 
 def kind_of(make: Callable[..., Any]) -> Any:
-    """Return a class; of a factory what it says it returns, else the class of what it makes."""
+    """Return a class; of a factory the class that it says it returns, else makes."""
     inner = make
     while isinstance(inner, partial):
         inner = inner.func
@@ -226,21 +219,13 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 def beside(row: Mapping[str, Any], environment: Any) -> Mapping[str, Any]:
-    """Return a row with an environment, for reward functions that name it as a parameter."""
+    """Return a row with an environment, for rewards that name it as a parameter."""
     columns = dict.fromkeys(ENVIRONMENT, environment)
     return row.but(**columns) if isinstance(row, Row) else {**row, **columns}
 
 
-def columns_for(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function names, or all if it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
-        return dict(columns)
-    return {name: value for name, value in columns.items() if name in parameters}
-
-
 def with_observation(messages: Sequence[Message], observation: Any) -> list[Message]:
-    """Return messages with an observation: text goes on with the last message of the user's."""
+    """Return messages with an observation: text continues a last message of the user's."""
     if observation is None or observation == "":
         return list(messages)
     if isinstance(observation, Mapping):
@@ -258,11 +243,6 @@ def with_observation(messages: Sequence[Message], observation: Any) -> list[Mess
     if last.get("role") == "user" and isinstance(last["content"], str):
         return [*messages[:-1], {**last, "content": last["content"] + observation}]
     return [*messages, {"role": "user", "content": observation}]
-
-
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the measurements that are numbers, as SkyRL-Gym averages them."""
-    return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
 
 
 def _skyrl_result(found: Mapping[str, Any]) -> TurnResult:

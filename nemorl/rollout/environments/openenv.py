@@ -8,8 +8,6 @@ from typing import Any
 from nemorl.rollout.environments.classes import TurnResult
 from nemorl.rollout.environments.tools import as_json
 
-LARGEST = 100 * 2**20
-"""Bytes of a message, as in OpenEnv's own client."""
 Observation = Mapping[str, Any]
 
 
@@ -19,10 +17,10 @@ def openenv(
     act: Callable[[str], Mapping[str, Any]],
     show: Callable[[Observation], str] = as_json,
 ) -> "Callable[[], OpenEnv]":
-    """Return an environment on a server of OpenEnv: each conversation has a session of its own.
+    """Return an environment on a server of OpenEnv, with a session for each conversation.
 
-    url: of the server, as http://localhost:8000. act: makes an action of a response. show: makes
-    the text that the model is told of an observation. The server's `reset` gets the row's columns.
+    url: of the server. act: makes an action of a response. show: makes the text that the model is
+    told of an observation. The server's `reset` gets the row's columns.
 
     >>> echo = openenv("http://localhost:8000", act=lambda response: {"message": response})
     """
@@ -58,7 +56,8 @@ class OpenEnv:
             from websockets.asyncio.client import connect
         except ImportError as error:
             raise ImportError("openenv needs websockets: pip install websockets") from error
-        self._socket = await connect(self._address, max_size=LARGEST, ping_interval=None)
+        size = 100 * 2**20  # as in OpenEnv's own client
+        self._socket = await connect(self._address, max_size=size, ping_interval=None)
         return self._show((await self._ask("reset", columns))["observation"])
 
     async def step(self, response: str) -> TurnResult:

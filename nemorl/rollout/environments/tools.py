@@ -16,7 +16,7 @@ NOT_TOOLS = ("reset", "get_reward", "close", "check")
 
 
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the tools of an object, or of a class: its public methods, by name."""
+    """Return the tools of an object or a class: its public methods, by name."""
     kind = environment if isinstance(environment, type) else type(environment)
     names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
     public = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
@@ -24,7 +24,7 @@ def tools_of(environment: Any) -> list[Callable[..., Any]]:
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools, of their annotations and their docstrings' `Args:`."""
+    """Return the JSON schemas of tools, of their annotations and docstrings' `Args:`."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -32,34 +32,30 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     )
 
     names = [tool.__name__ for tool in tools]
-    for name in names:
+    found = []
+    for name, tool in zip(names, tools, strict=True):
         if names.count(name) > 1:
             raise ValueError(f"tools must have names of their own, but there are two {name!r}")
-    found = []
-    for tool in tools:
-        kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
+        parameters = inspect.signature(tool).parameters
+        kinds = {each.kind for each in parameters.values()}
         if kinds & {Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY}:
             raise ValueError(
-                f"tool {tool.__name__!r} must have parameters with names, by which the model gives"
+                f"tool {name!r} must have parameters with names, by which the model gives"
                 " them, but has *args or a /: name them"
             )
         try:
-            found.append(get_json_schema(_without_self(tool)))
+            unbound = next(iter(parameters), "") == "self"
+            found.append(get_json_schema(MethodType(tool, tool) if unbound else tool))
         except (DocstringParsingException, TypeHintParsingException) as error:
             raise ValueError(
-                f"tool {tool.__name__!r} must have annotated parameters, and a docstring whose"
+                f"tool {name!r} must have annotated parameters, and a docstring whose"
                 f" `Args:` describes each of them ({error}): add them"
             ) from None
     return found
 
 
-def _without_self(tool: Callable[..., Any]) -> Callable[..., Any]:
-    first = next(iter(inspect.signature(tool).parameters), "")
-    return MethodType(tool, tool) if first == "self" else tool
-
-
 def require_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for tools whose calls the chat template does not show how to write."""
+    """Raise ValueError for tools whose calls can't be read in the chat template's format."""
     if tools:
         has = getattr(tokenizer, "chat_template", None)
         require_readable(has and tokenizer.get_chat_template(tools=list(tools)))
@@ -74,12 +70,13 @@ async def use_tools(
 ) -> tuple[list[Message], Outcome]:
     """Have the model call an environment's tools until it answers without a call.
 
-    A call that fails gets the error as its result, unless it is a ConversationFailed. Returns the
-    messages, of which the last has no text where a limit cut, and an outcome without a reward.
+    An error, other than ConversationFailed, is a call's result. Returns the messages, of which the
+    last has no text where a limit cut, and an outcome without a reward.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
     used = failed = 0
+    answer, truncated = None, True
     for _ in range(most):
         try:
             message = await policy.chat(messages, tools=schemas)
@@ -87,25 +84,23 @@ async def use_tools(
             break
         messages = [*messages, message]
         if not (calls := message.get("tool_calls")):
-            return messages, _outcome(message["content"], used, failed, truncated=False)
+            answer, truncated = message["content"], False
+            break
         for each in calls:
             content, good = await _result(each, tools, call)
             used, failed = used + 1, failed + (not good)
             name = each.get("function", {}).get("name", "")
             messages.append({"role": "tool", "name": name, "content": content})
-    messages.append({"role": "assistant", "content": ""})
-    return messages, _outcome(None, used, failed, truncated=True)
-
-
-def _outcome(answer: str | None, used: int, failed: int, *, truncated: bool) -> Outcome:
+    if truncated:
+        messages = [*messages, {"role": "assistant", "content": ""}]
     metrics = {"tool_calls": float(used)}
     if used:
         metrics["tool_errors"] = failed / used
-    return Outcome(answer=answer, metrics=metrics, truncated=truncated)
+    return messages, Outcome(answer=answer, metrics=metrics, truncated=truncated)
 
 
 def as_json(found: Any) -> str:
-    """Return the message to the model about what a tool returned."""
+    """Return as text what a tool returned."""
     return json.dumps(
         found,
         ensure_ascii=False,
@@ -118,7 +113,7 @@ async def _result(
     tools: Mapping[str, Callable[..., Any]],
     call: Callable[..., Awaitable[Any]],
 ) -> tuple[str, bool]:
-    """Return the result of a call as text, and whether it is no error."""
+    """Return a call's result as text, and whether it is no error."""
     if asked["type"] == "error":
         return f"Error: {asked['error']}", False
     name, arguments = asked["function"]["name"], asked["function"]["arguments"]

@@ -1,7 +1,7 @@
 """Several rewards as one: their weighted sum, with each of them logged."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,28 +74,19 @@ class WeightedRewards:
                     " one of several rewards: use it alone"
                 )
         components = {name: listed(result.rewards) for name, result in returns.items()}
-        answers = [
-            next((answer for answer in found if answer is not None), None)
-            for found in zip(
-                *(result.answers or [None] * len(message_log_batch) for result in returns.values()),
-                strict=True,
-            )
-        ]
-        failed = [result.failures for result in returns.values() if result.failures]
-        failures = [next(filter(None, of_one), None) for of_one in zip(*failed, strict=True)]
         return replace(
             next(iter(returns.values())),
             rewards=self.total(components),
             components=components,
-            answers=answers,
-            failures=failures or None,
+            answers=_first(result.answers for result in returns.values()),
+            failures=_first(result.failures for result in returns.values()),
         )
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Let each environment change its own rewards; its metrics get its name before theirs.
-        Other components, as `get_reward` of tools, are added as they are.
+        """Let each environment change its own rewards; its metrics begin with its name. Other
+        components, as `get_reward` of tools, are added as they are.
         """
         components: dict[str, list[float]] = {}
         metrics: dict[str, float] = {}
@@ -121,3 +112,9 @@ class WeightedRewards:
             )
             for of_one in zip(*components.values(), strict=True)
         ]
+
+
+def _first(lists: Iterable[Sequence[Any] | None]) -> list[Any] | None:
+    """Return each conversation's first entry that is not None."""
+    parts = zip(*filter(None, lists), strict=True)
+    return [next((each for each in of_one if each is not None), None) for of_one in parts] or None

@@ -122,20 +122,21 @@ def with_reference_logprobs(
 
 
 def with_reference(
-    trainer: "FullTrainingBackend", batch: TokenBatch, config: DPOConfig
+    trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig
 ) -> TokenBatch:
-    """Add the reference's logprobs, if needed."""
+    """Return rows as a batch, with the reference's logprobs if needed."""
+    batch, size = collate_together(rows), config.train_global_batch_size
     if not config.needs_reference or batch.reference_logprobs is not None:
         return batch
-    compute, rows = trainer.get_reference_logprobs, config.train_global_batch_size
-    return replace(batch, reference_logprobs=in_chunks(compute, batch, rows=rows))
+    values = in_chunks(trainer.get_reference_logprobs, batch, rows=size)
+    return replace(batch, reference_logprobs=values)
 
 
 def baseline(trainer: "FullTrainingBackend", rows: Sequence[Together], config: DPOConfig) -> float:
-    """Return KTO's baseline, the mean of log π − log π_ref over mismatched sequences: an estimate
-    of KL(π‖π_ref) in nats per response.
+    """Return KTO's baseline, the mean of log π − log π_ref over mismatched sequences, which
+    estimates KL(π‖π_ref) in nats per response.
     """
-    batch = with_reference(trainer, collate_together(rows), config)
+    batch = with_reference(trainer, rows, config)
     assert batch.reference_logprobs is not None
     size = config.train_global_batch_size
     difference = in_chunks(trainer.get_logprobs, batch, rows=size) - batch.reference_logprobs
@@ -172,12 +173,14 @@ def make_loss(config: DPOConfig, batch: TokenBatch, kl: float | None = None) -> 
     """Return the configured loss of a part of the step whose whole batch is `batch`.
 
     A row is a pair, segment 1 chosen and segment 2 rejected, or for KTO a response labelled by the
-    sign of `advantages`. Each weighs 1 / their number. kl: KTO's baseline.
+    sign of `advantages`; each weighs 1 / their number. kl: KTO's baseline.
     """
-    single = isinstance(config.loss, KTOLoss)
+    single, settings = isinstance(config.loss, KTOLoss), asdict(config.loss)
+    function = getattr(preference, settings.pop("name"))
+    others = ("average_logprobs", "baseline")
     return partial(
         preference_loss,
-        term=preference_term(config.loss),
+        term=partial(function, **{k: v for k, v in settings.items() if k not in others}),
         needs_reference=config.needs_reference,
         single=single,
         average=averages(config.loss),
@@ -202,7 +205,7 @@ def preference_loss(
     """Return preference term + `sft_weight` · negative log-likelihood of a part of a step.
 
     Each pair (`single`: labelled response) weighs `weight`; a response's score is the sum of its
-    tokens' logprobs, or with `average` their mean.
+    tokens' logprobs, with `average` their mean.
     """
     assert part.loss_weights is not None
     # As many as there can be, in pairs: to count them the host would wait for the device.
@@ -223,14 +226,6 @@ def preference_loss(
     likelihood = nll(output.token_logprobs, part.loss_weights)
     loss = result.loss + sft_weight * likelihood.loss if sft_weight else result.loss
     return LossOutput(loss, {**result.metrics, "nll": likelihood.metrics["nll"]})
-
-
-def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
-    """Return the loss's function with its constants."""
-    settings = asdict(loss)
-    function = getattr(preference, settings.pop("name"))
-    others = ("average_logprobs", "baseline")
-    return partial(function, **{k: v for k, v in settings.items() if k not in others})
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
@@ -267,7 +262,7 @@ def averages(loss: PreferenceLossConfig) -> bool:
 
 
 def trained(part: TokenBatch, *, single: bool, num: int | None = None) -> Bool[Tensor, "items"]:
-    """Return which pairs (`single`: responses) have tokens to train on."""
+    """Return which pairs (`single`: responses) are trained on."""
     found = by_sequence(part.loss_mask.float(), part, num=num) > 0
     return found if single else found[0::2] & found[1::2]
 

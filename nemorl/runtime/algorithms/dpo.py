@@ -1,6 +1,5 @@
 """Learning from preferences, without sampling: DPO and its relatives."""
 
-from nemorl.data.comparisons import collate_together
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.runtime.algorithms.comparisons import (
@@ -41,9 +40,7 @@ def dpo(run: Run[DPOConfig]) -> None:
     for step in run.steps(last_step, validate=validate if held_out.rows else None):
         rows = order.next(config.train_global_batch_size)
         with step.timed("reference"):
-            batch = with_reference(
-                run.trainer, collate_together([train.rows[i] for i in rows]), config
-            )
+            batch = with_reference(run.trainer, [train.rows[i] for i in rows], config)
             batch = with_loss_weights(batch, config)
             kl = None
             if train.mismatched:
@@ -55,9 +52,7 @@ def dpo(run: Run[DPOConfig]) -> None:
 def validated(run: Run[DPOConfig], data: Comparisons) -> tuple[dict[str, float], Samples]:
     """Return metrics over all of the data, and some pairs."""
     config = run.config
-    batch = with_loss_weights(
-        with_reference(run.trainer, collate_together(data.rows), config), config
-    )
+    batch = with_loss_weights(with_reference(run.trainer, data.rows, config), config)
     logprobs = in_chunks(run.trainer.get_logprobs, batch, rows=config.train_global_batch_size)
     kl = baseline(run.trainer, data.mismatched, config) if data.mismatched else None
     output = make_loss(config, batch, kl)(ForwardOutput(logprobs), batch)

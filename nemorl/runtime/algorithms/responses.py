@@ -90,21 +90,18 @@ def roll_out(run: Run[GRPOConfig], step: Step, prompts: PromptStream) -> tuple[R
     if not config.dynamic_sampling:
         everything = step.sample(prompts, count=wanted, n=size)
         return everything, everything
-    kept, sampled, rejected = list[Rollouts](), list[Rollouts](), list[Rollouts]()
+    kept, sampled = list[Rollouts](), list[Rollouts]()
     with run.sampling():
         for _ in range(config.max_sampling_rounds):
-            for each in rejected:
-                step.drop(each, "uninformative")
             sampled.append(step.sample(prompts, count=wanted, n=size))
             differing = informative(sampled[-1], config)
-            rejected = [] if differing.all() else [part(sampled[-1], ~differing)]
+            if not differing.all():
+                step.drop(part(sampled[-1], ~differing), "uninformative")
             if differing.any():
                 kept.append(part(sampled[-1], differing))
                 wanted -= len(kept[-1].group_id.unique())
             if not wanted:
                 break
-    for each in rejected:
-        step.drop(each, "uninformative")
     everything = join(sampled)
     return replace(join(kept or sampled[-1:]), failed=everything.failed), everything
 

@@ -28,9 +28,10 @@ def sft(run: Run[SFTConfig]) -> None:
     examples, rows = demonstrations(run, "train", run.rows)
     validate = validation(run)
     order = run.order(rows)
+    weights = token_mean_weights if config.reduction == "token_mean" else sequence_mean_weights
     for step in run.steps(config.planned_steps(order.num_rows), validate=validate):
         batch = collate([examples[i] for i in order.next(config.train_global_batch_size)])
-        step.train(with_loss_weights(batch, config), loss_fn)
+        step.train(replace(batch, loss_weights=weights(batch.loss_mask)), loss_fn)
 
 
 def demonstrations(
@@ -70,12 +71,6 @@ def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
     """Return the negative log-likelihood."""
     assert batch.loss_weights is not None
     return nll(output.token_logprobs, batch.loss_weights)
-
-
-def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
-    """Weight tokens as `reduction` says."""
-    build = token_mean_weights if config.reduction == "token_mean" else sequence_mean_weights
-    return replace(batch, loss_weights=build(batch.loss_mask))
 
 
 def validation_loss(trainer: TrainingBackend, examples: Sequence[Example], *, rows: int) -> float:

@@ -80,8 +80,13 @@ def pop_reward(overrides: dict[str, Any], reward_fn: Reward | None) -> Reward | 
     """Return `reward_fn`, or a `reward` among the overrides that is no name; remove it."""
     if not is_reward(reward := overrides.get("reward")):
         return reward_fn
-    remedy = "reward and reward_fn are the same; keep one"
-    require(reward_fn is None, "reward", "must be given once", reward, remedy)
+    require(
+        reward_fn is None,
+        "reward",
+        "must be given once",
+        reward,
+        "reward and reward_fn are the same; keep one",
+    )
     return overrides.pop("reward")
 
 
@@ -104,8 +109,13 @@ def from_keywords(
                 for part in (mapping[key], now)
             )
             twice = ", ".join(sorted(before.keys() & now.keys()))
-            remedy = f"{key}.{twice} is given in two ways; keep one"
-            require(not twice, name, "must be given once", now, remedy)
+            require(
+                not twice,
+                name,
+                "must be given once",
+                now,
+                f"{key}.{twice} is given in two ways; keep one",
+            )
             now = before | now
         mapping[key] = now
     return construct(cls, layer(cls, tree, mapping))
@@ -134,12 +144,11 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         spelled = " or ".join(key.replace(".", "__") for key in found)
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
     if not found:
-        near = [part for key in own for part in (key.rpartition(".")[2], key.replace(".", "__"))]
         hint = advice(
             name.replace("__", "."),
             own,
             command=algorithm,
-            near=near,
+            near=[part for key in own for part in (key.rpartition(".")[2], key.replace(".", "__"))],
             write=lambda key: ARGUMENTS.get(key, key.replace(".", "__")) + "=",
         )
         hint = hint or f"; nemorl {algorithm} --help lists them"
@@ -222,14 +231,20 @@ class Trainer:
         preset: str | None = None,
         **overrides: Any,
     ) -> None:
-        remedy = "name a folder, or pass a model"
-        require(model is not None, "model", "must be given", model, remedy)
+        require(
+            model is not None, "model", "must be given", model, "name a folder, or pass a model"
+        )
         given: dict[str, Any] = {"reward_fn": reward_fn, "dataset": dataset}
         for name in ("validation", "tokenizer", "callbacks", "environment_factory", *TRL):
             value, ours = overrides.pop(name, None), TRL.get(name, name)
             if value is not None:
-                remedy = f"it is given as {ours}, too; keep one"
-                require(given.get(ours) is None, name, "must be given once", value, remedy)
+                require(
+                    given.get(ours) is None,
+                    name,
+                    "must be given once",
+                    value,
+                    f"it is given as {ours}, too; keep one",
+                )
                 given[ours] = value
         cls = get_algorithm(self.algorithm).config
         if args is None:
@@ -278,8 +293,10 @@ class Trainer:
     def train(self, **settings: Any) -> TrainResult:
         """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
         if settings:
-            given = f"train takes no {', '.join(settings)}: give settings where the trainer is made"
-            raise ValueError(f'{given}, run={{"dir": "runs/x", "resume": True}}')
+            raise ValueError(
+                f"train takes no {', '.join(settings)}: give settings where the trainer is made,"
+                ' run={"dir": "runs/x", "resume": True}'
+            )
         return self.fit()
 
     if not TYPE_CHECKING:

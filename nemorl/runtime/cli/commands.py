@@ -5,7 +5,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -140,9 +140,13 @@ def compare(config: CompareConfig) -> None:
     wanted = ("data", "group", "prompt", "reward")
     both = [read_rows(file, split="train") for file in (config.first, config.second)]
     for row in (*both[0], *both[1]):
-        remedy = "name files that nemorl eval --output has written"
-        has = f"must have {', '.join(wanted)}"
-        require({*wanted} <= row.keys(), row.origin, has, sorted(row), remedy)
+        require(
+            {*wanted} <= row.keys(),
+            row.origin,
+            f"must have {', '.join(wanted)}",
+            sorted(row),
+            "name files that nemorl eval --output has written",
+        )
     found = comparison(*both, seed=config.seed)
     if config.json:
         _print_json(found)
@@ -282,9 +286,11 @@ def example(config: ExampleConfig) -> None:
 
 def plan(config: PlanConfig) -> None:
     """Print the ways to spread a model that fit."""
+    from nemorl.models.hub import model_folder
     from nemorl.parallel.planner.command import find_plans, print_plans
 
-    print_plans(find_plans(config))
+    model = replace(config.model, path=model_folder(config.model.path))
+    print_plans(find_plans(replace(config, model=model)))
 
 
 def check_model(config: CheckConfig) -> None:
@@ -358,15 +364,18 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     from nemorl.models.hub import load_tokenizer, model_folder
 
     model, data = config.model, config.data
-    given = train is not None or bool(data.train)
-    require(given, "data.train", "must be given", data.train, "add --data.train FILE")
     source = data.train if train is None else train
+    require(bool(source), "data.train", "must be given", source, "add --data.train FILE")
     read: Any = stream_rows if data.streaming else load_rows
     rows = first_of(read(source, split=data.split, **data.reading()))
     if tokenizer is None:
-        remedy = "add --model.path, or --model.tokenizer"
-        named = bool(model.path or model.tokenizer)
-        require(named, "model.path", "must be given", model.path, remedy)
+        require(
+            bool(model.path or model.tokenizer),
+            "model.path",
+            "must be given",
+            model.path,
+            "add --model.path, or --model.tokenizer",
+        )
         name = model.tokenizer or model_folder(model.path)
         tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)

@@ -162,8 +162,13 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
         category = config.by or (known.category if known is not None else None)
         sets.append(_Set(name, mine, environment, category))
     columns = sorted({column for row in rows for column in row})
-    fits = f"must be a column of the rows ({', '.join(columns)})"
-    require(config.by in (None, *columns), "by", fits, config.by, "name one")
+    require(
+        config.by in (None, *columns),
+        "by",
+        f"must be a column of the rows ({', '.join(columns)})",
+        config.by,
+        "name one",
+    )
     return sets
 
 
@@ -184,7 +189,7 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
                 "data": part.name,
                 "group": int(rollouts.group_id[i]),
                 **({} if category is None else {"category": str(category)}),
-                "prompt": rollouts.conversations[i].text,
+                "prompt": conversation.text,
                 "response": completion.text,
                 "answer": row.get("answer"),
                 **({} if read is None else {"extracted_answer": read}),
@@ -274,12 +279,23 @@ def export_config(config: ExportConfig) -> Path:
             f" for {config.step}: there are {steps}{unranked}"
         )
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    output, name, names = Path(config.output), config.backend, checkpoint.backends_of(found)
+    output, names = Path(config.output), checkpoint.backends_of(found)
     tokenizer = load_tokenizer(str(directory.path / "tokenizer"), **trust)
-    must = f"must be one of the models in the checkpoint ({', '.join(names)})"
-    require(name in names, "backend", must, name, "omit it for the policy")
-    options: dict[str, Any] = {"lora": config.lora, "base": config.base_model, **trust}
-    write_checkpoint(output, found / name, tokenizer, **options)
+    require(
+        config.backend in names,
+        "backend",
+        f"must be one of the models in the checkpoint ({', '.join(names)})",
+        config.backend,
+        "omit it for the policy",
+    )
+    write_checkpoint(
+        output,
+        found / config.backend,
+        tokenizer,
+        lora=config.lora,
+        base=config.base_model,
+        **trust,
+    )
     return output.resolve()
 
 

@@ -32,6 +32,7 @@ from nemorl.runtime.cli.settings import (
     used_by_plan,
 )
 from nemorl.runtime.config.base import BaseConfig, DataConfig, require_files, require_rows
+from nemorl.runtime.config.flags import given, help_of, in_full, names_of, parse_flags, peek
 from nemorl.runtime.config.grpo import DESCRIPTIONS, PRESETS, GRPOConfig, of_preset
 from nemorl.runtime.config.offline import SFTConfig
 from nemorl.runtime.config.spellings import algorithm_hint
@@ -52,7 +53,7 @@ from nemorl.runtime.config.tree import (
 from nemorl.runtime.config.yaml_io import CODE, Trust, read
 from nemorl.runtime.ranks import is_follower, torchrun_size
 from nemorl.runtime.run.registry import ALGORITHMS, algorithm_of, require_names
-from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory, check_algorithm, script_with, version_of
 from nemorl.runtime.store.files import ReceiptError, memory_advice
 from nemorl.runtime.watch.callbacks import Terminated
 
@@ -144,9 +145,8 @@ data: one JSON object a line; nemorl data example FILE writes some, data inspect
   dpo          {{"prompt": "12+34=", "chosen": "46", "rejected": "47"}}
 
 nemorl COMMAND --help shows the usual settings, --help SECTION one section, --help all everything.
-The last part of a name is enough where it is unique (--lr). --import my_module makes what your file
-registers available by name: algorithms (as commands), backends, loggers. NEMORL_TRACEBACK=1 shows
-where an error comes from.
+--import my_module makes what your file registers available by name: algorithms (as commands),
+backends, loggers. NEMORL_TRACEBACK=1 shows where an error comes from.
 """
 
 
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    command, *args = given = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    command, *args = typed = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     while command == "--import":
         if not args or args[0].startswith("-"):
             return _fail("nemorl", "--import must name a module: nemorl --import MODULE COMMAND", 2)
@@ -186,8 +186,6 @@ def _main(argv: Sequence[str] | None) -> int:
         print(HELP.format(commands=_commands()), end="")
         return 0
     if command in ("-V", "--version"):
-        from nemorl.runtime.store.directory import version_of
-
         print(f"nemorl {version_of('nemorl')}")
         return 0
     known = [*ALGORITHMS, *COMMANDS]
@@ -199,7 +197,7 @@ def _main(argv: Sequence[str] | None) -> int:
     shown = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
-        return _execute(command, args, typed=("nemorl", *given))
+        return _execute(command, args, typed=("nemorl", *typed))
     finally:
         warnings.formatwarning = shown
 
@@ -300,14 +298,12 @@ def _of_the_users(error: BaseException) -> bool:
 
 def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any:
     """Return the checked config of a command; None where --print-config has printed it."""
-    from nemorl.runtime.config.flags import help_of, in_full, names_of, parse_flags, peek
 
     cls = _config_of(command)
     raw = args
     # Again below, when the settings of functions of the user's are known.
     args = in_full(cls, raw, names_of(cls), lenient=True)
-    preset = next(reversed(peek(args, "--preset")), None)
-    tree = of_preset(cls, preset)
+    tree = of_preset(cls, next(reversed(peek(args, "--preset")), None))
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
     trust = _trust(args, typed)
     if len(paths) > 1:
@@ -333,16 +329,15 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
         _refuse_other_variants(cls, section, tree[section]["name"], args)
     usual = values(cls, {})
     shown |= {key for key, value in values(cls, tree).items() if value != usual.get(key)}
-    help_ = _help(command, cls, args, shown)
     prog, extra = _prog(command), _extra(cls)
-    if help_ is not None:
+    if help_ := _help(command, cls, args, shown):
         visible, brief = help_
         more, extra = _more_help(command, cls), extra if visible("--config") else []
         print(help_of(cls, tree, visible, prog=prog, extra=extra, more=more, brief=brief), end="")
         return None
-    tree, given = parse_flags(cls, tree, args, prog=prog, extra=extra)
+    tree, others = parse_flags(cls, tree, args, prog=prog, extra=extra)
     config = construct(cls, tree)
-    if given["print_config"]:
+    if others["print_config"]:
         _require_names_and_rows(config, elsewhere=True)
         print(dump_yaml(config, comments=True), end="")
         return None
@@ -353,8 +348,6 @@ def parse(command: str, args: Sequence[str], typed: tuple[str, ...] = ()) -> Any
 
 
 def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    from nemorl.runtime.config.flags import peek
-
     flag = "--data.validation"
     sets = [file.get("data.validation") for file in files] + [peek(args, flag)]
     if flag in args:
@@ -363,8 +356,6 @@ def _validation_sets(args: Sequence[str], files: Sequence[Mapping[str, Any]]) ->
 
 
 def _trust(args: Sequence[str], typed: tuple[str, ...]) -> Trust:
-    from nemorl.runtime.config.flags import given
-
     last = {argument.replace("-no-", "-"): argument for argument in args}
     on = {flag for flag, argument in last.items() if flag == argument}
     prints = bool(on & {"-h", "--help", "--print-config"})
@@ -385,26 +376,37 @@ def _config_of(command: str) -> type[Any]:
 def _extra(cls: type) -> list[Setting]:
     from tyro.conf import UseAppendAction
 
-    text = (
-        "A YAML file with settings; flags win over it, and of several files the later one."
-        " --print-config writes one."
-    )
-    extra: list[Setting] = [("config", UseAppendAction[tuple[str, ...]], text, ())]
-    if issubclass(cls, GRPOConfig):
-        listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
-        known = cast(Any, Literal)[tuple(PRESETS)] | None
-        text = "\n".join(["A named set of settings, below --config and flags.", *listed])
-        extra.append(("preset", known, text, None))
-    text = (
-        "Print the resolved settings as YAML, with comments, and stop. Names of rewards, backends"
-        " and loggers and the first rows of data files are checked, the model is not."
-    )
-    extra.append(("print_config", bool, text, False))
-    text = (
-        "Run code that a file of settings, or of a run, names (functions, code of the model),"
-        " though no flag names it."
-    )
-    return [*extra, ("trust_code", bool, text, False)]
+    presets = "\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
+    extra: list[Setting] = [
+        (
+            "config",
+            UseAppendAction[tuple[str, ...]],
+            "A YAML file with settings; flags win over it, and of several files the later one."
+            " --print-config writes one.",
+            (),
+        ),
+        (
+            "preset",
+            cast(Any, Literal)[tuple(PRESETS)] | None,
+            f"A named set of settings, below --config and flags.\n{presets}",
+            None,
+        ),
+        (
+            "print_config",
+            bool,
+            "Print the resolved settings as YAML, with comments, and stop. Names of rewards,"
+            " backends and loggers and the first rows of data files are checked, the model is not.",
+            False,
+        ),
+        (
+            "trust_code",
+            bool,
+            "Run code that a file of settings, or of a run, names (functions, code of the model),"
+            " though no flag names it.",
+            False,
+        ),
+    ]
+    return [each for each in extra if each[0] != "preset" or issubclass(cls, GRPOConfig)]
 
 
 def _require_inputs(command: str, config: object) -> None:
@@ -414,11 +416,21 @@ def _require_inputs(command: str, config: object) -> None:
     if isinstance(config, BaseConfig):
         RunDirectory.check_missing(config.run)
     if isinstance(config, BaseConfig | AnswerConfig):
-        remedy = "add --model.path with a folder or a name on the hub"
-        require(bool(config.model.path), "model.path", "must be given", "", remedy)
+        require(
+            bool(config.model.path),
+            "model.path",
+            "must be given",
+            "",
+            "add --model.path with a folder or a name on the hub",
+        )
     if isinstance(config, EvalConfig):
-        rows, remedy = config.data.validation, "add --data.validation FILE"
-        require(rows is not None, "data.validation", "must be given", None, remedy)
+        require(
+            config.data.validation is not None,
+            "data.validation",
+            "must be given",
+            None,
+            "add --data.validation FILE",
+        )
     model_folder(getattr(getattr(config, "model", None), "path", ""))
     _require_names_and_rows(config)
     if command in ALGORITHMS and isinstance(config, BaseConfig):
@@ -491,9 +503,6 @@ def _more_help(command: str, cls: type) -> str:
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
-    from nemorl.runtime.config.flags import peek
-    from nemorl.runtime.store.directory import check_algorithm, script_with
-
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
     if not asked or not directory.config.exists():

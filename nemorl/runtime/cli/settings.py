@@ -237,8 +237,10 @@ class GenerateConfig(AnswerConfig):
         try:
             lines = Path(self.file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            must = f"file must be a readable text file, but {self.file} is not ({error})"
-            raise ValueError(f"{must}: give one prompt per line") from None
+            raise ValueError(
+                f"file must be a readable text file, but {self.file} is not ({error}): give one"
+                " prompt per line"
+            ) from None
         found = [*self.prompt, *(line for line in lines if line.strip())]
         require(bool(found), "file", "must hold a prompt", self.file, "write one prompt per line")
         return found

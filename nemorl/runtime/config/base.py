@@ -47,8 +47,14 @@ class RuntimeConfig:
         at_least(0, runtime__max_restarts=self.max_restarts)
         at_least(1, runtime__cpus_per_rank=self.cpus_per_rank)
         for name in ("timeout_s", "start_timeout_s"):
-            seconds, must = getattr(self, name), f"must lie in 1 … {WEEK_S}, a week"
-            require(1 <= seconds <= WEEK_S, f"runtime.{name}", must, seconds, "86400 is a day")
+            seconds = getattr(self, name)
+            require(
+                1 <= seconds <= WEEK_S,
+                f"runtime.{name}",
+                f"must lie in 1 … {WEEK_S}, a week",
+                seconds,
+                "86400 is a day",
+            )
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -120,13 +126,13 @@ class MetricWatch:
     def look(self, metrics: Mapping[str, Any], *, validation: bool) -> float | None:
         """Return the finite value in the metrics of a step or a validation, or None.
 
-        Raises ValueError if it is missing the first time.
+        Raises: ValueError if it is missing the first time.
         """
         if validation != self.metric.startswith(VALIDATION):
             return None
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics and not self.seen:
-            known = sorted((VALIDATION if validation else "") + other for other in metrics)
+            known = sorted(VALIDATION * validation + other for other in metrics)
             raise ValueError(
                 f"{self.field_name} must name a metric that the run has, but it is"
                 f" {self.metric!r}{closest(self.metric, known) or ':'} there are {', '.join(known)}"
@@ -183,8 +189,13 @@ class RunConfig:
     """Write the trained model to hf/ when the run ends."""
 
     def __post_init__(self) -> None:
-        named, remedy = not self.resume or self.dir is not None, "name the run's folder (--run.dir)"
-        require(named, "run.dir", "must be given to resume a run", self.dir, remedy)
+        require(
+            not self.resume or self.dir is not None,
+            "run.dir",
+            "must be given to resume a run",
+            self.dir,
+            "name the run's folder (--run.dir)",
+        )
         at_least(
             0,
             run__val_period=self.val_period,
@@ -197,12 +208,20 @@ class RunConfig:
             run__keep_checkpoints=self.keep_checkpoints,
             run__max_val_samples=self.max_val_samples,
         )
-        higher = self.higher_is_better
-        fits, remedy = self.metric is not None or higher is None, "name its metric (--run.metric)"
-        require(fits, "run.higher_is_better", "needs run.metric", higher, remedy)
-        fits = self.metric is None or not self.async_save
-        must = "can't be given together with run.metric"
-        require(fits, "run.async_save", must, self.async_save, "keep one of the two")
+        require(
+            self.metric is not None or self.higher_is_better is None,
+            "run.higher_is_better",
+            "needs run.metric",
+            self.higher_is_better,
+            "name its metric (--run.metric)",
+        )
+        require(
+            self.metric is None or not self.async_save,
+            "run.async_save",
+            "can't be given together with run.metric",
+            self.async_save,
+            "keep one of the two",
+        )
         self.stop_condition()
 
     def ranking(self) -> Ranking | None:
@@ -211,7 +230,6 @@ class RunConfig:
         return Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
 
     def stop_condition(self) -> Condition | None:
-        """Return `stop_when` parsed."""
         return None if self.stop_when is None else Condition.parse(self.stop_when)
 
     def require_training_metrics(self) -> None:
@@ -283,12 +301,8 @@ class DataConfig:
 
     def reading(self) -> dict[str, Any]:
         """Return the arguments of `load_rows` about what a row is."""
-        names = [
-            *(f"{name}_column" for name in COLUMNS),
-            "prompt_template",
-            "system_prompt",
-            "chat",
-        ]
+        columns = [f"{name}_column" for name in COLUMNS]
+        names = [*columns, "prompt_template", "system_prompt", "chat"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -347,16 +361,25 @@ class BaseConfig:
         self.require_room(self.data.max_total_sequence_length, "the longest sequence")
         check_lora(self.lora, self.model)
         most, largest = self.generation.adapter_rank, self.lora.largest_rank
-        must = f"must be 0 or as large as the largest rank of the adapters, {largest}"
-        remedy = "set lora.rank, and this to the same, or remove it"
-        require(not most or 0 < largest <= most, "generation.adapter_rank", must, most, remedy)
+        require(
+            not most or 0 < largest <= most,
+            "generation.adapter_rank",
+            f"must be 0 or as large as the largest rank of the adapters, {largest}",
+            most,
+            "set lora.rank, and this to the same, or remove it",
+        )
         offloads = self.trainer.offload_during_generation
         for free, requirement in (
             (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
             (not self.generation.colocated, "needs generation.colocated: others have own GPUs"),
         ):
-            name = "trainer.offload_during_generation"
-            require(not (offloads and free), name, requirement, offloads, "remove it")
+            require(
+                not (offloads and free),
+                "trainer.offload_during_generation",
+                requirement,
+                offloads,
+                "remove it",
+            )
         require(
             self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
             "optimizer.min_lr_ratio",

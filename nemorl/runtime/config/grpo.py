@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.base import BaseConfig, RewardConfig
 from nemorl.runtime.config.spellings import algorithm_hint
@@ -365,19 +365,24 @@ class GRPOConfig(RewardConfig, BaseConfig):
             case _:
                 compares_groups = isinstance(self.advantage, GroupAdvantage)
         by_turn = isinstance(self.advantage, GroupAdvantage) and self.advantage.level == "turn"
-        for free, requirement in (
-            (self.overlong.buffer > 0, "is not for overlong.buffer"),
+        for other, what in (
+            (self.overlong.buffer > 0, "overlong.buffer"),
             (
                 getattr(self.advantage, "baseline", "") == "length_weighted",
-                "is not for advantage.baseline length_weighted",
+                "advantage.baseline length_weighted",
             ),
             (
                 isinstance(self.loss, GSPOLoss) and not self.loss.token_gradient,
-                "is not for the loss gspo without loss.token_gradient",
+                "the loss gspo without loss.token_gradient",
             ),
         ):
-            remedy = "change one of them"
-            require(not (by_turn and free), "advantage.level", requirement, "turn", remedy)
+            require(
+                not (by_turn and other),
+                "advantage.level",
+                f"is not for {what}",
+                "turn",
+                "change one of them",
+            )
         require(
             self.num_generations_per_prompt > 1 or not compares_groups,
             "num_generations_per_prompt",
@@ -419,37 +424,39 @@ class GRPOConfig(RewardConfig, BaseConfig):
             self.async_.max_staleness,
             "1 to 4 is usual",
         )
-        traits = self.generation.traits
-        waits, shares = self.async_.in_flight == "wait", traits.embedded or traits.shares_model
-        must = f"must be keep or abort with generation.backend {self.generation.backend}"
-        remedy = "use keep, or --generation.backend vllm"
-        require(not (waits and shares), "async.in_flight", must, "wait", remedy)
-        must = "must be keep or abort with generation.colocated"
-        remedy = "use keep, or --generation.no-colocated"
-        colocated = self.generation.colocated
-        require(not (waits and colocated), "async.in_flight", must, "wait", remedy)
+        engines = self.generation
+        shares = engines.traits.embedded or engines.traits.shares_model
+        for pauses, what, remedy in (
+            (shares, f"backend {engines.backend}", "backend vllm"),
+            (engines.colocated, "colocated", "no-colocated"),
+        ):
+            require(
+                not pauses or self.async_.in_flight != "wait",
+                "async.in_flight",
+                f"must be keep or abort with generation.{what}",
+                "wait",
+                f"use keep, or --generation.{remedy}",
+            )
 
     def _check_off_policy(self) -> None:
-        chosen = self.off_policy
+        chosen, off = self.off_policy, self.off_policy_mode == "none"
         staleness = f" with async.max_staleness {self.max_staleness}" * (chosen.mode == "auto")
         require(
-            self.off_policy_mode == "none"
-            or not isinstance(self.loss, OwnLoss)
-            or "importance_weights" in self.loss.takes,
+            off or not isinstance(self.loss, OwnLoss) or "importance_weights" in self.loss.takes,
             "off_policy.mode",
             f"must be none for the loss {self.loss.name}, which has no parameter"
             " importance_weights",
             chosen.mode + staleness,
             "give it one and multiply the terms by it, or set none",
         )
-        for name in ("token_bounds", "extreme_bounds", "geometric_bounds", "probability_bounds"):
-            bounds = getattr(chosen, name)
-            require(
-                bounds is None or self.off_policy_mode != "none",
-                f"off_policy.{name}",
+        if off:
+            bounds = ["token_bounds", "extreme_bounds", "geometric_bounds", "probability_bounds"]
+            refuse_unused(
+                "off_policy",
+                chosen,
                 "needs off_policy.mode truncate, mask or sequence_mask",
-                bounds,
                 "set a mode, or remove it",
+                names=bounds,
             )
         require(
             chosen.proximal == "recompute" or not self.needs_kl_reward,
@@ -460,7 +467,6 @@ class GRPOConfig(RewardConfig, BaseConfig):
         )
 
     def doubts(self) -> Iterator[str]:
-        """Yield as `BaseConfig`, and for engines that pause though sampling could go on."""
         yield from super().doubts()
         if self.max_staleness and self.generation.traits.engines and self.generation.colocated:
             yield (
@@ -482,12 +488,11 @@ class GRPOConfig(RewardConfig, BaseConfig):
 
     @cached_property
     def interpolates(self) -> bool:
-        """Whether π_prev is estimated from the tokens' versions and not computed."""
+        """Whether π_prev is estimated from the tokens' versions."""
         return self.off_policy.proximal == "interpolate" and self.updates_per_step > 1
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps in each step."""
         return self.updates_on(self.num_prompts_per_step * self.num_generations_per_prompt)
 
     def updates_on(self, num_responses: int) -> int:

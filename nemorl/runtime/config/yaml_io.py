@@ -166,8 +166,11 @@ def _count(node: Any, counts: dict[int, float]) -> float:
         children = list(chain.from_iterable(node.value)) if mapping else node.value
     counts[id(node)] = count = sum((_count(child, counts) for child in children), 1.0)
     if count > MAX_VALUES:
-        problem = f"with aliases (*name) written out it must have at most {MAX_VALUES} values, and"
-        raise _error(f"{problem} none may contain itself: remove aliases", node.start_mark)
+        raise _error(
+            f"with aliases (*name) written out it must have at most {MAX_VALUES} values, and none"
+            " may contain itself: remove aliases",
+            node.start_mark,
+        )
     return count
 
 
@@ -197,8 +200,11 @@ def _inline(value: Any, name: str) -> str:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()  # not a part of a character
     except (TypeError, ValueError) as error:
-        must = f"{name} must hold text, numbers, true, false, null, lists and mappings"
-        raise ConfigError(f"{must}, but it holds {value!r:.80} ({error})", name) from None
+        raise ConfigError(
+            f"{name} must hold text, numbers, true, false, null, lists and mappings, but it holds"
+            f" {value!r:.80} ({error})",
+            name,
+        ) from None
     if isinstance(value, float):
         text = text.replace("Infinity", ".inf").replace("NaN", ".nan")
         return text if "." in text else text.replace("e", ".0e")

@@ -27,12 +27,13 @@ from nemorl.rollout.generation import (
     Weights,
     WeightSource,
     check_in_flight,
+    check_ready,
     checked_requests,
     seeded,
     text_before,
 )
 from nemorl.runtime.engines.spec import check_arguments, check_machine, engine_spec
-from nemorl.runtime.engines.weights import Place, current_device, started
+from nemorl.runtime.engines.weights import Place, Transport, current_device, started
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +63,6 @@ class VLLMGenerationBackend:
         self.tokenizer, self.precision, self._records = tokenizer, precision, records_experts
         self._beside = beside
         self.policy_version: int | None = None
-        """None: there are no weights yet, or an update of them failed."""
         self.updated = self.asleep = self._failed = False
         self._lock = threading.RLock()
         self._engines: Replicas | None = None
@@ -95,14 +95,12 @@ class VLLMGenerationBackend:
             )
             self._positions = spec.max_model_len or sys.maxsize
             self.sleeps = config.colocated or spec.sleep_level > 0
-            """Whether `sleep` ends requests until `wake`: not where its devices are its own."""
             self._engines = Replicas(config, spec, self._beside)
         finally:
             release()
 
     @property
-    def transport(self) -> Any:
-        """How the last weights came, a `Transport`; None before any."""
+    def transport(self) -> Transport | None:
         return None if self._engines is None else self._engines.supply.transport
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
@@ -202,13 +200,7 @@ class VLLMGenerationBackend:
 
     def _check(self) -> None:
         _ = self._running
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before generate()")
-        if self._failed:
-            raise RuntimeError(
-                "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() with all of them"
-            )
+        check_ready(asleep=self.asleep, failed=self._failed)
         if self.updated:  # without the lock: an update must not hold up new requests
             return
         with self._lock:
@@ -280,11 +272,17 @@ def _sampled(config: PretrainedConfig) -> float:
     rows = samples(config.vocab_size)
     first, second = tiny_model(config), tiny_model(config, seed=1)
     backend = VLLMGenerationBackend(model=first)
-    settings: dict[str, Any] = {"engine": {"kv_cache_memory_bytes": 2**25}, "max_restarts": 0}
-    settings |= {"backend": "vllm", "max_batch_size": 4, "max_model_len": 128}
     with tempfile.TemporaryDirectory() as logs:
+        settings = GenerationConfig(
+            backend="vllm",
+            engine={"kv_cache_memory_bytes": 2**25},
+            max_restarts=0,
+            max_batch_size=4,
+            max_model_len=128,
+            log_dir=logs,
+        )
         try:
-            backend.setup(GenerationConfig(**settings, log_dir=logs))
+            backend.setup(settings)
             worst = sampled_differ(backend, first, rows)
             update = Weights(version=1, tensors=merged_tensors(second))
             blocking(backend.update_weights(update))

@@ -38,15 +38,15 @@ from nemorl.runtime.store.files import temporary_folder
 from nemorl.runtime.workers.worker import begin_worker, free_port
 
 REPORT_TOKENS = 16
-"""A sample's tokens are read after the first one and every so many."""
+"""A sample's tokens are read after the first and every so many."""
 CPU_DEFAULTS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
     "block_size": 32,
     "enable_chunked_prefill": False,
 }
-"""Without a GPU. Short prompts share small blocks, too; a prompt is computed at once, because
-vLLM's seeded generator draws after every part.
+"""Without a GPU. Short prompts share small blocks, too; a prompt is one chunk, as vLLM's seeded
+generator draws after each.
 """
 QUIET = {
     "vllm.triton_utils.importing": logging.ERROR,
@@ -298,8 +298,8 @@ class VLLMEngine:
 
 @contextmanager
 def starting(spec: EngineSpec) -> Iterator[tuple[Any, bool]]:
-    """Yield vLLM's EngineArgs, and whether it computes on a CPU. Raises EngineStartError for all
-    that the block raises.
+    """Yield vLLM's EngineArgs, and whether it computes on a CPU. Raises EngineStartError for what
+    the block raises.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
@@ -472,8 +472,8 @@ class EngineActor:
         return replace(spec, meeting=(own_address(), free_port()))
 
     async def run_stage(self, spec: EngineSpec) -> None:
-        """Run a later stage's workers instead of an engine, until one ends, and with it the others.
-        Raises EngineStartError.
+        """Run a later stage's workers, until one ends, and with it the others. Raises
+        EngineStartError.
         """
         await asyncio.to_thread(_run_stage, spec)
 
@@ -486,7 +486,7 @@ class EngineActor:
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            gpus=tuple(gpus.split(",")) if gpus else (),
+            gpus=tuple(filter(None, gpus.split(","))),
             uuids=self._engine.uuids,
         )
 
@@ -505,11 +505,11 @@ class EngineActor:
         return Answer(samples, self._partial, self._busy_s)
 
     async def progress(self) -> int:
-        """Return a number that grows as long as the engine works."""
+        """Return a number that grows while the engine works."""
         return self._progress
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine, before its next step."""
+        """Call a method of the engine before its next step."""
         return await self._loop.run_in_executor(self._thread, self._do, method, *args)
 
     def _do(self, method: str, *args: Any) -> Any:

@@ -65,7 +65,6 @@ from nemorl.runtime.workers.cluster import DRIVER, Bundle, RayVirtualCluster, Re
 from nemorl.runtime.workers.worker import Worker
 
 SHUTDOWN_S = 10.0
-START = "generation.start_timeout_s"
 
 
 @dataclass(eq=False)
@@ -149,7 +148,8 @@ class EngineProcesses:
     async def _start(self, id: ProcessId) -> None:
         process = self.running[id] = EngineProcess(id, self.launched(id.rank))
         worker, first, limit_s = process.worker, self.spec, self.config.start_timeout_s
-        up = partial(worker.answer, doing="its start", timeout_s=limit_s, setting=START)
+        setting = "generation.start_timeout_s"
+        up = partial(worker.answer, doing="its start", timeout_s=limit_s, setting=setting)
         stages = range(1, first.pipeline_parallel_size)
         if stages:
             first = await up(worker.actor.meet.remote(first))
@@ -197,7 +197,7 @@ class EngineProcesses:
         return Worker(actor.remote(name, str(log)), name, log)
 
     async def _watch(self, process: EngineProcess) -> None:
-        """Raise where a process died, or has work and makes no progress for timeout_s."""
+        """Raise where a process died, or works without progress for timeout_s."""
         before, idle, worker = -1, 0, process.worker
         period = self.config.timeout_s / 4  # counted: the driver itself may be stopped
         while True:
@@ -216,11 +216,11 @@ class EngineProcesses:
 
     async def everywhere(self, method: str) -> None:
         """Call a method of all engines. One that fails or is late breaks its process."""
-        limit: Any = {"timeout_s": self.config.timeout_s, "setting": "generation.timeout_s"}
 
         async def call(process: EngineProcess) -> None:
+            answer = partial(process.worker.answer, process.actor.call.remote(method), method)
             try:
-                await process.worker.answer(process.actor.call.remote(method), method, **limit)
+                await answer(timeout_s=self.config.timeout_s, setting="generation.timeout_s")
             except Exception as error:
                 self._router.note(Broke(process.id, error))
 
@@ -261,16 +261,14 @@ def engine_bundles(
 
     nodes: of the ranks whose GPUs they share, which Ray counts as the ranks'.
     """
+    cpus, size = config.cpus_per_replica, config.tensor_parallel_size
     if nodes:
         shares = rank_shares(nodes, config)
-        cpus = config.cpus_per_replica
         return {"generation": [Bundle(cpus=cpus, node=nodes[share[0]]) for share in shares]}
-    gpus = config.tensor_parallel_size if cuda else 0
-    cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
     stages = config.num_replicas * config.pipeline_parallel_size
-    bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * stages}
     if not cuda:
-        return bundles
+        return {"generation": [Bundle(cpus=cpus * size)] * stages}
+    bundles = {"generation": [Bundle(cpus=cpus, gpus=size)] * stages}
     if config.colocated:
         if config.trainer_gpus:  # of this machine
             bundles["generation"][0] = replace(bundles["generation"][0], node=DRIVER)
@@ -300,9 +298,9 @@ def rank_shares(nodes: Sequence[str], config: GenerationConfig) -> list[list[int
 
 def check_places(config: GenerationConfig, engines: Sequence[Place]) -> None:
     """Raise ValueError where an engine with GPUs of its own is on this process's GPU, or none of
-    those that share it, unless no GPU of this machine trains (`trainer_gpus` is 0).
+    those that share it.
     """
-    if config.trainer_gpus == 0:
+    if config.trainer_gpus == 0:  # no GPU of this machine trains
         return
     shared = bool(own_place().cards & cards_of(engines))
     holds, remedy = not shared, "let trainer.device be the first GPU that Ray has here"
@@ -330,19 +328,9 @@ class Supply:
         processes: EngineProcesses,
         router: RequestRouter,
     ) -> None:
-        self.spec, self._processes, self._router = spec, processes, router
-        expected, stored = expected_weights(spec.files["config.json"])
-        alone = spec.adapter_rank or spec.pipeline_parallel_size > 1
-        self._sender = WeightSender(
-            actors={},
-            places={},
-            expected=expected,
-            stored=stored,
-            dtype=getattr(torch, spec.dtype),
-            transport="object_store" if alone else config.weight_transport,
-            processes=config.devices_per_replica,
-            timeout_s=config.timeout_s,
-        )
+        self.config, self.spec = config, spec
+        self._processes, self._router = processes, router
+        self._expected, self._stored = expected_weights(spec.files["config.json"])
         self._source: WeightSource = Weights(version=0, tensors=())
         self._version = 0
         self.sending = threading.RLock()
@@ -354,12 +342,7 @@ class Supply:
         self._receipt: UpdateReceipt | None = None
 
     def update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
-        """Give all replicas that are up the newest weights, and return their version; the others
-        get weights before they are used.
-
-        After an error requests in flight fail, and nothing can be generated until an update
-        succeeds.
-        """
+        """Give all replicas that are up the newest weights, and return their version."""
         router = self._router
         try:
             if in_flight == "wait":
@@ -408,11 +391,16 @@ class Supply:
                 )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
-        sender = replace(
-            self._sender,
-            actors={rank: one.worker.actor for rank, one in processes.items()},
+        alone = self.spec.adapter_rank or self.spec.pipeline_parallel_size > 1
+        sender = WeightSender(
+            actors={rank: one.actor for rank, one in processes.items()},
             places={rank: one.place for rank, one in processes.items() if one.place},
-            failed={},
+            expected=self._expected,
+            stored=self._stored,
+            dtype=getattr(torch, self.spec.dtype),
+            transport="object_store" if alone else self.config.weight_transport,
+            processes=self.config.devices_per_replica,
+            timeout_s=self.config.timeout_s,
         )
         options: dict[str, Any] = {}
         if self.spec.adapter_rank:
@@ -445,8 +433,8 @@ Request = tuple[tuple[int, ...], SamplingParams]
 class Replicas:
     """Engines that share the prompts, follow the trainer's weights and outlive their processes.
 
-    `routing.decide` says who answers what. The others do what a replica had not answered when it
-    died or hung, with the same results: seeds belong to requests.
+    The others do what a replica had not answered when it died or hung, with the same results: seeds
+    belong to requests.
     """
 
     processes: type[EngineProcesses] = EngineProcesses
@@ -459,8 +447,7 @@ class Replicas:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._device = current_device()
         self._tending: asyncio.Task[None] | None = None
-        self._usage: defaultdict[int, defaultdict[str, float]]
-        self._usage = defaultdict(lambda: defaultdict(float))
+        self._usage = defaultdict[int, defaultdict[str, float]](lambda: defaultdict(float))
         self._seconds, self._since = 0.0, 0.0
         """With requests in flight; when there were none."""
         self._processes = self.processes(config, spec, beside)
@@ -591,7 +578,7 @@ class Replicas:
         self._router.note(event)
 
     def sleep(self) -> None:
-        """Give memory back, which no replica may take by a start. Requests pause."""
+        """Give memory back, which no start may take; requests pause."""
         if self.spec.sleep_level:
             with self.supply.sending:  # not between two calls of an update
                 self._router.do(self._sleep())

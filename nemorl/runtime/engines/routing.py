@@ -114,12 +114,7 @@ class Routing:
 
 
 def routing(num_replicas: int, *, window: int, max_restarts: int) -> Routing:
-    """Return the state in which every replica starts for the first time.
-
-    >>> state = routing(2, window=8, max_restarts=3)
-    >>> [one.status for one in state.replicas]
-    ['starting', 'starting']
-    """
+    """Return the state in which every replica starts for the first time."""
     replicas = tuple(Replica(process=ProcessId(rank, 0)) for rank in range(num_replicas))
     return Routing(window=window, max_restarts=max_restarts, replicas=replicas)
 

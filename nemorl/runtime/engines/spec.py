@@ -128,10 +128,7 @@ def engine_spec(
     on_gpus: bool = False,
     records_experts: bool = False,
 ) -> EngineSpec:
-    """Return the engine for a model, whose weights are not read.
-
-    records_experts: samples have the experts of each token, if there are any.
-    """
+    """Return the engine for a model, whose weights are not read."""
     # At level 2 the base, which is sent once, would be lost.
     level = 1 if config.adapter_rank else 2
     default_level = level if on_gpus and config.colocated else 0

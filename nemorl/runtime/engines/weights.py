@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
+from unittest.mock import patch
 
 import cloudpickle
 import torch
@@ -64,7 +65,7 @@ class Place:
     host: str
     pid: int
     gpus: tuple[str, ...]
-    """As the process names them; others on its node may see other ones."""
+    """As the process names them."""
     uuids: tuple[str, ...] = ()
     """Of these GPUs and those of an engine's other stages, where torch knows them."""
 
@@ -97,9 +98,10 @@ class Transport:
 
 
 def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Place]) -> Transport:
-    """Return how weights get from a trainer's ranks to engines, by generation.weight_transport.
+    """Return how weights get from a trainer's ranks to engines.
 
-    ranks: all, in order, each with its GPU; ranks on a CPU beside GPUs all have the first one.
+    setting: generation.weight_transport. ranks: all, in order; those on a CPU beside GPUs all have
+    the first GPU.
 
     >>> here, beside = Place("node", "host", 1, ("0",)), Place("node", "host", 2, ("1",))
     >>> print(choose_transport("auto", [here, beside], [here, beside]))
@@ -117,8 +119,7 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
     if setting != "auto":
         needs = f"needs {NEEDS.get(setting)}"
         require(works[setting], "generation.weight_transport", needs, setting, "remove it")
-        required = ", or as adapter_rank or pipeline_parallel_size requires"
-        return Transport(setting, "as set" + required * (setting == "object_store"))
+        return Transport(setting, "as set, or as other settings require")
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
@@ -131,15 +132,10 @@ def cards_of(places: Iterable[Place]) -> frozenset[tuple[str, str]]:
 
 def places_of_ranks() -> list[Place]:
     """Return the places of all ranks in order; a collective call."""
-    places = [own_place()] * num_ranks()
+    places = [own_place()] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(places) > 1:
         dist.all_gather_object(places, own_place())
     return places
-
-
-def num_ranks() -> int:
-    """Return how many ranks train."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def own_place() -> Place:
@@ -197,11 +193,8 @@ def _given_back(transfer: Any) -> Iterator[None]:
                 torch.UntypedStorage._release_ipc_counter(counter, offset, device=DEVICE)
         return gather(handles)
 
-    transfer._all_gather_and_merge_handles = gathered
-    try:
+    with patch.object(transfer, "_all_gather_and_merge_handles", gathered):
         yield
-    finally:
-        del transfer._all_gather_and_merge_handles
 
 
 def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -216,7 +209,7 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
             finish_weight_update=lambda weight_version=None: None,
         )
         sender.start_weight_update()
-        for part in _parts(weights, ROUND_BYTES):
+        for part in buckets(weights, ROUND_BYTES):
             transfer.source = _Source(sender.dtype, part)
             # vLLM packs on streams of its own, which do not wait for the one that gathers.
             torch.get_device_module(DEVICE).synchronize()
@@ -225,9 +218,10 @@ def send_by_nccl(sender: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         sender.finish_weight_update()
 
 
-def _parts(
+def buckets(
     weights: Iterable[tuple[str, Tensor]], num_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield all weights in lists of at least `num_bytes`, but for the last."""
     part, size = list[tuple[str, Tensor]](), 0
     for name, tensor in weights:
         part.append((name, tensor))
@@ -266,7 +260,7 @@ def _connect(transport: str, sender: Any, client: Any) -> Any:
 
     info: Any
     if transport == "cuda_ipc":
-        rank = dist.get_rank() if num_ranks() > 1 else 0
+        rank = dist.get_rank() if dist.is_initialized() else 0
         sizes = [math.prod(shape) * sender.dtype.itemsize for shape in sender.expected.values()]
         largest = max([ROUND_BYTES, *sizes])  # every tensor has to fit in the shared buffer
         info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=largest)
@@ -328,8 +322,10 @@ Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
 
 
 def expected_weights(config: str | bytes) -> tuple[dict[str, tuple[int, ...]], Stored]:
-    """Return names and shapes of the weights in files of a model with this config.json, and which
-    live tensors files have otherwise.
+    """Return names and shapes of the weights in files of a model, and which live tensors files have
+    otherwise.
+
+    config: its config.json.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -363,7 +359,7 @@ def _one_by_one(model: Any) -> Stored:
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights before the first unexpected one. Raises ValueError, after the last one,
+    """Yield the weights before the first unexpected one, and raise ValueError, after the last one,
     that lists all that do not fit.
     """
     missing, wrong = dict(expected), []
@@ -404,9 +400,7 @@ class UpdateReceipt:
 
 @dataclass(kw_only=True)
 class WeightSender:
-    """Gives engines the weights of an iterator; may be pickled and called in another process, by
-    all ranks of a trainer.
-    """
+    """Gives engines weights; may be pickled and called by all ranks of a trainer."""
 
     actors: Mapping[int, Any]
     sealed: bytes = b""
@@ -428,8 +422,8 @@ class WeightSender:
     arrived: dict[int, list[list[tuple[str, int]]]] = field(default_factory=dict)
 
     def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> UpdateReceipt:
-        """Return how it went, by checksums of what was sent and of what arrived. Raises ValueError
-        for weights of another model.
+        """Return how it went, by checksums of what was sent and what arrived. Raises ValueError for
+        weights of another model.
         """
         self = replace(self, version=version, arrived={})
         ranks, places = places_of_ranks(), list(self.places.values())
@@ -573,7 +567,7 @@ class WeightSender:
 
         calls: dict[int, Any] = {}
         try:
-            for part in _parts(weights or (), BUCKET_BYTES):
+            for part in buckets(weights or (), BUCKET_BYTES):
                 calls = calls or self.start("begin_weights")
                 stored = ray.put({"bucket": _packed(part)})
                 waiting, calls = calls, {}
@@ -588,14 +582,12 @@ class WeightSender:
 
 def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> str:
     found, counts = dict(arrived), Counter(name for name, _ in arrived)
-    wrong = [f"{name!r} did not arrive" for name in sent if name not in found]
-    wrong += [f"{name!r} was not sent" for name in found if name not in sent]
-    wrong += [f"{name!r} arrived {count} times" for name, count in counts.items() if count > 1]
-    wrong += [
-        f"{name!r} arrived with other numbers"
-        for name, number in sent.items()
-        if found.get(name, number) != number
-    ]
+    wrong = [f"{name!r} was not sent" for name in found if name not in sent]
+    for name, number in sent.items():
+        if counts[name] != 1:
+            wrong.append(f"{name!r} arrived {counts[name]} times")
+        elif found[name] != number:
+            wrong.append(f"{name!r} arrived with other numbers")
     return ", ".join(wrong[:5]) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
 
 
@@ -681,9 +673,9 @@ class SendsWeights(Protocol):
 class TrainerWeights(WeightSource):
     """The weights of a trainer after its last step; their version is its `step`.
 
-    `send` and the methods of a trainer that is `InTurns` wait for each other, so that their
-    collectives don't meet; of another trainer, `send` must not meet a step. The iterator of
-    `newest` holds nothing up, and raises RuntimeError if a step comes between.
+    `send` and the methods of a trainer that is `InTurns` wait for each other; of another trainer,
+    `send` must not meet a step. The iterator of `newest` raises RuntimeError if a step comes
+    between.
     """
 
     def __init__(self, trainer: HasWeights) -> None:
@@ -717,9 +709,8 @@ class TrainerWeights(WeightSource):
             with self._turn:
                 if self.trainer.step != version:
                     raise RuntimeError(
-                        f"weights must be read between two steps, but while those of step {version}"
-                        f" were read, the trainer went on to step {self.trainer.step}: read the"
-                        " newest ones again"
+                        "weights must be read between two steps, but the trainer went from step"
+                        f" {version} to step {self.trainer.step}: read the newest ones"
                     )
                 weights = weights or iter(self.trainer.weights())
                 found = next(weights, None)
@@ -750,8 +741,7 @@ def check_agreement(
     """Return the largest difference between the trainer's and the generator's log-probabilities of
     a greedy answer's tokens. The generator sleeps from then on.
 
-    Raises RuntimeError where it is more than rounding: the generator then has other weights, or
-    computes another model.
+    Raises RuntimeError where it is more than rounding.
     """
     greedy = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
     answer = generator.generate([prompt], greedy)[0]
@@ -767,7 +757,7 @@ def check_agreement(
     if not worst <= AGREEMENT[precision]:
         raise RuntimeError(
             "trainer and generator must give a token the same log-probability, but they differ by"
-            f" {worst:.6f}, where {AGREEMENT[precision]} would be rounding: see that the generator"
-            " is of the same model, and that its weights are synced"
+            f" {worst:.6f}, where {AGREEMENT[precision]} would be rounding: give the generator the"
+            " same model, and sync its weights"
         )
     return worst

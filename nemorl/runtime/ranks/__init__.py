@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 
 def torchrun_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many processes torchrun, or a launcher that sets RANK and WORLD_SIZE, has started;
-    None where this is not one of them.
+    """Return how many processes torchrun, or another launcher that sets RANK and WORLD_SIZE, has
+    started; None where this is none of them.
 
     >>> torchrun_size({"RANK": "1", "WORLD_SIZE": "2"}), torchrun_size({})
     (2, None)
@@ -20,9 +20,5 @@ def torchrun_size(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def is_follower(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this is a process of torchrun other than rank 0.
-
-    >>> is_follower({"RANK": "1", "WORLD_SIZE": "2"}), is_follower({})
-    (True, False)
-    """
+    """Return whether this is a process of torchrun other than rank 0."""
     return torchrun_size(environment) is not None and environment["RANK"] != "0"

@@ -61,9 +61,7 @@ class RankActor:
 
 
 class RayRanks:
-    """One worker per rank, with `runtime.cpus_per_rank` CPUs and a GPU if there are any.
-
-    engines: those that may share the ranks' GPUs. Raises ResourcesError where the cluster has too
+    """A worker for each rank, in `rank_bundles`. Raises ResourcesError where the cluster has too
     little.
     """
 

@@ -12,7 +12,7 @@ from nemorl.models.causal_lm import end_tokens
 from nemorl.models.tensor_files import check_held, sampled
 from nemorl.parallel.megatron.engine import Order
 from nemorl.rollout.config import TRAITS, GenerationConfig
-from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
+from nemorl.rollout.generation import InFlight, WeightSource
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.runtime.engines.weights import TrainerWeights, checked_weights
 from nemorl.runtime.ranks.trainer import RankedTrainer
@@ -47,24 +47,15 @@ class RankedGenerator(ScheduledBackend):
             tokenizer=self.tokenizer,
         )
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
         """Go on with the trainer's weights as they are now, which need no receipt, or with others,
         which become its.
 
         Raises: RuntimeError for "wait" where requests are in flight on the trainer's old weights.
         """
-        check_in_flight(in_flight)
         same = isinstance(source, TrainerWeights) and source.trainer is self.trainer
-        if in_flight == "wait" and same and self._scheduler.busy:
-            raise RuntimeError(
-                "in_flight='wait' needs the old weights, but this engine computes on the trainer's"
-                " own: await the requests before the trainer's step, or use in_flight='keep'"
-            )
         version, weights = source.newest()
-        with self._scheduler.updating(version, in_flight):
+        with self._scheduler.updating(version, in_flight, shared=same):
             self._order = replace(self._order, anew=True)
             if not same:
                 self._take(dict(checked_weights(weights, self._expected)), version)

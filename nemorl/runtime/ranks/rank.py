@@ -29,12 +29,11 @@ from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.engines.weights import Place
+from nemorl.runtime.engines.weights import BUCKET_BYTES, Place, buckets
 from nemorl.runtime.store.files import FailedAlone, in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})
 """Methods that run on a thread, while other calls go on."""
-BUCKET_BYTES = 64 << 20
 Coordinates = tuple[int, int]
 """The number of a rank's rows, and its place in the pipeline."""
 Fetch = Callable[[Coordinates], Any]
@@ -58,7 +57,7 @@ class Rank:
         self._backends: dict[str, Any] = {}
         self._name = ""
         """Of the last call that was not in the background."""
-        self._exports: dict[str, Iterator[tuple[str, Tensor]]] = {}
+        self._exports: dict[str, Iterator[list[tuple[str, Tensor]]]] = {}
 
     @property
     def step(self) -> int:
@@ -82,11 +81,11 @@ class Rank:
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> Any:
         """fetch: returns this rank's routes of a batch, the first argument."""
-        name = kwargs.get("backend", "")
+        options = {**kwargs}
+        name = options.pop("backend", "")
         if fetch is not None:
             routes = fetch(self._ready(name).place)
             args = (replace(args[0], routed_experts=routes), *args[1:])
-        options = {key: value for key, value in kwargs.items() if key != "backend"}
         if method not in BACKGROUND:
             self._name = name
         call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
@@ -113,17 +112,12 @@ class Rank:
         return getattr(self._ready(self._name), "cutting", None)
 
     def _export_open(self, **options: Any) -> None:
-        self._exports[self._name] = self._ready(self._name).weights(**options)
+        weights = self._ready(self._name).weights(**options)
+        self._exports[self._name] = buckets(weights, BUCKET_BYTES)
 
     def _export_next(self) -> list[tuple[str, Tensor]]:
         """Gather some 64 MB more, or nothing at the end."""
-        bucket, size = list[tuple[str, Tensor]](), 0
-        for name, tensor in self._exports[self._name]:
-            size += tensor.nbytes
-            bucket += [(name, tensor)] * (self.rank == 0)
-            if size >= BUCKET_BYTES:
-                break
-        return bucket
+        return next(self._exports[self._name], [])
 
     def _send_weights(
         self, send: Callable[[Any], Any], together: bool = False, **options: Any
@@ -205,7 +199,6 @@ PATIENCE = timedelta(days=7)
 
 class TorchrunRanks:
     places: Sequence[Place] = ()
-    """Not known."""
 
     def __init__(self, make: Callable[[], Any], size: int, config: BaseConfig) -> None:
         self._calls, self._done, self._background = _groups(config)

@@ -184,9 +184,8 @@ class RankedTrainer(InTurns):
         together: bool = False,
         **options: Any,
     ) -> Any:
-        """Call `send`, which must be picklable, with the weights on rank 0, or on all (`together`).
-
-        options: of `weights`. After an error of `send` the ranks stay usable.
+        """As `SendsWeights`. After an error of `send`, which must be picklable, the ranks stay
+        usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
         result, error = self._call("send_weights", send, together=together, **options)
@@ -212,8 +211,7 @@ class RankedTrainer(InTurns):
         self._call("empty_cache")
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        options = {"background": True} if background else {}
-        self._call("save_checkpoint", path.absolute(), **options)
+        self._call("save_checkpoint", path.absolute(), background=background)
 
     def wait_for_checkpoint(self) -> None:
         self._call("wait_for_checkpoint")

@@ -31,8 +31,8 @@ DEFAULT_REWARD = "exact_match"
 def read_data(
     data: DataConfig, *, train: Rows = None, validation: Rows = None, seed: int = 0
 ) -> tuple[Sequence[Row], Sequence[Row]]:
-    """Return the rows to train and to validate on, of `data` or of `train` and `validation`. A
-    `DataModule` brings its own validation rows; `data.held_out` takes training rows.
+    """Return the rows to train and to validate on: those given, or of `data`. A `DataModule` brings
+    its own validation rows; `data.held_out` takes training rows.
     """
     count = len(sources_of(data.train if train is None else train))
     require(
@@ -67,15 +67,15 @@ def read_rows(
     if source is None:
         return None
     require_files(f"data.{which}", source)
-    splits = [data.split for _ in sources_of(source)]
+    parts = sources_of(source)
+    splits = [data.split for _ in parts]
     if which == "validation":
-        parts = sources_of(source)
         usual = ["validation" if has_splits(part) else "train" for part in parts]
         splits = [
             data.validation_split or (known.validation if known else split)
             for known, split in zip(map(known_set, parts), usual, strict=True)
         ]
-    if data.streaming and which == "train":
+    elif data.streaming:
         buffer, reading = SHUFFLE_BUFFER if data.shuffle else 0, data.reading()
         return stream_rows(source, split=data.split, seed=seed, shuffle_buffer=buffer, **reading)
     return load_rows(source, split=splits, **data.reading())
@@ -90,16 +90,20 @@ def print_known(*sources: Rows) -> None:
 
 
 def reward_for(reward: Any, *sources: Rows) -> Any:
-    """Return `reward` or, for the default, that of known data sets. Raises: ValueError for sources
-    that have none in common.
+    """Return `reward` or, for the default, that of known data sets. Raises: ValueError where they
+    differ.
     """
-    known = map(known_set, _parts(*sources))
-    rewards = {None if each is None else each.reward for each in known}
+    rewards = {known and known.reward for known in map(known_set, _parts(*sources))}
     named = sorted(name for name in rewards if name)
     if reward != DEFAULT_REWARD or not named:
         return reward
-    what = "must be given for data sets that differ in it"
-    require(len(rewards) == 1, "reward", what, ", ".join(named), "add --reward")
+    require(
+        len(rewards) == 1,
+        "reward",
+        "must be given for data sets that differ in it",
+        ", ".join(named),
+        "add --reward",
+    )
     return named[0]
 
 
@@ -128,15 +132,14 @@ def tokenised_prompts(
     tools = getattr(environment, "tools", ())
     require_tools(tokenizer, tools)
     prompts = to_prompts(rows, tokenizer, tools=tools)
-    warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
+    _warn_of_unknown(first_of(rows), first_of(prompts), tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     rollout = getattr(config, "rollout", RolloutConfig())
     limits = rollout.limits(longest)
     return Prompts(kept, tokens, tokenizer=tokenizer, limits=limits, tools=tools), lengths
 
 
-def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:
-    """Warn of prompts whose tokens are all unknown or special."""
+def _warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:
     names = ("unk_token_id", "bos_token_id", "eos_token_id")
     unknown, *others = (getattr(tokenizer, name, None) for name in names)
     if unknown is None or unknown in others:  # GPT-2's stands for nothing that it can't write

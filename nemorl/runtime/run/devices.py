@@ -60,9 +60,9 @@ class Devices:
         plan, limits = config.parallel.on(num_ranks), limits_of(config.trainer.backend)
         ranked = torchrun or plan.needs_ranks or limits.traits.needs_ranks
         on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
-        check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
+        _check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
         if torchrun and not config.runtime.tp_across_nodes:
-            check_groups(plan.tp, environ)
+            _check_groups(plan.tp, environ)
         gpus = _num_gpus(config.trainer.device) if num_gpus is None else num_gpus
         check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
         address, device = environ["RAY_ADDRESS"] if on_cluster else None, config.trainer.device
@@ -94,10 +94,10 @@ class Devices:
             None,
             "add --run.dir",
         )
-        check_time(config, ranked=ranked)
+        _check_time(config, ranked=ranked)
         if ranked and not on_cluster and (on_gpus or not torchrun):
             here = int(environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else num_ranks
-            check_size(here, config.runtime, gpus=gpus if on_gpus else 0)
+            _check_size(here, config.runtime, gpus=gpus if on_gpus else 0)
         for doubt in () if is_follower(environ) else config.doubts():
             warn(doubt)
         placed = num_ranks if on_gpus and ranked and not torchrun else 0
@@ -141,7 +141,7 @@ class Devices:
 
     @property
     def free_gpu(self) -> int | None:
-        """A GPU of this machine on which nothing trains, as torchrun and Ray take the first."""
+        """A GPU of this machine on which nothing trains; torchrun and Ray take the first."""
         return self.machine.gpus - 1 if self.machine.gpus > self.machine.taken else None
 
     def check_model(self, model: Any) -> None:
@@ -150,7 +150,7 @@ class Devices:
             check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
             check_generation(self.config.generation, model, self.machine)
             if self.accelerated:
-                warn_of_quadratic_memory(self.config, model, self.plan)
+                _warn_of_quadratic_memory(self.config, model, self.plan)
 
     def check_cluster(self, engines: GenerationConfig) -> None:
         """Refuse a Ray cluster without room for ranks and engines."""
@@ -186,11 +186,6 @@ class Devices:
         finally:
             release()
 
-    def check_more_ranks(self) -> None:
-        """Refuse other models' own ranks where Ray places none."""
-        remedy = "remove it: the model then shares the policy's devices"
-        require(self.placed, "own_ranks", "needs ranks that Ray places", True, remedy)
-
     def check_given(self, model: Any) -> None:
         """Refuse a model in memory where ranks have to load their parts."""
         require(
@@ -203,8 +198,9 @@ class Devices:
         )
 
 
-def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ranked: bool) -> None:
-    """Refuse settings of the plan and of the ranks that nothing would use."""
+def _check_used(
+    plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ranked: bool
+) -> None:
     for name, used, purpose in (
         ("cp_method", plan.cp > 1, "parallel.cp above 1"),
         ("sequence_parallel", plan.tp > 1, "parallel.tp above 1"),
@@ -213,8 +209,13 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
         if not used:
             refuse_unused("parallel", plan, f"is for {purpose}", "remove it", names=[name])
     if plan.tp == 1:
-        names = ["tp_across_nodes"]
-        refuse_unused("runtime", runtime, "is for parallel.tp above 1", "remove it", names=names)
+        refuse_unused(
+            "runtime",
+            runtime,
+            "is for parallel.tp above 1",
+            "remove it",
+            names=["tp_across_nodes"],
+        )
     if torchrun:
         refuse_unused(
             "runtime",
@@ -224,12 +225,15 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
             names=["max_restarts", "cpus_per_rank", "oversubscribe"],
         )
     if not ranked:
-        requirement, remedy = "is for several ranks", "add a degree of parallel, or remove it"
-        refuse_unused("runtime", runtime, requirement, remedy)
+        refuse_unused(
+            "runtime",
+            runtime,
+            "is for several ranks",
+            "add a degree of parallel, or remove it",
+        )
 
 
-def check_time(config: BaseConfig, *, ranked: bool) -> None:
-    """Refuse engine timeouts by which ranks would count as hung."""
+def _check_time(config: BaseConfig, *, ranked: bool) -> None:
     engines, limit = config.generation, config.runtime.timeout_s
     require(
         not (ranked and engines.traits.engines) or engines.timeout_s < limit,
@@ -240,8 +244,7 @@ def check_time(config: BaseConfig, *, ranked: bool) -> None:
     )
 
 
-def check_groups(tp: int, environ: Mapping[str, str]) -> None:
-    """Refuse groups of tp consecutive ranks on several machines of torchrun."""
+def _check_groups(tp: int, environ: Mapping[str, str]) -> None:
     size, local_rank = environ.get("LOCAL_WORLD_SIZE"), environ.get("LOCAL_RANK")
     if size is None or local_rank is None:
         return
@@ -286,8 +289,7 @@ def computes_on_accelerator(device: str | None, *, gpus: int, address: str | Non
     return gpus > 0 or (address is not None and _cluster_has_gpus(address))
 
 
-def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan) -> None:
-    """Warn where no attention kernel takes memory linear in the length."""
+def _warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan) -> None:
     heads = getattr(model, "num_attention_heads", None)
     kv_heads = getattr(model, "num_key_value_heads", None) or heads
     if heads is None or heads == kv_heads or plan.precision == "bfloat16":
@@ -302,8 +304,7 @@ def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan)
     )
 
 
-def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
-    """Refuse more ranks than this machine has GPUs or (0 GPUs) cores for."""
+def _check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
     cores = os.cpu_count() or 1
     require(
         runtime.cpus_per_rank <= cores,
@@ -391,8 +392,8 @@ def fitted(
     *,
     card: float | None,
 ) -> Fit | None:
-    """Return a run's step with the largest default microbatch and the least recomputation with
-    which training fits; None where sizes are unknown. What the user set stays.
+    """Return a run's step with the largest default microbatch and the least recomputation that fit;
+    None where sizes are unknown. What the user set stays.
 
     engines: those on the ranks' GPUs. card: bytes of the smallest GPU.
     Raises: ValueError where nothing fits that the user did not set.

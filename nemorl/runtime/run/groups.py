@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemorl.checks import at_least, require, warn
-from nemorl.rollout.admission import (
-    Ended,
-    Group,
-    LoopState,
-    Order,
-    Updated,
-    Wanted,
-    decide,
-)
+from nemorl.rollout.admission import Ended, Group, LoopState, Order, Updated, Wanted, decide
 from nemorl.rollout.collect import MOST_FAILED, Rollouts, as_rollouts
 from nemorl.rollout.conversation import Conversation, Prompts
 from nemorl.rollout.driver import Driver
@@ -68,7 +60,7 @@ class PromptStream:
 
     def next(self, count: int) -> Prompts:
         """Return the next `count` prompts, to sample by hand (`Step.sample` takes its own): of the
-        present step, or of the next one if taken before it.
+        present step, or of the next if taken before it.
         """
         at_least(1, count=count)
         rows, progress = self.rows, self.rows.load()
@@ -90,8 +82,8 @@ class PromptStream:
 
 
 class GroupStream:
-    """Groups of responses in the order of their prompts, `count` for each step, sampled up to
-    async.max_staleness steps ahead.
+    """Groups of responses, `count` a step in prompt order, sampled up to async.max_staleness steps
+    ahead.
     """
 
     def __init__(
@@ -249,10 +241,13 @@ class Sampling:
         name = prompts.rows.name
         for stream in self.streams:
             if stream.prompts.rows.name == name:
-                same = (stream.environment, stream.n, stream.params) == (environment, n, params)
-                must = "must have the same environment, n and params in each step, if sampled ahead"
-                remedy = "sample others from a stream of their own, run.prompts(name=…)"
-                require(same, f"step.sample of {name!r}", must, f"n={n}", remedy)
+                require(
+                    (stream.environment, stream.n, stream.params) == (environment, n, params),
+                    f"step.sample of {name!r}",
+                    "must have the same environment, n and params in each step, if sampled ahead",
+                    f"n={n}",
+                    "sample others from a stream of their own, run.prompts(name=…)",
+                )
                 return stream
         return GroupStream(prompts, environment, count=count, n=n, params=params, sampler=self)
 
@@ -290,7 +285,7 @@ class Sampling:
 
     def synced_at(self, version: int) -> int:
         """Return the finished steps when the generator got a version of the weights, or the one
-        before it, as a replica that came back between minibatches has one in between.
+        before: a replica that came back between minibatches has one in between.
         """
         known = [each for each in self.synced if each <= version]
         if not known or version > max(self.synced):

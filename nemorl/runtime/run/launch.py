@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -53,7 +53,7 @@ from nemorl.runtime.watch.loggers import LoggerFactory
 Config = TypeVar("Config", bound=BaseConfig)
 
 
-def as_given(
+def _as_given(
     config: Config,
     *,
     train: Rows,
@@ -61,24 +61,19 @@ def as_given(
     reward: Reward | None,
     environment: Any = None,
 ) -> Config:
-    """Return the config with names or notes of what was given in Python."""
-
     def named(value: Any) -> Any:
         if isinstance(value, list | tuple) and value:
             return tuple(map(str, value)) if all(map(named, value)) else None
         return str(value) if isinstance(value, str | Path) else None
 
-    given = {"train": named(train), "validation": named(validation)}
-    data = {key: name for key, name in given.items() if name}
-    config = replace(config, data=replace(config.data, **data))
+    rows = {"train": train, "validation": validation}
+    names = {key: name for key, value in rows.items() if (name := named(value))}
+    config = replace(config, data=replace(config.data, **names))
     if environment is not None and hasattr(config, "rollout"):
         kept = environment if isinstance(environment, str) else _given([environment])
         changed = {"rollout": replace(config.rollout, environment=kept)}
         config = replace(config, **changed)
-    sources = [
-        getattr(config.data, key) if value is None else value
-        for key, value in {"train": train, "validation": validation}.items()
-    ]
+    sources = [getattr(config.data, key) if value is None else value for key, value in rows.items()]
     if config.run.display != "none" and not is_follower():
         print_known(*sources)
     if not hasattr(config, "reward"):
@@ -117,8 +112,7 @@ def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) 
         return None
 
 
-def warn_of_spinning() -> None:
-    """Warn where torch was imported before nemorl, and computes in several threads."""
+def _warn_of_spinning() -> None:
     if SPINS and torch.get_num_threads() > 1:
         warn(
             "torch was imported before nemorl, so its threads spin while they wait, and a second"
@@ -127,8 +121,7 @@ def warn_of_spinning() -> None:
         )
 
 
-def within_positions(config: Config, of_model: Any) -> Config:
-    """Return the config with lengths lowered to the model's positions."""
+def _within_positions(config: Config, of_model: Any) -> Config:
     positions = None if of_model is None else max_positions(of_model)
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
@@ -143,12 +136,11 @@ def within_positions(config: Config, of_model: Any) -> Config:
     return replace(config, data=replace(config.data, max_total_sequence_length=positions))
 
 
-def with_response_length(config: Config) -> Config:
-    """Return the config with a default of generation.max_new_tokens."""
+def _with_response_length(config: Config) -> Config:
     if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
         return config
-    usual, longest = config.generation.longest_response, config.data.max_total_sequence_length
-    fits = min(usual, max(1, longest // 2))
+    half = max(1, config.data.max_total_sequence_length // 2)
+    fits = min(config.generation.longest_response, half)
     return replace(config, generation=replace(config.generation, max_new_tokens=fits))
 
 
@@ -157,30 +149,22 @@ def environment_of(
 ) -> Environment | None:
     """Return the given or configured environment and reward; None without rewards."""
     rollout = getattr(config, "rollout", None)
-    require(
-        environment is None or rollout is not None,
-        "environment_factory",
-        f"can't be given here, because {type(config).__name__} samples no conversations",
-        environment,
-        "remove it",
-    )
+    for name, value, used, why in (
+        ("environment_factory", environment, rollout is not None, "samples no conversations"),
+        ("reward", reward, hasattr(config, "reward"), "has none"),
+    ):
+        requirement = f"can't be given here, because {type(config).__name__} {why}"
+        require(used or value is None, name, requirement, value, "remove it")
     if environment is None and rollout is not None:
         environment = rollout.environment
     if not hasattr(config, "reward"):
-        require(
-            reward is None,
-            "reward",
-            f"can't be given here, because {type(config).__name__} has none",
-            reward,
-            "remove it",
-        )
         return None
     found = make_environment(
         config.reward if reward is None else reward,
         getattr(config, "reward_weights", ()),
         getattr(config, "reward_kwargs", {}),
         environment=environment,
-        chosen=reward is not None or config.reward != _default_reward(config),
+        chosen=reward is not None or config.reward != defaults(type(config)).get("reward"),
         workers=workers_of(rollout) if rollout is not None else None,
     )
     if rollout is not None:
@@ -202,14 +186,10 @@ def workers_of(rollout: RolloutConfig) -> Callable[[], Workers] | None:
     return partial(RayWorkers, rollout.workers, rollout.worker)
 
 
-def _default_reward(config: BaseConfig) -> Any:
-    return next(each.default for each in fields(config) if each.name == "reward")
-
-
 def generation_config(
     config: BaseConfig, directory: RunDirectory, devices: Devices
 ) -> GenerationConfig:
-    """Return the engine's settings: the run's lengths, logs and GPUs, unless given."""
+    """Return the engine's settings, with the run's lengths, logs and GPUs unless given."""
     given, longest = config.generation, config.data.max_total_sequence_length
     if given.traits.embedded:
         return given
@@ -304,7 +284,7 @@ def launched(
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
     rows_given: dict[str, Any] = {"train": train, "validation": validation}
-    config = as_given(devices.config, **rows_given, reward=reward, environment=environment)
+    config = _as_given(devices.config, **rows_given, reward=reward, environment=environment)
     led, loggers = environment_of(config, reward, environment), chosen_loggers(config.run.loggers)
     rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
     require_rows(rows)
@@ -319,13 +299,13 @@ def launched(
         config = replace(config, run=replace(config.run, resume=directory.has_checkpoint()))
         _require_same_rows(config, directory, train, data, known, held_out)
         with recorded(directory, algorithm=algorithm) as log:
-            warn_of_spinning()
+            _warn_of_spinning()
             checkpoint.sweep(directory.path)
             path = model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}
             of_model = model_config_of(path if model is None else model, **trust)
             devices.check_model(of_model)
-            config = with_response_length(within_positions(config, of_model))
+            config = _with_response_length(_within_positions(config, of_model))
             tokenizer = with_chat_template(
                 tokenizer or load_tokenizer(config.model.tokenizer or path, **trust),
                 config.model.chat_template,
@@ -372,8 +352,7 @@ def _require_same_rows(
         for each in changes(directory.config, config)
         if each.startswith(("data.", "run.seed")) and not each.startswith("data.max_")
     ]
-    if of_rows:
-        found += f" ({'; '.join(of_rows)})"
+    found += f" ({'; '.join(of_rows)})" * bool(of_rows)
     if not config.run.accept_changed_data:
         raise ValueError(
             f"data.train and data.validation must be the rows that the run began with, but {found}:"
@@ -397,7 +376,6 @@ def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> Ru
 
 
 def _begins_anew(directory: RunDirectory, run: RunConfig) -> bool:
-    """Return whether a run ended before its first checkpoint was due, and begins again."""
     if run.resume != "auto" or directory.has_checkpoint() or not directory.holds_results():
         return False
     record, metrics = RunRecord.read(directory), directory.read_metrics()

@@ -70,8 +70,7 @@ STEP, VALIDATION = 0, 1
 class Run(Generic[Config]):
     """A run whose loop is the caller's own (`nemorl.open_run`), with settings of class Config.
 
-    environment: judges responses; None for a config without `reward`. result: a `TrainResult`,
-    once the run is closed.
+    environment: judges responses; None for a config without `reward`. result: once closed.
     """
 
     def __init__(
@@ -125,8 +124,14 @@ class Run(Generic[Config]):
     @property
     def generator(self) -> GenerationBackend:
         """The generation backend; its weights are up to date within `sampling`."""
-        found, remedy = self.parts().generator, "call nemorl.open_run(config, generates=True)"
-        require(self.generates, "generates", "must be True for a run that samples", False, remedy)
+        found = self.parts().generator
+        require(
+            self.generates,
+            "generates",
+            "must be True for a run that samples",
+            False,
+            "call nemorl.open_run(config, generates=True)",
+        )
         assert found is not None
         return found
 
@@ -142,9 +147,9 @@ class Run(Generic[Config]):
     ) -> Any:
         """Load another model beside `run.trainer`, on the same devices, and return its backend.
 
-        One that trains is saved in every checkpoint under its name, comes back with the last one,
-        and has its model written to hf-NAME/; ask for it before the first step. One that does not,
-        such as a teacher, may come at any time and is never saved.
+        One that trains is saved in every checkpoint, comes back with the last one, and is exported
+        to hf-NAME/; ask for it before the first step. One that does not, such as a teacher, may
+        come at any time and is never saved.
 
         Args:
             name: a Python name; "policy" is `run.trainer`.
@@ -220,9 +225,9 @@ class Run(Generic[Config]):
         return self.loop
 
     def sampling(self) -> AbstractContextManager[GenerationBackend]:
-        """Have the generator awake with the trainer's present weights in the block, and asleep
-        after it: the trainer needs its memory. May be nested. What is sampled ahead goes on in the
-        block, and after it in an engine that does not sleep.
+        """Have the generator awake with the present weights in the block, and asleep after it, as
+        the trainer needs its memory. May be nested. What is sampled ahead goes on in the block, and
+        after it in an engine that does not sleep.
         """
         step, generator = self.loop and self.loop.step, self.generator
         timed = step.timed("sync") if step else nullcontext()
@@ -315,7 +320,7 @@ class Step:
         """What `train` returned."""
         self._receipts, self._receipt = receipts, TokenReceipt()
         self.unproved = False
-        """Whether nothing proves tokens that it trained on."""
+        """Whether it trained on tokens that nothing proves."""
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._timed: set[str] = set()
         self._tokens, self._ages = 0, Ages()
@@ -338,9 +343,9 @@ class Step:
         this step trains on, led or judged by the environment or by an episode, `async def
         episode(row, policy) -> Outcome` (None: as the config says).
 
-        The present weights sample them, or with `async.max_staleness` of 1 or more earlier ones, up
-        to so many steps ahead. Their random numbers follow from the run's seed and the numbers of
-        their groups. They are measured and logged with the step, unless the loop logs samples.
+        The present weights sample them, or with `async.max_staleness` earlier ones, up to so many
+        steps ahead. Their random numbers follow from the run's seed and the numbers of their
+        groups. They are measured and logged with the step, unless the loop logs samples.
 
         params: None for `config.generation`'s. Raises: ValueError for a missing environment; the
         first failure where most conversations fail.
@@ -379,12 +384,17 @@ class Step:
         The tokens of a batch of `Rollouts.to_batch` are proved (docs/receipts.md) when the step
         ends, which raises ReceiptError where they are not the ones that were sampled.
 
-        batch: with `loss_weights`, which are not 0 at the tokens to train on. backend: its name, as
-        given to `run.backend`. Raises: ValueError for a name of none that trains.
+        batch: with `loss_weights`, not 0 at the tokens to train on. backend: a name given to
+        `run.backend`. Raises: ValueError for a name of none that trains.
         """
         known = self.run.backends
-        must = f"must name a backend that trains ({', '.join(known)})"
-        require(backend in known, "backend", must, backend, "load it by run.backend(…)")
+        require(
+            backend in known,
+            "backend",
+            f"must name a backend that trains ({', '.join(known)})",
+            backend,
+            "load it by run.backend(…)",
+        )
         trainer, own = known[backend], backend == POLICY
         with self.timed("train"):
             if batch.sampled_hashes is not None and batch.loss_weights is not None:
@@ -553,15 +563,15 @@ class Steps(Iterator[Step]):
         own = run.callbacks[1 + len(launch.callbacks) :]  # the others outlive a run with new ranks
         backends.stack.enter_context(closing(own))
         self.begun = True
-        self._first, self._updates = self.run.state.step, self.run.updates
-        self._validated = self._first
+        self._validated = self._first = run.state.step
+        self._updates = run.updates
         if self._first >= self.last_step:
             warn(
                 f"the run has {self._first} steps already, so there is nothing to do up to step"
                 f" {self.last_step}: raise max_num_steps"
             )
         self._call("on_train_begin")
-        if self.validate and self.run.config.run.val_at_start and self._first == 0:
+        if self.validate and run.config.run.val_at_start and self._first == 0:
             self._validation()
 
     def _finish_step(self) -> None:

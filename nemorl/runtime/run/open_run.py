@@ -33,10 +33,10 @@ def open_run(
 ) -> Iterator[Run[Config]]:
     """Open the run in the folder `config.run.dir`, for a training loop in the block.
 
-    With `config.run.resume` everything is as the run's last checkpoint left it: a loop that was
-    killed goes on with the numbers that it would have had. A loaded `model` and `tokenizer`, rows
-    (`train`, `validation`), a `reward`, an `environment` and `callbacks` may be given. The model is
-    loaded with the first step, or when `run.trainer` is used.
+    With `config.run.resume` all is as the run's last checkpoint left it: a killed loop goes on with
+    the numbers that it would have had. A loaded `model` and `tokenizer`, rows (`train`,
+    `validation`), a `reward`, an `environment` and `callbacks` may be given. The model is loaded
+    with the first step, or when `run.trainer` is used.
 
     generates: whether the run samples. None: as the config says; SFT does where it validates on
         questions, DPO does not.
@@ -62,17 +62,14 @@ def open_run(
 
 
 def run(config: BaseConfig, **given: Any) -> TrainResult:
-    """Run the algorithm that `config` is of, in the folder `config.run.dir`, and return its result.
+    """Run the algorithm of `config` in the folder `config.run.dir`, and return its result.
 
-    Takes what `open_run` takes. With `config.run.resume` the run goes on from its last checkpoint;
-    a validation that failed is not made up for. After ranks have died or hung, it begins up to
-    `runtime.max_restarts` times again, with new ranks and from the last checkpoint; the callbacks
-    see all attempts.
+    Takes and raises what `open_run` does. A resumed run does not repeat a validation that failed.
+    After ranks have died or hung, the run begins up to `runtime.max_restarts` times again, with new
+    ranks and from the last checkpoint; the callbacks see all attempts.
 
     The loop, the callbacks and the reward are in this process. Under torchrun it is rank 0's; the
     others serve it, and return the same result without the model.
-
-    Raises ValueError that names the field, where possible before the model is loaded.
     """
     loop = loop_of(config)
     if is_follower():

@@ -146,7 +146,7 @@ class Backends:
         }
         require_methods(config, needs)
         setup = proved(launch, setup, launch.model)
-        self.stack.enter_context(set_up(trainer, setup, waiting_for_trainer(launch)))
+        self.stack.enter_context(set_up(trainer, setup, _waiting_for_trainer(launch)))
         model = getattr(trainer, "model", None)
         require(
             model is not None or not self.generates,
@@ -169,7 +169,7 @@ class Backends:
         begun: bool,
         num_updates: int | None,
     ) -> None:
-        """Raise ValueError for another backend that can't be made now."""
+        """Refuse another backend that can't be made now."""
         taken = [POLICY, *self.trained, *self.frozen]
         require(
             name.isidentifier() and name not in taken,
@@ -215,9 +215,7 @@ class Backends:
         own_ranks: bool,
         live: Parts | None,
     ) -> Any:
-        """Set up another backend, as the last checkpoint left it, without drawing a random
-        number.
-        """
+        """Set up another backend as the last checkpoint left it; no random number is drawn."""
         own = self._own[name] = self.stack.enter_context(ExitStack())
         if own_ranks:
             backend = ranks_of(self.launch, name)
@@ -237,9 +235,13 @@ class Backends:
 
     def release(self, name: str) -> None:
         """Shut down a backend that does not train."""
-        known = ", ".join(self.frozen) or "none"
-        requirement = f"must name a backend that does not train ({known})"
-        require(name in self.frozen, "name", requirement, name, "give the name it was made with")
+        require(
+            name in self.frozen,
+            "name",
+            f"must name a backend that does not train ({', '.join(self.frozen) or 'none'})",
+            name,
+            "give the name it was made with",
+        )
         del self.frozen[name]
         self._own.pop(name).close()
 
@@ -259,16 +261,14 @@ class Backends:
     def require_all_of(self, found: Path | None) -> None:
         """Refuse a checkpoint of a backend that the run has not asked for."""
         here = sorted([POLICY, *self.trained])
-        names = [] if found is None else checkpoint.backends_of(found)
-        forgotten = [name for name in names if name not in here]
-        calls = (
-            f'omit trains=False of run.backend("{name}")'
-            if name in self.frozen
-            else f'call run.backend("{name}")'
-            for name in forgotten
-        )
+        names = checkpoint.backends_of(found) if found else []
+        calls = [
+            f'{"omit trains=False of" if name in self.frozen else "call"} run.backend("{name}")'
+            for name in names
+            if name not in here
+        ]
         require(
-            not forgotten,
+            not calls,
             "run.backend",
             f"must be called for each backend that {found} holds, to train it on",
             here,
@@ -287,12 +287,17 @@ def other_setup(
     own_ranks: bool,
     live: Parts | None,
 ) -> tuple[BackendConfig, nn.Module | None]:
-    """Return the setup of another backend, and its model if in memory: of the policy's a copy."""
+    """Return the setup of another backend, and its model if in memory, a copy of the policy's."""
     launch, settings = backends.launch, backends.launch.config
     if isinstance(model, nn.Module):
         launch.devices.check_given(model)
-    if own_ranks:
-        launch.devices.check_more_ranks()
+    require(
+        launch.devices.placed or not own_ranks,
+        "own_ranks",
+        "needs ranks that Ray places",
+        True,
+        "remove it: the model then shares the policy's devices",
+    )
     base = base_setup(backends, num_updates)
     if model is not None:
         path = "" if isinstance(model, nn.Module) else model_folder(str(model))
@@ -309,12 +314,24 @@ def other_setup(
         same_initial_model_as=backends.saved_policy if as_policy else None,
     )
     if model is None and launch.model is not None:
-        check_copy(head, policy_is_live=live is not None)
+        require(
+            head == "lm",
+            "model",
+            "must be given for a scalar head where the policy's was, which has another head",
+            None,
+            "name its folder, or give a loaded AutoModelForTokenClassification with num_labels=1",
+        )
+        require(
+            live is None,
+            "model",
+            "must be given where the policy's was, which trains in place by now",
+            None,
+            "call run.backend before run.trainer is used, or give a copy of the model",
+        )
         model = copy.deepcopy(launch.model)
     given = model if isinstance(model, nn.Module) else None
-    limits, of_model = limits_of(settings.trainer.backend), hf_config(config, given)
-    for each in (None, of_model):
-        check_training(config, each, config.parallel, limits)
+    for of_model in (None, hf_config(config, given)):
+        check_training(config, of_model, config.parallel, limits_of(settings.trainer.backend))
     offloads = bool(settings.trainer.offload_during_generation)
     needs = {
         "compute": ("a scalar head, whose values it returns", head == "scalar"),
@@ -366,14 +383,14 @@ def live_parts(
     """Load the model, start the engine, and take over the last checkpoint."""
     launch, generates = backends.launch, backends.generates
     config, directory = launch.config, launch.directory
-    check_sampling(config, generates=generates)
+    _check_sampling(config, generates=generates)
     statistics = show_lengths(lengths, quiet=launch.quiet)
     engines, sharing = backends.engines, backends.sharing
     if engines is not None:
         launch.devices.check_cluster(engines)
     if backends.fit is not None:
         show(backends.fit, quiet=launch.quiet)
-    if engines is not None and sharing is not None:
+    if engines and sharing:
         show(sharing, quiet=launch.quiet)
         share = {"gpu_memory_utilization": sharing.share}
         engines = replace(engines, engine={**share, **engines.engine})
@@ -441,26 +458,8 @@ def set_up(
     backend.shutdown()
 
 
-def check_copy(head: str, *, policy_is_live: bool) -> None:
-    """Refuse a copy of a model in memory that has another head, or trains by now."""
-    require(
-        head == "lm",
-        "model",
-        "must be given for a scalar head where the policy's was, which has another head",
-        None,
-        "name its folder, or give a loaded AutoModelForTokenClassification with num_labels=1",
-    )
-    require(
-        not policy_is_live,
-        "model",
-        "must be given where the policy's was, which trains in place by now",
-        None,
-        "call run.backend before run.trainer is used, or give a copy of the model",
-    )
-
-
 def require_methods(config: BaseConfig, needs: Mapping[str, tuple[str, bool]]) -> None:
-    """Refuse a backend that lacks a method which is needed for something."""
+    """Refuse a backend that lacks a needed method."""
     for method, (what, needed) in needs.items():
         if needed and not has_method(config, method):
             raise ValueError(
@@ -480,8 +479,7 @@ def proofs_of(of_model: Any, quiet: bool) -> Proofs:
         return proved_now(of_model)
 
 
-def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
-    """Return what shows that the policy's backend is set up."""
+def _waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
     devices = launch.devices
     if devices.ranked:
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
@@ -492,7 +490,7 @@ def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
 
 
 def ranks_of(launch: Launch, name: str = "") -> Any:
-    """Return a backend on ranks, not started; None in one process. name: not the policy's."""
+    """Return a backend on ranks, not started; None in one process. name: of another model."""
     if not launch.devices.ranked:
         return None
     make = training_backend_class(launch.config.trainer.backend)
@@ -519,8 +517,7 @@ def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
     return profile
 
 
-def check_sampling(config: BaseConfig, *, generates: bool) -> None:
-    """Refuse settings about generation that do not fit the run."""
+def _check_sampling(config: BaseConfig, *, generates: bool) -> None:
     recording = [name for name, traits in TRAITS.items() if traits.records_experts]
     require(
         generates or not config.trainer.offload_during_generation,
@@ -602,7 +599,7 @@ def live_generator(
 
 
 def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> ModelSource:
-    """Return the model as engines get it: a copy of one on ranks, on a free GPU if there is one."""
+    """Return the model for engines: a copy of one on ranks, on a free GPU if there is one."""
     config, name = devices.config, devices.plan.precision
     # Where the ranks have GPUs, this machine may have none.
     dtype, device = DTYPES[name], "cpu" if config.trainer.device == "cpu" else None
@@ -620,20 +617,19 @@ def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> Mod
 
 
 def resumed(launch: Launch, trainer: TrainingBackend) -> tuple[LoopState, Path | None]:
-    """Load the last whole checkpoint, if the run is resumed, and return its state and folder."""
-    config, directory, found = launch.config, launch.directory, None
-    state = LoopState(config.run.seed)
+    """Load the last whole checkpoint of a resumed run, and return its state and folder."""
+    config, directory = launch.config, launch.directory
+    state, path, last = LoopState(config.run.seed), None, -1
     if config.run.resume:
         found = checkpoint.load_latest(directory.path, config, trainer)
-    if found is not None:
-        state = found[1]
+        if found is None:
+            raise CheckpointError(
+                f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put"
+                " one back, or start again in another folder (--run.dir)"
+            )
+        (path, state), last = found, found[1].step
         for change in changes(directory.config, config):
             warn(f"the run continues with changed settings: {change}")
-    elif config.run.resume:
-        raise CheckpointError(
-            f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"
-            " back, or start again in another folder (--run.dir)"
-        )
     directory.write_config(dump_yaml(kept(config)))
-    directory.truncate(state.step if found is not None else -1)
-    return replace(state, data=launch.data), found and found[0]
+    directory.truncate(last)
+    return replace(state, data=launch.data), path

@@ -16,15 +16,7 @@ import torch
 from nemorl.checks import warn
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.importance import BITS, gap_by_depth, support_ratio, token_receipt
-from nemorl.losses.types import (
-    LossOutput,
-    Mean,
-    Metric,
-    Metrics,
-    Sum,
-    merge,
-    needs_of,
-)
+from nemorl.losses.types import LossOutput, Mean, Metric, Metrics, Sum, merge, needs_of
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.conversation import Conversation
 from nemorl.runtime.config.grpo import ReceiptsConfig
@@ -42,14 +34,13 @@ class Receipts:
         self._failures = Counter[str]()
 
     def require(self, holds: bool, name: str, step: int, found: str, remedy: str) -> None:
-        """Unless a receipt holds raise ReceiptError, or warn of such steps 1, 2, 4, …"""
+        """Unless a receipt holds, raise ReceiptError or warn of such steps 1, 2, 4, …"""
         if holds:
             return
         self._failures[name] += 1
         message = f"step {step}: the receipt {name} does not hold: {found}. {remedy}"
         if self.config.on_failure == "stop":
-            go_on = "--receipts.on-failure warn continues in spite of it"
-            raise ReceiptError(f"{message}; {go_on}.")
+            raise ReceiptError(f"{message}; --receipts.on-failure warn continues in spite of it.")
         if (count := self._failures[name]).bit_count() == 1:
             warn(f"{message}; {count} such steps so far (receipts.on_failure is warn).")
 
@@ -57,8 +48,8 @@ class Receipts:
 def with_receipts(loss_fn: LossFn, *, compares: bool = True) -> LossFn:
     """Return the loss with the metrics that `TokenReceipt` reads.
 
-    compares: whether sampler and trainer are compared, too: not after updates on the step's
-        samples, unless the batch has `prev_logprobs`.
+    compares: whether sampler and trainer are compared, too: not after updates on the step's samples
+        without `prev_logprobs`.
     """
     found: Any = partial(_with_receipts, loss_fn=loss_fn, compares=compares)
     found.needs = needs_of(loss_fn)
@@ -128,9 +119,9 @@ class TokenReceipt:
             step,
             f"the loss was computed from {trained} tokens whose hash is {found & BITS:08x}, but"
             f" {self.tokens} were sampled for it, of hash {self.hash & BITS:08x}",
-            "A token, its place, what is before it or its log-probability changed: look for what"
-            " changes the batch (a loop, training backend or callback of your own), and resume from"
-            " the last checkpoint",
+            "A token, its place, its context or its log-probability changed: look for what changes"
+            " the batch (a loop, training backend or callback of your own), and resume from the"
+            " last checkpoint",
         )
         numbers[f"{PREFIX}tokens"] = float(trained if same else 0)
         numbers[f"{PREFIX}tokens_unproved"] = float(0 if same else trained)

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from inspect import getattr_static, signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import checked_by, closest, own_methods, require
+from nemorl.checks import checked_by, closest, has_own, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import TrainingTraits
-from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_environment, require_reward
+from nemorl.rollout.answers import ENVIRONMENTS, GIVEN, REWARDS, require_known
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationTraits, Machine
 from nemorl.rollout.user_code import check_function
@@ -67,9 +68,10 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
     """Register a training loop, loop(run) as in the block of `open_run`, for
     `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and the command `nemorl NAME`.
     """
-    derived = isinstance(config, type) and issubclass(config, BaseConfig)
     require(
-        derived and "__dataclass_params__" in vars(config),
+        isinstance(config, type)
+        and issubclass(config, BaseConfig)
+        and "__dataclass_params__" in vars(config),
         "config",
         "must be a dataclass derived from nemorl.BaseConfig",
         config,
@@ -97,7 +99,7 @@ def register_loss(name: str) -> Callable[[Registered], Registered]:
     tokens, a scalar or a `LossOutput`, and is called for parts of a batch, whose losses are added
     up. Parameters called importance_weights and segment_ids are given (see `nemorl.losses.policy`).
     """
-    return _register_own("loss", name)
+    return partial(_add_own, "loss", name)
 
 
 def register_advantage(name: str) -> Callable[[Registered], Registered]:
@@ -106,7 +108,7 @@ def register_advantage(name: str) -> Callable[[Registered], Registered]:
     The decorated function is fn(rewards, group_id, *, your_setting=0.1), with tensors [batch], and
     returns advantages [batch] or [batch, seq]. Parameters called lengths and loss_mask are given.
     """
-    return _register_own("advantage", name)
+    return partial(_add_own, "advantage", name)
 
 
 def register_reward(name: str) -> Callable[[Registered], Registered]:
@@ -118,8 +120,8 @@ def register_training_backend(name: str) -> Callable[[type[Registered]], type[Re
     """Register a class with the methods of `TrainingBackend` that its docstring names as
     `trainer.backend=name`.
 
-    It may say what it can do by the class attribute `traits`, a `TrainingTraits`, and what it
-    refuses by the static method `check(config, model, plan)` (see `TrainingLimits`).
+    It may say what it can do by the class attribute `traits`, a `TrainingTraits`, and refuse by the
+    static method `check(config, model, plan)` (see `TrainingLimits`).
     """
     from nemorl.parallel.backend import check_training_backend
 
@@ -135,8 +137,8 @@ def register_generation_backend(name: str) -> Callable[[type[Registered]], type[
     """Register a class with the methods of `GenerationBackend` that its docstring names as
     `generation.backend=name`.
 
-    It may say what it can do by the class attribute `traits`, a `GenerationTraits`, and what it
-    refuses by the static method `check(config, model, machine)`.
+    It may say what it can do by the class attribute `traits`, a `GenerationTraits`, and refuse by
+    the static method `check(config, model, machine)`.
     """
     from nemorl.rollout.wrapped import as_generation_backend
 
@@ -164,7 +166,7 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(config: object) -> str:
-    """Return the name of a config's algorithm; of one that is not registered, its class's.
+    """Return the name of a config's algorithm; if it is not registered, its class's.
 
     >>> algorithm_of(SFTConfig())
     'sft'
@@ -196,7 +198,7 @@ def loop_of(config: object) -> Loop:
 
 def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
     """Return a new training backend, of a loaded model or of what `setup(BackendConfig(…))` names.
-    A method that it lacks is an AttributeError.
+    Missing methods raise AttributeError.
 
     >>> backend = get_training_backend("dtensor")
     >>> backend.step
@@ -226,7 +228,7 @@ def has_method(config: BaseConfig, name: str) -> bool:
     from nemorl.parallel.backend import FullTrainingBackend
 
     backend = training_backend_class(config.trainer.backend)
-    return name in own_methods(backend, FullTrainingBackend) or hasattr(backend, "__getattr__")
+    return has_own(backend, name, FullTrainingBackend) or hasattr(backend, "__getattr__")
 
 
 def get_generation_backend(name: str) -> "type[GenerationBackend]":
@@ -248,12 +250,12 @@ def require_names(config: object) -> None:
     rewards = getattr(config, "reward", ())
     for reward in (rewards,) if isinstance(rewards, str) else rewards:
         if not reward.startswith(GIVEN):
-            require_reward(reward)
+            require_known(reward, REWARDS, "reward", "reward")
             if reward not in REWARDS:
                 check_function(reward, "reward")
     environment = getattr(getattr(config, "rollout", None), "environment", None)
     if environment is not None and not environment.startswith(GIVEN):
-        require_environment(environment)
+        require_known(environment, ENVIRONMENTS, "rollout.environment", "environment_factory")
         if environment not in ENVIRONMENTS:
             check_function(environment, "rollout.environment")
     if trainer := getattr(config, "trainer", None):
@@ -290,21 +292,27 @@ def load(target: Any) -> Any:
     return resolve_name(target) if isinstance(target, str) else target
 
 
-def _register_own(section: str, name: str) -> Callable[[Any], Any]:
-    def decorate(function: Any) -> Any:
-        add_own(GRPOConfig, section, name, function)
-        return function
-
-    return decorate
+def _add_own(section: str, name: str, function: Any) -> Any:
+    add_own(GRPOConfig, section, name, function)
+    return function
 
 
 def _require_description(cls: type, kind: type) -> None:
     traits, check = getattr(cls, "traits", kind()), getattr_static(cls, "check", None)
-    field, remedy = f"{cls.__name__}.traits", f"write traits = {kind.__name__}(…) in the class"
-    require(isinstance(traits, kind), field, f"must be a {kind.__name__}", traits, remedy)
-    static = check is None or isinstance(check, staticmethod | classmethod)
-    requirement, remedy = "must be a static method", "decorate it with @staticmethod"
-    require(static, f"{cls.__name__}.check", requirement, check, remedy)
+    require(
+        isinstance(traits, kind),
+        f"{cls.__name__}.traits",
+        f"must be a {kind.__name__}",
+        traits,
+        f"write traits = {kind.__name__}(…) in the class",
+    )
+    require(
+        check is None or isinstance(check, staticmethod | classmethod),
+        f"{cls.__name__}.check",
+        "must be a static method",
+        check,
+        "decorate it with @staticmethod",
+    )
 
 
 def _get(name: str, known: dict[str, Any], kind: str) -> Any:

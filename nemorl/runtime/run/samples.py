@@ -131,8 +131,8 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def whole_groups(groups: Sequence[int], count: int) -> list[int]:
-    """Return the rows of evenly spaced whole groups: at most `count` rows, but, unless that is 0,
-    one group at least. groups: the group of each row.
+    """Return the rows of evenly spaced whole groups: at most `count` rows, but at least one group
+    unless that is 0. groups: the group of each row.
 
     >>> whole_groups([0, 0, 1, 1, 2, 2], 5), whole_groups([7, 7, 7], 2), whole_groups([7], 0)
     ([0, 1, 2, 3], [0, 1, 2], [])
@@ -149,12 +149,11 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]
     """Return conversations as rows of the sample log; with a batch also their tokens' advantages
     and the trainer's logprobs, and which sampled ones are trained on, if not all.
     """
-    names = {
-        "advantages": "advantages",
-        "trainer_logprobs": "prev_logprobs",
-        "trained": "loss_mask",
+    values = {
+        "advantages": getattr(batch, "advantages", None),
+        "trainer_logprobs": getattr(batch, "prev_logprobs", None),
+        "trained": getattr(batch, "loss_mask", None),
     }
-    values = {name: getattr(batch, of_batch, None) for name, of_batch in names.items()}
     samples: Samples = []
     for i in rows:
         sample, answer = _row(rollouts.conversations[i]), rollouts.answers[i]
@@ -173,7 +172,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, rows: Iterable[int]
 
 
 def failures_of(rollouts: Rollouts, count: int) -> Samples:
-    """Return the first failed conversation of each reason, at most `count` and MOST_FAILURES."""
+    """Return the first failed conversation of each reason, up to `count` and MOST_FAILURES."""
     first: dict[str, Conversation] = {}
     for each in rollouts.failed:
         if isinstance(each.outcome, Failure):
@@ -205,7 +204,7 @@ def _row(conversation: Conversation) -> dict[str, Any]:
 
 
 def said(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return of each turn what was given since the turn before (`rewritten`: the whole prompt), the
+    """Return for each turn what was given since the last (`rewritten`: the whole prompt), the
     response, its reward and tokens.
     """
     rewards = getattr(conversation.outcome, "turn_rewards", ()) or [None] * len(conversation.turns)

@@ -43,7 +43,7 @@ class TrainResult:
     paths: RunDirectory
     """Where the rest is: paths.path, paths.hf, paths.metrics, paths.plots, paths.checkpoints, …"""
     model: nn.Module | None
-    """The trained model; None where it was spread over ranks: load it from paths.hf."""
+    """None where it was spread over ranks: load it from paths.hf."""
     tokenizer: Any
 
     def _shown(self) -> dict[str, str]:
@@ -103,9 +103,9 @@ class EarlyStop(Callback):
 
     def on_train_begin(self, trainer: RunView) -> None:
         step, name = trainer.state.step, self.condition.metric.removeprefix(VALIDATION)
-        for line in self.directory.read_metrics() if step else ():
-            if line.get("step") == step and name in line:
-                self._check(step, line, validation=line.get("phase") == "validation")
+        for line in self.directory.read_metrics():
+            if line["step"] == step and name in line:
+                self._check(step, line, validation=line["phase"] == "validation")
 
     def on_validation_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=True)
@@ -140,7 +140,7 @@ class CheckpointCallback(Callback):
     """Save a checkpoint every `period` steps (0: none of these) and at the end, and the last whole
     step after an error.
 
-    The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
+    The newest `keep` stay; with a `ranking` the best `keep` and the newest, and a step whose
     validation is among the best is saved, too. With `background`, without a ranking, the run goes
     on while a checkpoint is written.
     """
@@ -169,10 +169,10 @@ class CheckpointCallback(Callback):
     def on_train_begin(self, trainer: RunView) -> None:
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
         self.whole = WholeStep(trainer.state.step, trainer.updates, RandomState.now(), {})
-        if trainer.state.step:  # a kill may have come between the checkpoint and its ranking
-            lines = self.directory.read_metrics()
-            here = [line for line in lines if line["step"] == trainer.state.step]
-            self._rank(trainer.state.step, final_metrics(here))
+        # A kill may have come between the checkpoint and its ranking.
+        lines = self.directory.read_metrics()
+        here = [line for line in lines if line["step"] == self.saved_step]
+        self._rank(self.saved_step, final_metrics(here))
 
     def on_step_begin(self, trainer: RunView, step: int) -> None:
         self.metrics, self.is_among_the_best = {}, False

@@ -8,9 +8,9 @@
     manifest.json        size and CRC-32 of all of these; a backend with a manifest.json of its own
                          checks its files while it reads them
 
-A checkpoint is written into a temporary folder and flushed, each rank its own part; then the folder
-is renamed, and last `checkpoints/latest` names it (`checkpoints/best` the best one, by
-`checkpoints/metrics.json`). Until then the previous one is in force.
+Each rank writes and flushes its own part of a temporary folder, which is then renamed; last
+`checkpoints/latest` names it (`checkpoints/best` the best one, by `checkpoints/metrics.json`).
+Until then the previous one is in force.
 """
 
 import json
@@ -112,7 +112,7 @@ def begin(
     """Write the checkpoint of `run.state.step` aside, or with `background` copy it, and return a
     function that puts it in place, in any thread, and calls `rank`.
 
-    generators: the random state, unless it is the present one. Both raise CheckpointError, and the
+    generators: the random state (None: the present one). Both raise CheckpointError, and the
     previous checkpoint stays.
     """
     check_writer(directory)
@@ -236,8 +236,9 @@ def present(directory: Path) -> dict[int, Path]:
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the measurements at each checkpoint's step."""
     found: dict[str, dict[str, Any]] = {}
-    with suppress(OSError, ValueError):  # there are none, or they are damaged
-        found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # missing or damaged
+        saved = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
+        found = {step: {**values} for step, values in saved.items()}
     return {step: found.get(str(step), {}) for step in present(directory)}
 
 
@@ -255,8 +256,8 @@ def backends_of(path: Path) -> list[str]:
 def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
-    Raises: ValueError for another algorithm or seed, before anything is changed; CheckpointError
-    for a missing or damaged file, perhaps after the trainer has read others.
+    Raises: ValueError for another algorithm or seed, before anything changes; CheckpointError for a
+    missing or damaged file, perhaps after the trainer has read others.
     """
     with _as_checkpoint_error(path):  # as not every trainer checks its files
         expected = read_manifest(path)

@@ -294,16 +294,18 @@ def by_step(folder: Path) -> dict[int, Path]:
 
 def environment() -> dict[str, str]:
     """Return versions, hardware and commit."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    memory = psutil.virtual_memory().total / 1e9
-    found |= {"cpus": str(os.cpu_count()), "memory": f"{memory:.0f} GB"}
+    found = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpus": str(os.cpu_count()),
+        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+    }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         gpus = range(torch.cuda.device_count())
         found["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
     found |= {name: version_of(name) for name in ("nemorl", "torch", "transformers")}
-    commit = git_commit()
-    return {**found, "commit": commit} if commit else found
+    return found | ({"commit": commit} if (commit := git_commit()) else {})
 
 
 def version_of(package: str) -> str:
@@ -344,8 +346,8 @@ STEP_LINE = re.compile(rb'\{"step": (\d+)[,}]')
 def read_lines(
     path: Path, needed: Mapping[str, Callable[[Any], bool]] = {}
 ) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file whose `needed` fields are right, and warn of others
-    but a torn last line.
+    """Return the objects of a JSON lines file whose `needed` fields are right; warn of others but a
+    torn last line.
     """
     return [record for _, record in lines_of(path, needed)]
 
@@ -485,14 +487,14 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     """
     record = RunRecord.read(directory)
     found = expected[0] if record is None else record.algorithm
+    of_script, here = found.startswith("a script "), script_name()
     command = f"nemorl {found} --run.dir {directory.path} --run.resume resumes it"
     require(
         found in expected,
         "run.dir",
         f"must be the folder of a run of {' or '.join(expected)}",
         f"one of {found}",
-        "resume it with that script" if found.startswith("a script ") else command,
+        "resume it with that script" if of_script else command,
     )
-    here = script_name()
-    if record and found.startswith("a script ") and record.script not in ("", here) and here:
+    if record and of_script and record.script not in ("", here) and here:
         warn(f"{here} resumes a run of {record.script}: its loop must take the same steps")

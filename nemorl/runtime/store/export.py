@@ -49,8 +49,7 @@ def write_checkpoint(
     """Write a backend's model from a checkpoint as a folder that others load.
 
     saved: the backend's folder, such as step_5/policy.
-    lora: "merged" adds adapters to their base model, which is now at `base`; "adapter" writes them
-    alone.
+    lora: "merged" adds adapters to their base model, now at `base`; "adapter" writes them alone.
     Raises: ValueError where the base model is unknown or has changed, or the run had none.
     """
     if not (saved / CONFIG).exists():
@@ -61,13 +60,9 @@ def write_checkpoint(
         return
     checkpoint.verify(saved.parent)
     base = base or base_of(saved)
-    if lora == "adapter":
-        _write_adapter(directory, saved, tokenizer, base)
-    else:
+    if lora == "merged":
         _write_merged(directory, saved, tokenizer, base, trust_remote_code)
-
-
-def _write_adapter(directory: Path, saved: Path, tokenizer: Any, base: str | None) -> None:
+        return
     with replacing(directory) as aside:
         shutil.copy(saved / WEIGHTS, aside)
         values = json.loads((saved / CONFIG).read_text(encoding="utf-8"))
@@ -80,8 +75,13 @@ def _write_merged(
     directory: Path, saved: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
 ) -> None:
     must = "must name the model that the adapters belong to"
-    remedy = "the run was given its model in memory: name where it came from (--base-model)"
-    require(bool(base), "base_model", must, base, remedy)
+    require(
+        bool(base),
+        "base_model",
+        must,
+        base,
+        "the run was given its model in memory: name where it came from (--base-model)",
+    )
     try:
         model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
     except ValueError as error:
@@ -112,12 +112,10 @@ def replacing(directory: Path) -> Iterator[Path]:
     """Yield a folder that replaces `directory` after the block."""
     directory = directory.resolve()
     if directory.exists():
-        marker = directory / EXPORT
         within = directory.iterdir() if directory.is_dir() else [directory]
         foreign = {path.name for path in within}
-        if marker.exists():
-            with suppress(OSError, ValueError, TypeError, KeyError):  # it is not ours
-                foreign -= {EXPORT, *json.loads(marker.read_bytes())["files"]}
+        with suppress(OSError, ValueError, TypeError, KeyError):  # no export is there
+            foreign -= {EXPORT, *json.loads((directory / EXPORT).read_bytes())["files"]}
         if foreign:
             found = ", ".join(sorted(foreign)[:3])
             raise ValueError(

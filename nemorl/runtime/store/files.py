@@ -149,18 +149,17 @@ class FailedAlone(RuntimeError):
     """A rank raised while the others wait for it."""
 
 
-MEMORY_ADVICE = (
-    "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
-    " activations (--parallel.activation-checkpointing full), more devices (--parallel.dp-shard;"
-    " with megatron --parallel.tp or --parallel.pp), or, with dtensor, adapters (--lora.rank 16);"
-    " nemorl plan shows what fits."
-)
-
-
 def memory_advice(error: BaseException) -> str | None:
     """Return advice for a failed allocation."""
     failed = re.search("out of memory|can't allocate memory", str(error))
-    return MEMORY_ADVICE if failed and isinstance(error, RuntimeError) else None
+    if not (failed and isinstance(error, RuntimeError)):
+        return None
+    return (
+        "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
+        " activations (--parallel.activation-checkpointing full), more devices"
+        " (--parallel.dp-shard; with megatron --parallel.tp or --parallel.pp), or, with dtensor,"
+        " adapters (--lora.rank 16); nemorl plan shows what fits."
+    )
 
 
 def in_words(error: BaseException) -> dict[str, str]:
@@ -182,8 +181,12 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
 
 
 def with_log(text: str, log: Path | None) -> str:
-    """Return a text with a log's end."""
-    lines = last_lines(log) if log else []
+    """Return a text with a log's last lines, if any."""
+    lines = list[str]()
+    if log is not None:
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 20_000))
+            lines = file.read().decode(errors="replace").splitlines()[-10:]
     return "\n  | ".join([f"{text}; its log ends:", *lines] if lines else [text])
 
 
@@ -198,11 +201,3 @@ def reason_of(told: str) -> str:
     if "unavailable" in told:
         return "it doesn't answer any more, or its node doesn't"
     return (told.strip().splitlines() or ["for a reason unknown"])[-1].strip()
-
-
-def last_lines(log: Path) -> list[str]:
-    """Return the end of a log, if any."""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 20_000))
-        return file.read().decode(errors="replace").splitlines()[-10:]
-    return []

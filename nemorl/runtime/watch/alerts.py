@@ -1,6 +1,7 @@
 """Callbacks that measure a run and warn if it learns nothing or sampler and trainer disagree."""
 
 import math
+from contextlib import suppress
 
 import psutil
 import torch
@@ -19,8 +20,8 @@ REJECTED_STEPS = 16
 
 class SignalWatch(Callback):
     """Warn of the first, second, fourth, … step without a signal: all responses to each prompt had
-    the same reward, or nothing was updated. End the run with a RuntimeError where dynamic sampling
-    rejects all of `REJECTED_STEPS`.
+    the same reward, or nothing was updated. Raise RuntimeError once dynamic sampling has rejected
+    all of `REJECTED_STEPS`.
     """
 
     def __init__(self) -> None:
@@ -34,8 +35,8 @@ class SignalWatch(Callback):
             raise RuntimeError(
                 f"dynamic_sampling rejected all groups of the last {self.rejected} steps: all"
                 " responses to each prompt had the same reward. Look at samples/ and at the reward:"
-                " it must tell good responses from bad ones, and some prompts must be neither too"
-                " easy nor too hard. Where such prompts are rare, raise max_sampling_rounds"
+                " it must tell good responses from bad ones. Where prompts that are neither too"
+                " easy nor too hard are rare, raise max_sampling_rounds"
             )
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
@@ -67,8 +68,8 @@ class SignalWatch(Callback):
 
 
 class GapWatch(Callback):
-    """Warn where sampler and trainer disagree, unless on tokens of older weights; raise a
-    FloatingPointError where they do too much. Comes after checkpoints, to name the newest.
+    """Warn where sampler and trainer disagree, unless on tokens of older weights; raise
+    FloatingPointError where too much. Comes after checkpoints, to name the newest.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:
@@ -88,9 +89,9 @@ class GapWatch(Callback):
             value, found = math.nan, "the sampler has no finite logprob for any token"
         found = f"step {step}: {found} (token_mult_prob_error;"
         causes = (
-            "Usual causes: weights that the engine did not receive (then the gap grows), or older"
-            " ones (async.max_staleness); an engine that computes differently (quantized, other"
-            " kernels; bfloat16 gives 1.01 to 1.03); dropout. Look at worst_tokens in"
+            "Usual causes: weights that an engine did not take (then the gap grows), or older ones"
+            " (async.max_staleness); an engine that computes differently (quantized, other kernels;"
+            " bfloat16 gives 1.01 to 1.03); dropout. Look at worst_tokens in"
             f" {self.directory.samples_file(step)} or in nemorl report."
         )
         if self.config.stop is not None and not value <= self.config.stop:
@@ -128,7 +129,7 @@ class ResourceMeter(Callback):
     def __init__(self) -> None:
         self.process = psutil.Process()
         self.process.cpu_percent()
-        self.gpu = self.can_ask = torch.cuda.is_available()
+        self.gpu = torch.cuda.is_available()
 
     def on_step_end(self, trainer: RunView, step: int, metrics: dict[str, float]) -> None:
         metrics.update(self.read())
@@ -140,9 +141,6 @@ class ResourceMeter(Callback):
         }
         if self.gpu:
             found["gpu_memory_gb"] = gpu_peaks.take() / GIGABYTE
-        if self.can_ask:
-            try:
+            with suppress(ImportError, RuntimeError):  # the library is missing, or refuses
                 found["gpu_percent"] = float(torch.cuda.utilization())
-            except (ImportError, RuntimeError):  # the library is missing, or refuses
-                self.can_ask = False
         return found

@@ -145,18 +145,15 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-class _State:
+class _Signals:
     waits: Callable[[], bool] = bool
     """Whether a signal waits now; `bool()` is False."""
     pending: int | None = None
 
 
-_STATE = _State()
-
-
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Have SIGTERM raise `Terminated` in the block, and both it and Ctrl-C wait for
+    """Have SIGTERM raise `Terminated` in the block, and it and Ctrl-C wait for
     `update_in_progress`, unless they are handled.
     """
     defaults = ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler))
@@ -173,11 +170,11 @@ def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[Non
     """Have a signal that comes after `begun()` wait for the end of the block, and raise there; a
     second one raises at once. Of nested blocks the outer one counts.
     """
-    nested = _STATE.waits is not bool
+    nested = _Signals.waits is not bool
     if nested or not _in_main_thread():  # signals do not arrive in other threads
         yield
         return
-    _STATE.waits = begun
+    _Signals.waits = begun
     try:
         yield
     except (WorkerDied, WorkerTimeout) as error:  # or new ranks would start
@@ -193,15 +190,15 @@ def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[Non
 
 def _leave() -> int | None:
     """Let signals raise again, and return one that waits."""
-    number, _STATE.pending, _STATE.waits = _STATE.pending, None, bool
+    number, _Signals.pending, _Signals.waits = _Signals.pending, None, bool
     return number
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if _STATE.pending is not None or not _STATE.waits():
+    if _Signals.pending is not None or not _Signals.waits():
         _leave()
         _raise(number)
-    _STATE.pending = number
+    _Signals.pending = number
     with suppress(OSError):  # os.write, as this may interrupt a print
         os.write(2, b"\nthe run ends after this step; a second signal (Ctrl-C) ends it at once, "
                     b"and the step is lost\n")  # fmt: skip

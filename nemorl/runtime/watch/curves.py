@@ -80,9 +80,17 @@ def panel(axes: Axes, name: str, *courses: Course) -> None:
         elif steps:
             axes.plot(steps, values, color=color, linewidth=2, marker="o", ms=4, label="training")
         if validation[0]:
-            style: Any = {"linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 5}
-            style |= {"color": VALIDATION if alone else color, "markeredgecolor": PAPER}
-            axes.plot(*validation, **style, zorder=3, label="validation")
+            axes.plot(
+                *validation,
+                color=VALIDATION if alone else color,
+                linewidth=1,
+                linestyle=":",
+                marker="o",
+                markersize=5,
+                markeredgecolor=PAPER,
+                zorder=3,
+                label="validation",
+            )
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,9 +214,13 @@ class LiveDisplay(Display):
             parts += [Text(), self._validation()]
         if self.samples:
             parts += [Text(), self._samples(width)]
-        title = f"[bold]{self.title}[/]"
-        style: Any = {"title_align": "left", "border_style": "blue", "padding": (1, 2)}
-        return Panel(Group(*parts), title=title, **style)
+        return Panel(
+            Group(*parts),
+            title=f"[bold]{self.title}[/]",
+            title_align="left",
+            border_style="blue",
+            padding=(1, 2),
+        )
 
     def _progress(self) -> Table:
         cells = [Text(self.left, style="bold")]
@@ -301,7 +306,7 @@ def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, An
     statistics = {name: s for name, s in found.items() if s.count or s.num_dropped}
     if statistics and not quiet:
         print_lengths(Console(highlight=False), statistics)
-    return {name: s.to_dict() for name, s in statistics.items()}
+    return {name: asdict(s) for name, s in statistics.items()}
 
 
 def print_lengths(console: Console, statistics: Mapping[str, LengthStatistics]) -> None:

@@ -52,7 +52,7 @@ class MetricLogger(Protocol):
 LoggerFactory = Callable[[LoggedRun], MetricLogger]
 
 
-class JsonlLogger:
+class JsonlLogger(MetricLogger):
     """Writes metrics.jsonl and samples/, which nemorl reads."""
 
     def __init__(self, run: LoggedRun) -> None:
@@ -63,9 +63,6 @@ class JsonlLogger:
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         self.directory.append_samples(step, samples)
-
-    def close(self, *, finished: bool) -> None:
-        """Do nothing."""
 
 
 class Recorder(Callback):
@@ -122,7 +119,7 @@ class Recorder(Callback):
 RUN_ID_TAG = "nemorl.run_id"
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(MetricLogger):
     """A run in TensorBoard: scalars as train/… and validation/…; a resume hides later ones."""
 
     def __init__(self, run: LoggedRun) -> None:
@@ -136,9 +133,6 @@ class TensorBoardLogger:
         with writing("TensorBoard's events", self.folder):
             for name, value in metrics.items():
                 self.writer.add_scalar(f"{phase}/{name}", value, step)
-
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
 
     def close(self, *, finished: bool) -> None:
         self.writer.close()
@@ -193,7 +187,7 @@ class WandbLogger:
         self.run.finish(exit_code=0 if finished else 1)
 
 
-class MlflowLogger:
+class MlflowLogger(MetricLogger):
     """A run in MLflow (see MLFLOW_TRACKING_URI): metrics as train/… and validation/…, settings
     as parameters, config.yaml as an artifact. A run tagged with our id is continued.
     """
@@ -232,9 +226,6 @@ class MlflowLogger:
         named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in metrics.items()}
         found = [self.metric(f"{phase}/{n}", float(x), now, step) for n, x in named.items()]
         self.client.log_batch(self.id, found)
-
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
 
     def close(self, *, finished: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")

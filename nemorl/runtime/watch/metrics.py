@@ -30,17 +30,15 @@ class Metric(NamedTuple):
 SECTIONS = {
     "Learning": {
         "reward": Metric("Reward", "mean reward of the responses", "reward"),
-        "shaped_reward": Metric("Shaped reward", "mean reward after shaping by length"),
+        "shaped_reward": Metric("Shaped reward", "mean after shaping by length"),
         "accuracy": Metric(
-            "Accuracy",
-            "share with reward ≥ 1 (pairs: chosen above rejected)",
-            "accuracy",
+            "Accuracy", "share with reward ≥ 1 (pairs: chosen above rejected)", "accuracy"
         ),
         "loss": Metric("Loss", "the loss that is minimized", "loss"),
         "margin": Metric("Margin", "reward of chosen minus rejected", "margin"),
-        "chosen_reward": Metric("Reward of chosen", "implicit reward of the chosen responses"),
-        "rejected_reward": Metric("Reward of rejected", "implicit reward of the rejected ones"),
-        "nll": Metric("Negative log-likelihood", "nats per token of the demonstrations"),
+        "chosen_reward": Metric("Implicit reward of chosen"),
+        "rejected_reward": Metric("Implicit reward of rejected"),
+        "nll": Metric("Negative log-likelihood", "nats per token"),
         "token_probability": Metric("Token probability", "mean of the demonstrations' tokens"),
         "reward/": Metric("", "one part of the reward"),
     },
@@ -52,8 +50,8 @@ SECTIONS = {
         "informative_groups": Metric(
             "Informative groups", "share whose responses differ in reward"
         ),
-        "reward_std": Metric("Spread of rewards", "standard deviation of the rewards in a step"),
-        "groups_trained": Metric("Groups trained on", "prompts, in this step"),
+        "reward_std": Metric("Spread of rewards", "standard deviation in a step"),
+        "groups_trained": Metric("Groups trained on", "prompts in a step"),
         "groups_kept": Metric("Groups kept", "share of sampled prompts that are trained on"),
     },
     "Conversations": {
@@ -61,9 +59,9 @@ SECTIONS = {
         "truncated_turns": Metric(
             "Truncated responses", "share of all turns cut by a limit on tokens"
         ),
-        "failed_fraction": Metric("Failed", "share that is left out after an error", "failed", 0),
-        "failed/": Metric("", "conversations that failed with this error"),
-        "reward/turn_": Metric("", "mean reward of the conversations that had this turn"),
+        "failed_fraction": Metric("Failed", "share left out after an error", "failed", 0),
+        "failed/": Metric("", "conversations with this error"),
+        "reward/turn_": Metric("", "mean reward of conversations that had this turn"),
         "environment/": Metric("", "measured by the environment"),
     },
     "Sampler": {
@@ -77,9 +75,7 @@ SECTIONS = {
         ),
         "gen_kl_error": Metric("Sampler's KL error", "nats per token"),
         "gen_kl_error_max": Metric("Sampler's KL error, worst response", "nats per token"),
-        "generation_nonfinite_fraction": Metric(
-            "Tokens without a sampler's logprob", "share of the tokens"
-        ),
+        "generation_nonfinite_fraction": Metric("Tokens without a sampler's logprob", "share"),
         "staleness/mean": Metric(
             "Age of the sampled tokens", "steps by which their weights are older", usual=0
         ),
@@ -89,7 +85,7 @@ SECTIONS = {
         "staleness/limit": Metric(
             "Age allowed", "steps by which a token's weights may be older", usual=0
         ),
-        "staleness/": Metric("", "share of the tokens of this age, in steps"),
+        "staleness/": Metric("", "share of tokens of this age, in steps"),
         "receipts/tokens": Metric("Tokens proved", "trained on as they were sampled"),
         "receipts/tokens_unproved": Metric("Tokens not proved", "trained on otherwise", usual=0),
         "receipts/support_ratio": Metric(
@@ -112,7 +108,7 @@ SECTIONS = {
         "num_tokens": Metric("Tokens", "in a step"),
     },
     "Engines": {
-        "generation/weights/updates": Metric("Weights sent", "updates of the engines in a step"),
+        "generation/weights/updates": Metric("Weights sent", "updates in a step"),
         "generation/": Metric(""),
     },
     "Speed and resources": {

@@ -277,19 +277,14 @@ def write_report(runs: Runs, output: Path | str | None = None) -> Path:
 
 def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
     """Write the report again and again, until all its runs have ended or Ctrl-C."""
-    directories = [RunDirectory.open(path) for path in _paths_of(runs)]
     with suppress(KeyboardInterrupt):
-        while any(map(_running, directories)):
-            start = time.monotonic()
-            write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
+        start, found = time.monotonic(), read_runs(runs)
+        while any(run.status == "running" for run in found):
+            write_page(found, output, refresh=WATCH_SECONDS)
             # Leaves nine tenths of a core to the run.
             time.sleep(max(WATCH_SECONDS, 9 * (time.monotonic() - start)))
+            start, found = time.monotonic(), read_runs(runs)
     write_page(read_runs(runs), output)
-
-
-def _running(directory: RunDirectory) -> bool:
-    record = RunRecord.read(directory)
-    return record is not None and record.present_status == "running"
 
 
 def read_runs(runs: Runs) -> list[Gathered]:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import ray
@@ -50,7 +51,7 @@ ATTACHED = {
 PROBE_S = 4.0
 """Longest wait for the head of a cluster to take a connection."""
 LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Of Ray's folder, in bytes: the path of a Unix socket has at most 107."""
+"""Of Ray's folder, in bytes: a Unix socket's has at most 107."""
 GUARD = """
 import contextlib, os, select, signal, sys
 group, watched, *others = map(int, sys.argv[1:])
@@ -80,14 +81,14 @@ class RayClusterError(ConnectionError):
 
 
 class ClusterLost(RayClusterError):
-    """The head of the cluster is gone."""
+    """The cluster's head is gone."""
 
 
 _LOCK = threading.RLock()
 _STATE = {"users": 0, "ours": False, "local": False}
 _SESSION = ExitStack()
-"""Gives up the folder of a cluster that was started here: a later start removes it, as Ray's
-processes may still write to it.
+"""Gives up the folder of a cluster that was started here, to which Ray's processes may still write:
+a later start removes it.
 """
 _GUARDS: list[subprocess.Popen] = []
 
@@ -100,11 +101,9 @@ def connect(
     timeout_s: float = 600,
     setting: str = "runtime.start_timeout_s",
 ) -> None:
-    """Be connected to Ray until `release` is called, by the last that has connected.
+    """Be connected to Ray, as `RayVirtualCluster` is, until the last user calls `release`.
 
-    To this process's cluster, the one at `address` or RAY_ADDRESS, or a local one with so many CPUs
-    and GPUs (None: the machine's). timeout_s: longest start of a local one, the user's `setting`.
-    Raises RayClusterError.
+    timeout_s: longest start of a local cluster, the user's `setting`. Raises RayClusterError.
     """
     with _LOCK:
         if not ray.is_initialized():
@@ -124,7 +123,7 @@ def connect(
 
 
 def release() -> None:
-    """End a connection of `connect`, with its last user."""
+    """End a connection of `connect`."""
     with _LOCK:
         _STATE["users"] -= 1
         if not _STATE["users"] and _STATE["ours"]:
@@ -134,7 +133,7 @@ def release() -> None:
 
 
 def is_local() -> bool:
-    """Return whether the cluster was started here, and gets no more nodes."""
+    """Return whether the cluster was started here: it gets no more nodes."""
     return bool(_STATE["local"])
 
 
@@ -146,8 +145,8 @@ def has_gpus() -> bool:
 
 
 def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
-    """Start a process that ends the others and a process group when this one ends, however that
-    comes. It is an `owner`, too: see `claim`.
+    """Start a process that ends the others and a process group when this one ends. It is an
+    `owner`, too: see `claim`.
     """
     _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
@@ -244,8 +243,10 @@ def _attach(address: str) -> None:
 
 def _initialize(address: str, variables: Mapping[str, str], **options: Any) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = address != "local"  # as read from the environment before
+    # Daemons' messages on dead workers, which no setting turns off.
+    quiet = patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
     try:
-        with _environment(variables), _handlers(), _quiet():
+        with _environment(variables), _handlers(), quiet:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception:
         with suppress(Exception):
@@ -285,18 +286,6 @@ def _handlers() -> Iterator[None]:
             signal.signal(number, handler)
         if ended:
             signal.raise_signal(signal.SIGTERM)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Ray from printing its daemons' messages on dead workers, which no setting does."""
-    module = ray._private.worker
-    before = module.listen_error_messages
-    module.listen_error_messages = lambda worker, threads_stopped: None
-    try:
-        yield
-    finally:
-        module.listen_error_messages = before
 
 
 def _probe(address: str) -> None:
@@ -526,16 +515,12 @@ def smallest_of_cluster(bundles: Sequence[Bundle], timeout_s: float = 60) -> int
         RayVirtualCluster({"asked": bundles}, timeout_s=timeout_s) as cluster,
     ):
         placement = cluster.placement("asked")
-        numbers = {node: number for number, node in enumerate(placement.nodes)}
-        one = {"num_cpus": 0, "num_gpus": 1, "resources": {}}
-        asked = [
-            ray.remote(_gpu_memory).options(**placement.options(number) | one).remote()
-            for number in numbers.values()
-        ]
+        of_nodes = {node: number for number, node in enumerate(placement.nodes)}
+        memory = ray.remote(_gpu_memory).options
+        asked = [memory(**placement.options(number)).remote() for number in of_nodes.values()]
         return min(ray.get(asked, timeout=timeout_s)) or None
     return None
 
 
 def _gpu_memory() -> int:
-    cuda = torch.cuda
-    return cuda.get_device_properties(0).total_memory if cuda.is_available() else 0
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0

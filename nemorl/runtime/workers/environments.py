@@ -162,10 +162,8 @@ class _Process:
             self.busy = True
             try:
                 found = await self.worker.answer(call(), timeout_s=timeout_s)
-            except (WorkerDied, WorkerTimeout):
-                raise
-            except Exception:  # of the method
-                self.busy = False
+            except Exception as error:
+                self.busy = isinstance(error, WorkerDied | WorkerTimeout)
                 raise
             self.busy = False
             return found

@@ -27,7 +27,7 @@ from nemorl.runtime.workers.cluster import Placement, check, natural, start_guar
 
 TICK_S = 0.5
 ALONE_S = 10.0
-"""Seconds to wait for the others once a worker has failed: where all fail, all stay usable."""
+"""Seconds to wait for the others once one has failed: where all fail, all stay usable."""
 
 
 def host() -> type:
@@ -221,9 +221,7 @@ class RayWorkerGroup:
     def run_all(
         self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of every worker, and return the results by rank. Raises what the first one
-        raises, WorkerDied, and WorkerTimeout.
-        """
+        """Call a method of every worker, and return the results by rank. Raises as `gather`."""
         calls = [self.call(rank, method, *args, **kwargs) for rank in range(len(self))]
         return self._all(calls, timeout_s, method)
 
@@ -241,8 +239,7 @@ class RayWorkerGroup:
         """Return what `read` makes of calls' results, by rank. Once one has `failed`, the others
         have ALONE_S.
 
-        Raises what a call raised, WorkerDied, and WorkerTimeout after `timeout_s`, the user's
-        `setting`, and `grace_s`.
+        Raises what `Worker.answer` does, WorkerTimeout after `timeout_s` and `grace_s`.
         """
         left, found = dict(calls), dict[int, Any]()
         left_s, alone_s = timeout_s + grace_s, ALONE_S

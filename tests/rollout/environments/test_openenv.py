@@ -18,6 +18,7 @@ from nemorl.rollout.environments import make_environment
 from nemorl.rollout.environments.openenv import openenv
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.workers.worker import free_port
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 pytest.importorskip("mcp")  # of the server, which vLLM brings
@@ -45,11 +46,8 @@ def generator() -> TorchGenerationBackend:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, SERVER, str(port), "16"]
-    process = subprocess.Popen(command, text=True)
+    port = free_port()
+    process = subprocess.Popen([sys.executable, SERVER, str(port), "16"], text=True)
     try:
         while True:
             try:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from nemorl.rollout.answers import exact_match
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments import WeightedRewards, make_environment
+from tests.rollout import talk
 
-LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-LONG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is 2"}]
+LOG, LONG = talk("1+1=", "2"), talk("1+1=", "It is 2")
 ROWS = [{"answer": "2"}, {"answer": "2"}]
 
 

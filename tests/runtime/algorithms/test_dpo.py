@@ -31,13 +31,8 @@ WRONG = {"dpo with label smoothing": 0.1, "robust dpo": 0.1}
 """The share of training labels that are wrong, where a loss expects such."""
 
 
-QUICK = ("dpo", "kto")
-"""Of pairs and of single responses."""
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES]
-)
+@pytest.mark.slow_cases(but=["dpo", "kto"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_it_learns_what_is_preferred(tmp_path: Path, name: str):
     """On 100 held-out pairs of words and digits that were never seen, from a model that knows
     nothing: chance is one half.

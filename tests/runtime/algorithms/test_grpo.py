@@ -108,16 +108,8 @@ def test_the_sample_log_keeps_whole_groups(tmp_path: Path, count, expected):
     assert len(prompts) == len(expected)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "on_step_begin",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("on_validation_end", "on_epoch_end")
-        ),
-    ],
-)
+@pytest.mark.slow_cases(but=["on_step_begin"])
+@pytest.mark.parametrize("hook", ["on_step_begin", "on_validation_end", "on_epoch_end"])
 def test_any_hook_can_stop_a_run_after_the_present_step(hook: str, tmp_path: Path):
     def stop(self, trainer, step, *rest) -> None:
         if step in (2, 0):

@@ -10,9 +10,10 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -340,12 +341,7 @@ def group_mean(rows: Responses, trained: Responses, losses: Losses) -> Tensor:
     return torch.stack([torch.cat(of_group).mean() for of_group in groups.values()]).mean()
 
 
-REDUCTIONS = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "constant": constant,
-    "group_mean": group_mean,
-}
+REDUCTIONS = {each.__name__: each for each in (token_mean, sequence_mean, constant, group_mean)}
 
 
 def deviation(values: Sequence[float], ddof: int) -> float:
@@ -668,7 +664,7 @@ BOXES = {
 }
 
 
-def quick(cases: Sequence[Any], *chosen: Any) -> list[Any]:
+def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
     """The cases as parameters; all but the chosen ones are slow."""
     return [pytest.param(case, marks=() if case in chosen else pytest.mark.slow) for case in cases]
 
@@ -802,12 +798,9 @@ PAIRS = [
     ("none", "leave_one_out_std", 1),
     ("length_weighted", "none", 1),
 ]
-ALL_PAIRS = [
-    (baseline, scale, ddof)
-    for baseline in ("group_mean", "leave_one_out", "batch_mean", "none", "length_weighted")
-    for scale in ("group_std", "leave_one_out_std", "batch_std", "none")
-    for ddof in (0, 1)
-]
+BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none", "length_weighted")
+SCALES = ("group_std", "leave_one_out_std", "batch_std", "none")
+ALL_PAIRS = [*product(BASELINES, SCALES, (0, 1))]
 
 
 @pytest.mark.parametrize("case", quick(ALL_PAIRS, *PAIRS), ids=str)
@@ -835,7 +828,7 @@ FACTORS = {
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
-PENALTIES = [(estimator, gradient) for estimator in ESTIMATORS for gradient in FACTORS]
+PENALTIES = [*product(ESTIMATORS, FACTORS)]
 QUICK_PENALTIES = [("k1", "score"), ("k2", "pathwise"), ("k3", "importance")]
 
 
@@ -868,7 +861,7 @@ LEVELS = ("token", "sequence", "geometric")
 
 
 MODES = ("truncate", "mask", "sequence_mask")
-CORRECTIONS = [(mode, level) for mode in MODES for level in LEVELS]
+CORRECTIONS = [*product(MODES, LEVELS)]
 QUICK_CORRECTIONS = [
     ("truncate", "token"),
     ("truncate", "sequence"),

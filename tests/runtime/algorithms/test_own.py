@@ -13,10 +13,10 @@ from nemorl.losses.types import LossOutput
 from nemorl.rollout.answers import REWARDS
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
+from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config, to_dict
 from nemorl.runtime.run.launch import environment_of
 from tests.examples import forgetting_own
-from tests.runtime.runs import numbers, start
+from tests.runtime.runs import grpo_config, numbers, start
 from tests.tiny_models import tiny_model
 
 FILE = '''
@@ -65,21 +65,7 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def config(folder: Path, **settings: Any) -> nemorl.GRPOConfig:
-    return from_dict(
-        nemorl.GRPOConfig,
-        {
-            "run": {"dir": str(folder), "display": "none", "plots": False, "loggers": []}
-            | {"export": False},
-            "trainer": {"device": "cpu"},
-            "data": {"max_total_sequence_length": 32},
-            "generation": {"max_new_tokens": 4},
-            "optimizer": {"lr": 1e-2},
-            "num_prompts_per_step": 6,
-            "num_generations_per_prompt": 4,
-            "max_num_steps": 3,
-        }
-        | settings,
-    )
+    return from_dict(nemorl.GRPOConfig, to_dict(grpo_config(folder, steps=3)) | settings)
 
 
 def history(folder: Path, **settings: Any) -> list[dict[str, Any]]:

@@ -79,9 +79,8 @@ def test_the_loss_does_not_depend_on_the_layout(name, seed, layout, untrained):
     assert parts[2] == pytest.approx(whole[2], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "kto" else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS]
-)
+@pytest.mark.slow_cases(but=["kto"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_of_the_model_does_not_depend_on_the_layout(name):
     """Value, gradient norm and the weights after it, through the model's own attention over rows of
     two sequences.

@@ -286,9 +286,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [n if "dynamic" in n else pytest.param(n, marks=pytest.mark.slow) for n in WAYS]
-)
+@pytest.mark.slow_cases(but=["dynamic sampling"])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_left_out_for_a_reason_is_left_out_on_both_sides(way: str, tmp_path: Path):
     stops = nemorl.GenerationConfig(max_new_tokens=4, stop_token_ids=(*range(2, 12),))
     config = grpo_config(tmp_path, steps=3, **{"generation": stops, **WAYS[way]})

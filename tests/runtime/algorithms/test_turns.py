@@ -9,7 +9,7 @@ import torch
 import nemorl
 from nemorl.rollout.config import RolloutConfig
 from nemorl.runtime.config.grpo import GroupAdvantage
-from tests.runtime.runs import addition_rows, grpo_config, numbers, of_phase, samples_at
+from tests.runtime.runs import addition_rows, chat_rows, grpo_config, numbers, of_phase, samples_at
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -140,7 +140,7 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content if m.role != 'assistant' else '' }}{% endfor %}"
     )
-    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in addition_rows()]
+    rows = chat_rows()
     found = []
     for size, share in ((16, True), (400, True), (400, False)):
         config = grpo_config(
@@ -153,9 +153,8 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
                 device="cpu", micro_batch_tokens=size, share_prompts=share
             ),
         )
-        model = tiny_model(scale=2.0)
-        given = {"model": model, "tokenizer": tokenizer, "train": rows, "reward": Forgetful}
-        found.append(of_phase(nemorl.run(config, **given), "train"))
+        given = {"tokenizer": tokenizer, "train": rows, "reward": Forgetful}
+        found.append(of_phase(run(config, **given), "train"))
     assert len(batches) == 12 and len(rollouts) == 6
     for number, batch in enumerate(batches):
         rolled = rollouts[number // 2]
@@ -194,23 +193,16 @@ class Adder:
 def test_rewards_get_the_environments_of_tools(tmp_path):
     """TRL's environment_factory, on a model that knows no tools."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     seen = []
 
     def reward(completions, environments, answer, **columns):
         seen.append(list(zip(environments, answer, completions, strict=True)))
         return [float(len(said[-1]["content"])) for said in completions]
 
-    rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-        for row in addition_rows()
-    ]
     result = nemorl.train(
         tiny_model(scale=2.0),
-        rows,
+        chat_rows(),
         reward,
         tokenizer=tokenizer,
         environment_factory=Adder,

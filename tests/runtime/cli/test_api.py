@@ -9,7 +9,15 @@ import torch
 
 import nemorl
 from nemorl.runtime.cli.api import make_config
-from tests.runtime.runs import addition_rows, digits, grpo_config, of_phase, sft_config, start
+from tests.runtime.runs import (
+    addition_rows,
+    digits,
+    grpo_config,
+    of_phase,
+    saved_model,
+    sft_config,
+    start,
+)
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 QUIET = {
@@ -19,14 +27,13 @@ QUIET = {
     "max_new_tokens": 4,
 }
 SMALL = {**QUIET, "lr": 1e-2, "max_num_steps": 2}
+SIZES = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "model"
+    return saved_model(tmp_path / "model")
 
 
 def losses(result: nemorl.TrainResult) -> list[float]:
@@ -34,8 +41,7 @@ def losses(result: nemorl.TrainResult) -> list[float]:
 
 
 def test_train_is_run(folder: Path, tmp_path: Path):
-    sizes = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
-    result = nemorl.train(model=folder, dataset=addition_rows(), reward_fn=digits, **SMALL, **sizes)
+    result = nemorl.train(model=folder, dataset=addition_rows(), reward_fn=digits, **SMALL, **SIZES)
     assert result.paths.path == Path("runs/grpo") and result.paths.metrics.exists()
     assert losses(result) == losses(start(grpo_config(tmp_path / "other", steps=2)))
     again = nemorl.train(
@@ -44,7 +50,7 @@ def test_train_is_run(folder: Path, tmp_path: Path):
         dataset=addition_rows(),
         reward=digits,
         **SMALL,
-        **sizes,
+        **SIZES,
     )
     assert again.paths.path == Path("runs/grpo-2") and losses(again) == losses(result)
     assert all(
@@ -92,9 +98,8 @@ def test_a_loaded_model_may_know_its_tokenizer(folder: Path):
 
 
 def test_a_trainer_is_made_as_in_trl(folder: Path, tmp_path: Path):
-    sizes = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
     trainer = nemorl.GRPOTrainer(
-        model=folder, reward_funcs=digits, train_dataset=addition_rows(), **SMALL, **sizes
+        model=folder, reward_funcs=digits, train_dataset=addition_rows(), **SMALL, **SIZES
     )
     result = trainer.train()
     assert losses(result) == losses(start(grpo_config(tmp_path / "other", steps=2)))

@@ -14,20 +14,10 @@ import pytest
 import yaml
 
 import nemorl
-from nemorl import (
-    ClippedLoss,
-    GenerationConfig,
-    GRPOConfig,
-    GSPOLoss,
-    ReinforcePlusPlusAdvantage,
-)
+from nemorl import ClippedLoss, GenerationConfig, GRPOConfig, GSPOLoss, ReinforcePlusPlusAdvantage
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.commands import inspect_data
-from nemorl.runtime.cli.settings import (
-    EvalConfig,
-    GenerateConfig,
-    InspectConfig,
-)
+from nemorl.runtime.cli.settings import EvalConfig, GenerateConfig, InspectConfig
 from nemorl.runtime.config.flags import flag_of
 from nemorl.runtime.config.tree import (
     dump_yaml,

@@ -8,8 +8,7 @@ import pytest
 import nemorl
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.store.directory import read_lines
-from tests.runtime.runs import addition_rows
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import addition_rows, rows_file, saved_model
 
 QUIET = (
     "--run.display none --run.no-plots --trainer.device cpu --data.max-total-sequence-length 32"
@@ -22,20 +21,19 @@ GREEDY = ["--prompt", "1+1=", "--temperature", "0", "--device", "cpu", "--json"]
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, rows, and a run of each kind."""
     folder = tmp_path_factory.mktemp("workplace")
-    tiny_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    lines = (json.dumps({**row, "question": row["prompt"]}) + "\n" for row in addition_rows())
-    (folder / "rows.jsonl").write_text("".join(lines))
+    saved_model(folder / "model", scale=1.0)
+    rows = [{**row, "question": row["prompt"]} for row in addition_rows()]
+    rows_file(folder / "rows.jsonl", rows)
     (folder / "settings.yaml").write_text(
         "num_prompts_per_step: 4\nnum_generations_per_prompt: 3\nmax_num_steps: 9\nreward:"
         " contains_answer\n"
     )
-    rows = f"--data.train {folder}/rows.jsonl --data.validation {folder}/rows.jsonl {QUIET}"
-    rows += " --data.prompt-column question"
-    sft = f"--model.path {folder}/model --run.dir {folder}/sft --optimizer.lr 1e-2 {rows}"
+    data = f"--data.train {folder}/rows.jsonl --data.validation {folder}/rows.jsonl {QUIET}"
+    data += " --data.prompt-column question"
+    sft = f"--model.path {folder}/model --run.dir {folder}/sft --optimizer.lr 1e-2 {data}"
     assert main(f"sft --max-num-steps 120 --train-global-batch-size 16 {sft}".split()) == 0
     grpo = f"--model.path {folder}/sft/hf --run.dir {folder}/grpo --config {folder}/settings.yaml"
-    assert main(f"grpo --preset dr_grpo {grpo} --max-num-steps 2 {rows}".split()) == 0
+    assert main(f"grpo --preset dr_grpo {grpo} --max-num-steps 2 {data}".split()) == 0
     return folder
 
 
@@ -94,6 +92,14 @@ def test_precision_is_the_engines(workplace: Path, capsys):
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0]["response"] == answers[1]["response"]
     assert 0 < abs(answers[0]["logprob"] - answers[1]["logprob"]) < 0.1
+
+
+def test_a_plan_of_a_run_is_that_of_its_export(workplace: Path, capsys):
+    plans = []
+    for folder in ("sft", "sft/hf"):
+        assert main(["plan", "--model", str(workplace / folder), "--gpus", "1"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] != ""
 
 
 def test_export(workplace: Path, capsys):

@@ -3,7 +3,6 @@
 import json
 import shutil
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,15 @@ from nemorl.data.rows import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, load_config
 from nemorl.runtime.run.data import read_data
-from tests.runtime.runs import addition_rows, digits, grpo_config, samples_at, sft_config, start
+from tests.runtime.runs import (
+    addition_rows,
+    grpo_config,
+    resumed,
+    rows_file,
+    samples_at,
+    sft_config,
+    start,
+)
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{% if shout %}a{% endif %}{{ m.content }}{% endfor %}"
@@ -26,11 +33,6 @@ def letters(count: int, letter: str) -> list[dict[str, Any]]:
         {"prompt": letter * (1 + n % 5) + "=", "response": "1", "answer": "1", "number": n}
         for n in range(count)
     ]
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 class Module:
@@ -52,7 +54,7 @@ def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path
     start(grpo_config(tmp_path / "whole", steps=4, **options), rows=rows)
     parted = grpo_config(tmp_path / "parted", steps=2, **options)
     start(parted, rows=rows)
-    start(replace(parted, max_num_steps=4, run=replace(parted.run, resume=True)), rows=rows)
+    start(resumed(parted, max_num_steps=4), rows=rows)
     seen = {
         name: [
             line["columns"] for step in range(1, 5) for line in samples_at(tmp_path / name, step)
@@ -69,20 +71,15 @@ def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path
 
 
 def test_files_of_a_mixture_come_from_the_command_line(tmp_path: Path):
-    files = [write(tmp_path / f"{letter}.jsonl", letters(3, letter)) for letter in "ab"]
+    files = [rows_file(tmp_path / f"{letter}.jsonl", letters(3, letter)) for letter in "ab"]
     config = cli.parse(
         "sft", ["--model.path", "m", "--data.train", *files, "--data.weights", "1", "3"]
     )
     assert (config.data.train, config.data.weights) == (tuple(files), (1.0, 3.0))
-    assert load_config(nemorl.SFTConfig, write_yaml(tmp_path, config)) == config
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == config
     rows, _ = read_data(config.data)
     assert [(row["prompt"][0], row.source) for row in rows] == [("a", 0)] * 3 + [("b", 1)] * 3
-
-
-def write_yaml(folder: Path, config: Any) -> Path:
-    path = folder / "config.yaml"
-    path.write_text(dump_yaml(config))
-    return path
 
 
 @pytest.mark.parametrize("held_out", [0.25, 10])
@@ -100,7 +97,7 @@ def test_a_data_module_brings_its_own_validation_rows(tmp_path: Path):
     train, validation = read_data(nemorl.DataConfig(), train=Module())
     assert (len(train), len(validation)) == (30, 5)
     assert len(read_data(nemorl.DataConfig(), train=Module(), validation=addition_rows(3))[1]) == 3
-    several = [write(tmp_path / "a.jsonl", letters(2, "a")), Module()]
+    several = [rows_file(tmp_path / "a.jsonl", letters(2, "a")), Module()]
     _, validation = read_data(nemorl.DataConfig(), train=addition_rows(3), validation=several)
     assert [row.source for row in validation] == [0, 0, 1, 1, 1, 1, 1]
 
@@ -133,27 +130,21 @@ def test_template_arguments_reach_the_tokens_and_the_exported_tokenizer(tmp_path
     for shout, wanted in ((True, "ab"), (False, "b")):
         model = nemorl.ModelConfig(chat_template=TEMPLATE, chat_template_kwargs={"shout": shout})
         config = grpo_config(tmp_path / str(shout), steps=1, model=model)
-        given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
-        result = nemorl.run(config, train=rows, reward=digits, **given)
+        result = start(config, rows=rows, scale=1.0)
         assert json.loads(result.paths.data.read_text())["train"]["max"] == len(wanted)
         kept = AutoTokenizer.from_pretrained(tmp_path / str(shout) / "tokenizer")
         assert kept.apply_chat_template(rows[0]["prompt"], tokenize=False) == wanted
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("sft", "generate", "data inspect"),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("grpo", "dpo", "eval")),
-    ],
-)
+@pytest.mark.slow_cases("grpo", "dpo", "eval")
+@pytest.mark.parametrize("command", ["sft", "grpo", "dpo", "generate", "eval", "data inspect"])
 def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_model().save_pretrained(tmp_path / "model")
     row = {"q": "2", "answer": "4", "response": "4", "chosen": "4", "rejected": "5"}
-    rows, model = write(tmp_path / "rows.jsonl", [row] * 2), str(tmp_path / "model")
+    rows, model = rows_file(tmp_path / "rows.jsonl", [row] * 2), str(tmp_path / "model")
     tokenized: list[str] = []
     encode = messages._ids
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ from nemorl.rollout.evaluation import (
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.store.directory import read_lines
 from tests.data.known_samples import hub
-from tests.runtime.runs import addition_rows, grpo_config
+from tests.runtime.runs import addition_rows, grpo_config, rows_file, saved_model
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 CPU = ["--device", "cpu", "--max-new-tokens", "4"]
@@ -28,15 +28,7 @@ CPU = ["--device", "cpu", "--max-new-tokens", "4"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(saved_model(tmp_path_factory.mktemp("model"), scale=1.0))
 
 
 @pytest.fixture
@@ -44,7 +36,7 @@ def sets(tmp_path: Path) -> list[str]:
     rows = addition_rows()[:6]
     kinds = [{**row, "kind": ("easy", "hard")[n % 2]} for n, row in enumerate(rows)]
     plain = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows[:3]]
-    return [write(tmp_path / "sums.jsonl", kinds), write(tmp_path / "more.jsonl", plain)]
+    return [rows_file(tmp_path / "sums.jsonl", kinds), rows_file(tmp_path / "more.jsonl", plain)]
 
 
 def answer(group: int, correct: bool, **others: Any) -> dict[str, Any]:
@@ -117,11 +109,9 @@ def test_means_are_by_prompt_where_a_conversation_failed(model: str):
 
 @pytest.mark.slow
 def test_responses_that_the_limit_on_tokens_cut_are_counted(tmp_path: Path):
-    tiny_model(max_position_embeddings=512).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    model = str(tmp_path / "model")
-    sums = write(tmp_path / "sums.jsonl", addition_rows()[:6])
-    long = write(tmp_path / "long.jsonl", [{"prompt": "1+" * 30, "answer": "1"}] * 2)
+    model = saved_model(tmp_path / "model", scale=1.0, max_position_embeddings=512)
+    sums = rows_file(tmp_path / "sums.jsonl", addition_rows()[:6])
+    long = rows_file(tmp_path / "long.jsonl", [{"prompt": "1+" * 30, "answer": "1"}] * 2)
     options: Any = {"device": "cpu", "generation__ignore_eos": True}
     said = (
         r"^generation\.max_new_tokens 256 cut 6 of 6 responses to sums, 2 of 2 responses to long,"
@@ -332,8 +322,7 @@ def test_a_run_of_turns_is_evaluated_by_its_environment(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     rollout = nemorl.RolloutConfig(environment="./game.py:Game", discount=0.5)
     config = grpo_config(tmp_path / "run", steps=1, rollout=rollout, run={"export": True})
-    given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
-    nemorl.run(config, train=addition_rows(), **given)
+    nemorl.run(config, model=tiny_model(), tokenizer=tiny_tokenizer(), train=addition_rows())
     rows = addition_rows()[:3]
     found = nemorl.evaluate(tmp_path / "run", rows, max_new_tokens=4, trust_code=True)
     assert "rollout.environment './game.py:Game'" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Models of families that vLLM computes on CPUs, and short runs of them."""
 
-import json
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -11,6 +10,7 @@ import nemorl
 from nemorl.models.tiny import tiny_config, tiny_model
 from nemorl.runtime.engines.backend import ENGINE_SIZES
 from tests.runtime.engines.shared import CACHE
+from tests.runtime.runs import lines
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -39,5 +39,4 @@ def steps(folder: str, path: Path, **options: Any) -> list[dict[str, float]]:
         **{"generation.max_new_tokens": 12, "data.max_total_sequence_length": 64},
         **{"run.dir": str(path), "run.display": "none", **options},
     )
-    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["phase"] == "train"]
+    return [line for line in lines(path, "metrics.jsonl") if line["phase"] == "train"]

@@ -2,7 +2,6 @@
 happened. Environment variables set by hand stand in for torchrun, which would end the other rank.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -15,8 +14,14 @@ from safetensors.torch import load_file
 
 from nemorl.runtime.store import checkpoint
 from tests.ranks import held_port
-from tests.runtime.runs import addition_rows, numbers, preference_rows
-from tests.tiny_models import tiny_tokenizer
+from tests.runtime.runs import (
+    addition_rows,
+    lines,
+    numbers,
+    preference_rows,
+    rows_file,
+    saved_model,
+)
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4
@@ -55,14 +60,13 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def place(model_folder: Path) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, rows and a reward."""
-    tiny_tokenizer().save_pretrained(model_folder)
-    (model_folder / "reward.py").write_text(REWARD)
-    for name, rows in {"pairs": preference_rows(), "rows": addition_rows()}.items():
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (model_folder / f"{name}.jsonl").write_text(text)
-    return model_folder
+    folder = saved_model(tmp_path_factory.mktemp("place"))
+    (folder / "reward.py").write_text(REWARD)
+    rows_file(folder / "pairs.jsonl", preference_rows())
+    rows_file(folder / "rows.jsonl", addition_rows())
+    return folder
 
 
 def run(forked: Path, place: Path, name: str, folder: Path, *more: str, point: str = "") -> list:
@@ -103,7 +107,6 @@ def run(forked: Path, place: Path, name: str, folder: Path, *more: str, point: s
 
 def outcome(folder: Path) -> tuple[Any, ...]:
     """Every number of the run, bit for bit."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = folder / "checkpoints" / f"step_{STEPS}"
     checkpoint.verify(last)
     tensors = {
@@ -112,7 +115,7 @@ def outcome(folder: Path) -> tuple[Any, ...]:
         for name, value in load_file(file).items()
     }
     samples = [file.read_text() for file in sorted(folder.glob("samples/*"))]
-    return [numbers(json.loads(line)) for line in lines], tensors, samples
+    return list(map(numbers, lines(folder, "metrics.jsonl"))), tensors, samples
 
 
 @pytest.fixture(scope="module")

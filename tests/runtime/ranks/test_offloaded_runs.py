@@ -11,8 +11,7 @@ from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.runtime.run import devices
 from tests.parallel.offloaded import held_by_megatron as held
 from tests.ranks import run_ranks
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, saved_model
 
 
 def offloaded(folder: Path, offloads: bool) -> tuple[list[Any], list[dict[str, int]]]:
@@ -40,8 +39,7 @@ def offloaded(folder: Path, offloads: bool) -> tuple[list[Any], list[dict[str, i
 
 @pytest.mark.slow
 def test_ranks_that_generate_keep_nothing_but_their_parameters(tmp_path: Path):
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    saved_model(tmp_path / "model")
     ours, others = (
         run_ranks(2, offloaded, tmp_path, offloads, process_group=False)
         for offloads in (True, False)

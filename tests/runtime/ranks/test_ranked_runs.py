@@ -19,12 +19,15 @@ from nemorl.runtime.config.tree import dump_yaml
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas
 from tests.runtime.runs import (
-    TIMES,
     addition_rows,
     digits,
     grpo_config,
+    lines,
+    numbers,
     of_phase,
     preference_rows,
+    rows_file,
+    saved_model,
     sft_config,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -73,12 +76,10 @@ ROWS = {"dpo": "pairs.jsonl"}
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model whose numbers 2 divides, and its rows."""
     folder = tmp_path_factory.mktemp("ranked")
-    tiny_model(
-        scale=2.0, vocab_size=48, num_key_value_heads=4, hidden_size=128, head_dim=32
-    ).save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    for name, rows in (("rows", addition_rows()), ("pairs", preference_rows())):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"vocab_size": 48, "num_key_value_heads": 4, "hidden_size": 128, "head_dim": 32}
+    saved_model(folder / "model", **sizes)
+    rows_file(folder / "rows.jsonl", addition_rows())
+    rows_file(folder / "pairs.jsonl", preference_rows())
     return folder
 
 
@@ -106,28 +107,22 @@ def arguments(algorithm: str, place: Path, folder: Path, *more: str) -> list[str
     ]
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-
 def assert_alike(line: dict[str, Any], other: dict[str, Any]) -> None:
     assert line.pop("phase") == other.pop("phase")
-    assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
+    assert numbers(line) == pytest.approx(numbers(other), rel=1e-5, abs=1e-5)
 
 
 def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
     """Metrics, responses, and what is exported."""
     alone = in_one_process(algorithm, place)
-    ours, expected = metrics(folder), metrics(alone)
-    assert len(ours) == len(expected)
+    ours, expected = (lines(run, "metrics.jsonl") for run in (folder, alone))
     for line, other in zip(ours, expected, strict=True):
         assert_alike(line, other)
     for path in (alone / "samples").iterdir():
         told = [
             [
-                {name: json.loads(line).get(name) for name in ("response", "chosen", "rejected")}
-                for line in (run / "samples" / path.name).read_text().splitlines()
+                {name: line.get(name) for name in ("response", "chosen", "rejected")}
+                for line in lines(run / "samples", path.name)
             ]
             for run in (alone, folder)
         ]
@@ -298,7 +293,7 @@ def test_a_run_goes_on_with_another_plan_or_backend(ways: Any, place: Path, tmp_
         run = replace(config.run, resume=steps > 1)
         result = in_tests(replace(config, run=run, max_num_steps=steps))
     for line, expected in zip(result.history, straight.history, strict=True):
-        assert_alike(*({n: x for n, x in of.items() if n not in TIMES} for of in (line, expected)))
+        assert_alike(line, expected)
 
 
 @pytest.fixture
@@ -320,8 +315,8 @@ def assert_agreed(result: Any, most: float = 1 + 1e-4) -> list[dict[str, float]]
 
 
 def transport_of(folder: Path) -> str:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    (said,) = [line["message"] for line in lines if line.get("event") == "weight_transport"]
+    events = [line for line in lines(folder, "log.jsonl") if line["event"] == "weight_transport"]
+    (said,) = [line["message"] for line in events]
     return said
 
 

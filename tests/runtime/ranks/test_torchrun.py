@@ -1,6 +1,5 @@
 """Ranks that torchrun has started: what users see of a job."""
 
-import json
 import os
 import re
 import shlex
@@ -13,9 +12,9 @@ import pytest
 from nemorl.runtime.ranks.rank import signals_held
 from tests.examples import write_example_files
 from tests.ranks import held_port
-from tests.runtime.runs import addition_rows, preference_rows
+from tests.runtime.runs import addition_rows, lines, preference_rows, rows_file, saved_model
 from tests.runtime.workers.processes import soon_gone
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
 
 
 def torchrun(forked: Path, *program: str) -> tuple[int, str]:
@@ -58,8 +57,8 @@ def test_grpo_with_an_engine_on_the_machine_of_rank_zero(forked: Path, tmp_path:
     ), "--generation.engine", '{"kv_cache_memory_bytes": 67108864}')  # fmt: skip
     assert code == 0, text
     assert "Ray's object store (object_store: " in (tmp_path / "run" / "log.jsonl").read_text()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [line for line in map(json.loads, lines) if line["phase"] == "train"]
+    found = lines(tmp_path / "run", "metrics.jsonl")
+    steps = [line for line in found if line["phase"] == "train"]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in steps)
     assert len({line["entropy"] for line in steps}) == 2
@@ -75,10 +74,9 @@ def test_two_torchruns_give_the_numbers_of_one_process(
 ):
     """As on two machines, with two processes each."""
     monkeypatch.chdir(tmp_path)
-    tiny_model().save_pretrained("model")
-    tiny_tokenizer().save_pretrained("model")
+    saved_model(Path("model"), scale=1.0)
     rows = preference_rows() if options.startswith("dpo") else addition_rows()
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows_file(Path("rows.jsonl"), rows)
     train = f"-m nemorl {options} --model.path model --data.train rows.jsonl --max-num-steps 2"
     train += " --trainer.device cpu --run.no-plots --run.display none --run.dir "
     with held_port() as held:
@@ -99,8 +97,7 @@ def test_two_torchruns_give_the_numbers_of_one_process(
         said = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
     two, one = (
-        [json.loads(line)["loss"] for line in Path(name, "metrics.jsonl").read_text().splitlines()]
-        for name in ("two", "one")
+        [line["loss"] for line in lines(Path(name), "metrics.jsonl")] for name in ("two", "one")
     )
     assert len(one) == 2 and two == pytest.approx(one, abs=1e-5)
 

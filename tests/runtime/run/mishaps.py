@@ -1,4 +1,6 @@
-"""What goes wrong on purpose."""
+"""What goes wrong on purpose, and may leave a thread."""
+
+import threading
 
 from tests.runtime.runs import digits
 
@@ -14,3 +16,8 @@ class FailsOnce:
         if self.left == 0:
             raise self.error
         return digits(prompt, response)
+
+
+def rollout_threads() -> set[threading.Thread]:
+    """The threads of drivers, of which one that a test blocked goes on."""
+    return {each for each in threading.enumerate() if each.name == "nemorl-rollouts"}

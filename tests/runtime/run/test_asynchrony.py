@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nemorl.runtime.store.files import NotWritten, writing
 from nemorl.runtime.store.verify import verify_run
 from nemorl.runtime.watch.callbacks import Callback
 from tests.examples import EXAMPLES, load_example, visiting
+from tests.runtime.run.mishaps import rollout_threads
 from tests.runtime.runs import (
     addition_rows,
     ahead,
@@ -33,16 +33,9 @@ from tests.runtime.runs import (
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("staleness", "in_flight"),
-    [
-        (2, "keep"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, "keep"), (4, "keep"), (1, "abort"), (2, "abort"), (4, "abort"))
-        ),
-    ],
-)
+@pytest.mark.slow_cases(but=["keep-2"])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("in_flight", ["keep", "abort"])
 def test_each_step_trains_on_the_prompts_of_the_synchronous_run(
     staleness: int, in_flight: str, tmp_path: Path
 ):
@@ -222,7 +215,7 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
         await asyncio.sleep(0)
         return nemorl.Outcome(reward=1.0)
 
-    before = {*threading.enumerate()}
+    before = rollout_threads()
     with pytest.raises(error):
         nemorl.run(
             ahead(tmp_path, 2),
@@ -231,8 +224,7 @@ def test_an_episode_that_ends_its_own_tasks_ends_the_run(how: str, error: Any, t
             train=addition_rows(),
             environment=episode,
         )
-    begun = {*threading.enumerate()} - before  # one that a test blocked goes on
-    assert not [each for each in begun if each.name == "nemorl-rollouts"]
+    assert rollout_threads() <= before
 
 
 @pytest.mark.parametrize(("staleness", "expected"), [(0, [24] * 4), (2, [4] * 24)])

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.runs import lines
+
 ROOT = Path(__file__).parents[3]
 RUN = """
 import os, signal, sys
@@ -52,8 +54,7 @@ def test_a_fork_that_returns_ends_and_touches_nothing(tmp_path, forked, argument
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("child 1") == 1
     assert done.stderr.count(f", whose run writes {folder}, and came back from a reward") == 1
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines(folder, "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     assert {path.name for path in (folder / "checkpoints").glob("step_*")} == {"step_2", "step_3"}
     assert not [*folder.rglob(".tmp-*")]

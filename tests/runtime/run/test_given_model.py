@@ -6,16 +6,8 @@ import pytest
 
 import nemorl
 from nemorl.models.adapters import has_adapters
-from tests.runtime.runs import (
-    addition_rows,
-    digits,
-    dpo_config,
-    grpo_config,
-    numbers,
-    preference_rows,
-    sft_config,
-)
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import dpo_config, grpo_config, numbers, sft_config, start
+from tests.tiny_models import tiny_model
 
 WITH_REFERENCE = {
     "live": lambda folder, **kw: dpo_config(folder, reference="live", **kw),
@@ -24,23 +16,16 @@ WITH_REFERENCE = {
 }
 
 
-def go(config, model) -> nemorl.TrainResult:
-    dpo, grpo = (isinstance(config, k) for k in (nemorl.DPOConfig, nemorl.GRPOConfig))
-    rows, reward = preference_rows() if dpo else addition_rows(), digits if grpo else None
-    return nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=rows, reward=reward)
-
-
-@pytest.mark.parametrize(
-    "kind", ["live", *(pytest.param(k, marks=pytest.mark.slow) for k in ("precomputed", "grpo"))]
-)
+@pytest.mark.slow_cases("precomputed", "grpo")
+@pytest.mark.parametrize("kind", WITH_REFERENCE)
 def test_a_trained_model_is_not_taken_for_the_reference(kind, tmp_path: Path):
     make = WITH_REFERENCE[kind]
     model = tiny_model(scale=2.0)
-    go(make(tmp_path / "run", steps=1), model)
+    start(make(tmp_path / "run", steps=1), given=model)
     with pytest.raises(ValueError, match="began with other weights: load the initial model"):
-        go(make(tmp_path / "run", steps=2, run={"resume": True}), model)
-    resumed = go(make(tmp_path / "run", steps=2, run={"resume": True}), tiny_model(scale=2.0))
-    straight = go(make(tmp_path / "straight", steps=2), tiny_model(scale=2.0))
+        start(make(tmp_path / "run", steps=2, run={"resume": True}), given=model)
+    resumed = start(make(tmp_path / "run", steps=2, run={"resume": True}))
+    straight = start(make(tmp_path / "straight", steps=2))
     assert numbers(resumed.metrics) == numbers(straight.metrics)
 
 
@@ -48,17 +33,17 @@ def test_a_trained_model_is_not_taken_for_the_reference(kind, tmp_path: Path):
 def test_without_a_reference_any_model_of_its_kind_goes_on(make, tmp_path: Path):
     """What the run began with is remembered for a reference that is asked for later."""
     model = tiny_model(scale=2.0)
-    go(make(tmp_path / "run", steps=1), model)
-    resumed = go(make(tmp_path / "run", steps=2, run={"resume": True}), model)
-    straight = go(make(tmp_path / "straight", steps=2), tiny_model(scale=2.0))
+    start(make(tmp_path / "run", steps=1), given=model)
+    resumed = start(make(tmp_path / "run", steps=2, run={"resume": True}), given=model)
+    straight = start(make(tmp_path / "straight", steps=2))
     assert numbers(resumed.metrics) == numbers(straight.metrics)
     if make is grpo_config:
         later = grpo_config(
             tmp_path / "run", steps=3, run={"resume": True}, kl=nemorl.KLConfig(coef=0.5)
         )
         with pytest.raises(ValueError, match="began with other weights"):
-            go(later, model)
-        assert go(later, tiny_model(scale=2.0)).metrics["kl"] > 0
+            start(later, given=model)
+        assert start(later).metrics["kl"] > 0
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -70,9 +55,9 @@ def test_an_error_in_setup_leaves_the_model_as_it_was(rank, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr("nemorl.parallel.dtensor.backend.make_optimizer", lambda *given: [][0])
         with pytest.raises(IndexError):
-            go(config, model)
+            start(config, given=model)
     assert not has_adapters(model)
     assert model.config._attn_implementation == attention
     assert not model.is_gradient_checkpointing and not model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert go(config, model).metrics["loss"] > 0
+    assert start(config, given=model).metrics["loss"] > 0

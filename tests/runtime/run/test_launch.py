@@ -14,10 +14,12 @@ from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import Callback
 from tests.runtime.runs import (
     addition_rows,
+    chat_rows,
     digits,
     grpo_config,
     numbers,
     of_phase,
+    resumed,
     rows_file,
     saved_model,
     sft_config,
@@ -84,10 +86,6 @@ def test_an_export_keeps_what_the_model_knew(tmp_path: Path):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = tiny_model()
     model.generation_config = GenerationConfig(eos_token_id=[1, 5], temperature=0.6, do_sample=True)
-    rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-        for row in addition_rows()
-    ]
     config = grpo_config(
         tmp_path / "run",
         steps=1,
@@ -95,7 +93,7 @@ def test_an_export_keeps_what_the_model_knew(tmp_path: Path):
         model=nemorl.ModelConfig(chat_template=template),
         reward="contains_answer",
     )
-    nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=rows)
+    nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=chat_rows())
     found = GenerationConfig.from_pretrained(tmp_path / "run" / "hf")
     assert (found.eos_token_id, found.temperature) == ([1, 5], 0.6)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template
@@ -112,12 +110,8 @@ def test_a_run_directory_is_a_model_too(saved, tmp_path: Path):
 def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
     config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
     nemorl.run(config)
-    changed = replace(
-        config,
-        run=replace(config.run, resume=True),
-        max_num_steps=2,
-        reward="contains_answer",
-        kl=nemorl.KLConfig(coef=0.5),
+    changed = resumed(
+        config, max_num_steps=2, reward="contains_answer", kl=nemorl.KLConfig(coef=0.5)
     )
     with pytest.warns(UserWarning) as caught:
         nemorl.run(changed)
@@ -165,7 +159,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path: Path
             start(config, callbacks=[Ends()])
         shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
         with pytest.raises(ValueError, match=r"run\.resume needs a checkpoint"):
-            start(replace(config, run=replace(config.run, resume=True)))
+            start(resumed(config))
     with pytest.warns(UserWarning, match="ended before its first checkpoint: it begins again"):
         again = start(config)
     assert list(map(numbers, again.history)) == list(map(numbers, straight.history))
@@ -194,7 +188,7 @@ def test_answers_of_a_length_that_was_not_given_leave_room_for_the_prompt(
     assert len(told) == (positions < longest)
     assert "max_new_tokens: 16\n" in text and "max_total_sequence_length: 32\n" in text
     assert max(line["response_length"] for line in RunDirectory(tmp_path).read_metrics()) <= 16
-    again = replace(config, max_num_steps=2, run=replace(config.run, resume=True))
+    again = resumed(config, max_num_steps=2)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*changed settings")
         start(again, max_position_embeddings=positions)
@@ -230,13 +224,12 @@ def test_a_resume_elsewhere_keeps_the_precision_or_says_that_it_changed(
     monkeypatch.undo()
     kept = nemorl.load_config(nemorl.SFTConfig, first.paths.config)
     assert kept.parallel.param_dtype == "bfloat16"
-    resumed = replace(config.run, resume=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the run continues with changed settings")
-        nemorl.run(replace(kept, run=resumed, max_num_steps=2))
+        nemorl.run(resumed(kept, max_num_steps=2))
     changed = "parallel.param_dtype is 'float32', was 'bfloat16'"
     with pytest.warns(UserWarning, match=changed):
-        nemorl.run(replace(config, run=resumed, max_num_steps=3))
+        nemorl.run(resumed(config, max_num_steps=3))
 
 
 def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
@@ -247,12 +240,9 @@ def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
     assert kept.reward == "given in Python (digits, contains_answer)"
     message = r"reward must be given again, .* given in Python \(digits, contains_answer\): pass"
     with pytest.raises(ValueError, match=message):
-        nemorl.run(replace(kept, run=replace(kept.run, resume=True), max_num_steps=2))
-    nemorl.run(
-        replace(config, run=replace(config.run, resume=True), max_num_steps=2),
-        train=saved["rows"],
-        reward=[digits, "contains_answer"],
-    )
+        nemorl.run(resumed(kept, max_num_steps=2))
+    again = resumed(config, max_num_steps=2)
+    nemorl.run(again, train=saved["rows"], reward=[digits, "contains_answer"])
 
 
 def test_short_sequences_leave_room_for_the_comparison_of_engines(tmp_path: Path):
@@ -273,12 +263,13 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
     file.write_text("\n".join(lines))
     config = by_name(sft_config(tmp_path / "run", steps=1), {**saved, "rows": str(file)})
     nemorl.run(config)
-    again = replace(config, run=replace(config.run, resume=True), max_num_steps=2)
+    again = resumed(config, max_num_steps=2)
     message = (
         r"data\.train and data\.validation must be the rows that the run began with, but"
         r" '.*rows\.jsonl': "
     )
-    file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
+    changed_rows = "\n".join([*lines[:3], lines[0], *lines[4:]])
+    file.write_text(changed_rows)
     remedy = r"row 4 \(.*rows\.jsonl, line 4\) differs: restore them, or add --run\.accept-change"
     with pytest.raises(ValueError, match=message + remedy):
         nemorl.run(again)
@@ -295,7 +286,7 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=cause):
             nemorl.run(replace(again, data=replace(again.data, **changed)))
-    file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
+    file.write_text(changed_rows)
     accepting = replace(again, run=replace(again.run, accept_changed_data=True))
     with pytest.warns(UserWarning, match="the run continues with changed rows: .* row 4"):
         assert len(of_phase(nemorl.run(accepting), "train")) == 2

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import threading
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,14 +28,8 @@ from tests.parallel.offloaded import held
 from tests.rollout.updates import update
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
-from tests.runtime.runs import (
-    addition_rows,
-    digits,
-    grpo_config,
-    numbers,
-    saved_model,
-    sft_config,
-)
+from tests.runtime.run.mishaps import rollout_threads
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, saved_model, sft_config
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
 
 
@@ -126,16 +119,13 @@ def test_deterministic_kernels_where_the_engine_computes_too(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize(
-    "lora", [{"export": "merged"}, pytest.param({"export": "adapter"}, marks=pytest.mark.slow)]
-)
-def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
+@pytest.mark.slow_cases("adapter")
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_adapters_on_ranks(export, folder, ranks, tmp_path: Path):
     """The copy that generates has them merged, which is another order of the same sums."""
+    lora = nemorl.LoRAConfig(rank=2, export=export)
     config = on_ranks(
-        grpo_config(
-            tmp_path / "run", steps=2, run={"export": True}, lora=nemorl.LoRAConfig(rank=2, **lora)
-        ),
-        folder,
+        grpo_config(tmp_path / "run", steps=2, run={"export": True}, lora=lora), folder
     )
     spread, whole = go(config), go(alone(config))
     for line, other in zip(spread.history, whole.history, strict=True):
@@ -200,14 +190,12 @@ def test_lost_ranks_lose_no_prompt_that_is_sampled_ahead(folder, ranks, tmp_path
         async_=nemorl.AsyncConfig(max_staleness=2),
     )
     ranks["deaths"][("train_step", 4)] = killed
-    before = {*threading.enumerate()}
+    before = rollout_threads()
     with pytest.warns(UserWarning, match="with new ranks"):
         go(on_ranks(config, folder, max_restarts=1))
-    lines = (tmp_path / "run" / "groups.jsonl").read_text().splitlines()
-    trained = [number for line in lines for number in json.loads(line)["trained"]]
-    assert trained == [*range(36)]
-    begun = {*threading.enumerate()} - before  # one that a test blocked goes on
-    assert not [each for each in begun if each.name == "nemorl-rollouts"]
+    lines = runs.lines(tmp_path / "run")
+    assert [number for line in lines for number in line["trained"]] == [*range(36)]
+    assert rollout_threads() <= before
 
 
 class Arm(Callback):
@@ -262,12 +250,8 @@ def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_
     )
     straight = go(replace(alone(config), max_num_steps=4))
     go(config)
-    again = replace(
-        config,
-        max_num_steps=4,
-        run=replace(config.run, resume=True),
-        parallel=nemorl.ParallelPlan(dp_shard=2, cpu_offload=True),
-    )
+    plan = nemorl.ParallelPlan(dp_shard=2, cpu_offload=True)
+    again = runs.resumed(config, max_num_steps=4, parallel=plan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = go(replace(again, runtime=nemorl.RuntimeConfig(timeout_s=50)))

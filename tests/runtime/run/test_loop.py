@@ -28,6 +28,7 @@ from tests.runtime.runs import (
     grpo_config,
     numbers,
     opened,
+    resumed,
     run_config,
     sft_config,
     start,
@@ -70,28 +71,27 @@ def test_what_happens_between_steps(tmp_path: Path):
     assert [*RunDirectory(tmp_path).sample_sizes()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("how", ["break", "exception", "KeyboardInterrupt"])
-def test_a_loop_that_is_left_goes_on_where_it_was(how: str, tmp_path: Path):
+@pytest.mark.parametrize("error", [None, ArithmeticError, KeyboardInterrupt])
+def test_a_loop_that_is_left_goes_on_where_it_was(error: Any, tmp_path: Path):
+    """By a break, or an error."""
     expected = whole(grpo_config(tmp_path / "whole"))
-    errors = {"exception": ArithmeticError, "KeyboardInterrupt": KeyboardInterrupt}
     config = grpo_config(tmp_path / "left")
     try:
         with opened(config) as run:
             prompts = run.prompts()
             for step in run.steps(4):
-                if step.number == 3 and how != "break":
+                if step.number == 3 and error:
                     prompts.next(3)
-                    raise errors[how]("of the loop")
+                    raise error("of the loop")
                 learn(step, prompts)
-                if step.number == 2 and how == "break":
+                if step.number == 2 and not error:
                     break
-    except (ArithmeticError, KeyboardInterrupt) as error:
-        assert how != "break" and "has a checkpoint of step 2" in error.__notes__[0]
+    except (ArithmeticError, KeyboardInterrupt) as caught:
+        assert error and "has a checkpoint of step 2" in caught.__notes__[0]
     else:
-        assert how == "break" and run.result.metrics["loss"] == expected[1]["loss"]
+        assert not error and run.result.metrics["loss"] == expected[1]["loss"]
     assert list(checkpoint.present(tmp_path / "left")) == [2]
-    config = replace(config, run=replace(config.run, resume=True))
-    assert whole(config) == expected
+    assert whole(resumed(config)) == expected
 
 
 def test_several_orders_go_on_after_a_resume(tmp_path: Path):
@@ -136,16 +136,12 @@ def test_a_step_samples_episodes(tmp_path: Path):
     assert run.result.metrics["reward"] == responses.rewards.mean()
 
 
-def batch_of_rewards() -> nemorl.TokenBatch:
-    batch = random_batch([5, 4])
-    return replace(
-        batch,
-        advantages=torch.where(batch.loss_mask, 1.0, 0.0),
-        generation_logprobs=torch.where(batch.loss_mask, -1.0, 0.0),
-    )
-
-
-BATCH = batch_of_rewards()
+BATCH = random_batch([5, 4])
+BATCH = replace(
+    BATCH,
+    advantages=torch.where(BATCH.loss_mask, 1.0, 0.0),
+    generation_logprobs=torch.where(BATCH.loss_mask, -1.0, 0.0),
+)
 
 
 def test_what_a_loop_may_not_do(tmp_path: Path):
@@ -286,6 +282,8 @@ def test_which_models_a_run_may_have(tmp_path: Path):
         assert torch.equal(run.trainer.get_logprobs(BATCH).values, before)
         with pytest.raises(ValueError, match="model must be given where the policy's was, which"):
             run.backend("late", trains=False)
+        with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places"):
+            run.backend("apart", model=tiny_model(), own_ranks=True)
         for step in run.steps(2):
             with pytest.raises(ValueError, match="must be called before the first step"):
                 run.backend("critic", model=tiny_model())
@@ -326,7 +324,7 @@ def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
 def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path):
     config = grpo_config(tmp_path / "script", steps=2)
     whole(config, 1)
-    again = replace(config, run=replace(config.run, resume=True))
+    again = resumed(config)
     theirs = (
         "run.dir must be the folder of a run of grpo, but it is 'one of a script with GRPOConfig'"
     )
@@ -341,7 +339,7 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path):
         " but it is 'one of grpo': nemorl grpo"
     )
     with pytest.raises(ValueError, match=ours):
-        whole(replace(config, run=replace(config.run, resume=True)))
+        whole(resumed(config))
 
 
 @pytest.mark.parametrize("where", ["loss", "advantage", "callback"])

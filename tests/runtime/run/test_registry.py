@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 import nemorl
+from nemorl.parallel.backend import TrainingTraits, check_training_backend
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.user_code import check_function, function_of
@@ -47,6 +48,14 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
         nemorl.register_generation_backend("half")(Half)
     with pytest.raises(ValueError, match=r"a training backend .* but Half has no train_step, get_"):
         nemorl.register_training_backend("half")(Half)
+
+    class Generating(DTensorBackend):
+        traits = TrainingTraits(generates=True)
+
+    with pytest.raises(ValueError, match=r"says? generates .* has no open_engine, decode, take_w"):
+        nemorl.register_training_backend("half")(Generating)
+    Generating.open_engine = Generating.decode = Generating.take_weights = loop
+    check_training_backend(Generating)
     assert "half" not in {**registry.GENERATION_BACKENDS, **registry.TRAINING_BACKENDS}
 
 

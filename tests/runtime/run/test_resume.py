@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.killed import (
-    KillInTurn,
-    assert_equal_outcomes,
-    kill_and_resume,
-    process,
-    talk,
-)
+from tests.runtime.killed import KillInTurn, assert_equal_outcomes, kill_and_resume, process, talk
 from tests.runtime.runs import lines, prove, sft_config, start
+from tests.runtime.tiny import flip_a_bit
 
 STREAM = {"streaming": True}
 REFERENCE = {"kl": {"coef": 0.1}}
@@ -56,9 +51,8 @@ KILLS = [("between", 3), ("checkpoint", 4)]
 """
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == FRESH else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow_cases(but=[FRESH])
+@pytest.mark.parametrize("name", CASES)
 def test_killed_between_two_steps_and_in_a_checkpoint(name: str, forked: Path, tmp_path: Path):
     last = sys.executable if name == FRESH else None
     kill_and_resume(forked / "python", tmp_path, KILLS, last=last, **CASES[name])
@@ -109,9 +103,6 @@ def test_the_comparison_can_fail(tmp_path: Path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     for name in ("b", "background"):
         assert_equal_outcomes(tmp_path / "a", tmp_path / name)
-    file = tmp_path / "b" / "checkpoints" / "step_2" / "policy" / "model.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip_a_bit(tmp_path / "b" / "checkpoints" / "step_2" / "policy" / "model.safetensors")
     with pytest.raises(AssertionError):
         assert_equal_outcomes(tmp_path / "a", tmp_path / "b")

@@ -31,6 +31,7 @@ from tests.runtime.runs import (
     grpo_config,
     numbers,
     of_phase,
+    resumed,
     sft_config,
     start,
 )
@@ -49,11 +50,8 @@ class At(Callback):
             self.action()
 
 
-def fails(error: BaseException | None = None) -> Any:
-    def action():
-        raise error or RuntimeError("a mishap")
-
-    return action
+def fail() -> None:
+    raise RuntimeError("a mishap")
 
 
 def outcome(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -72,10 +70,6 @@ def assert_same(a: Path, b: Path) -> None:
 
 def assert_same_tensors(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
-
-
-def resumed(config: Any) -> Any:
-    return replace(config, run=replace(config.run, resume=True))
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -116,7 +110,7 @@ def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
     options = {"attention_dropout": 0.3, "rows": addition_rows()}
     start(sft_config(tmp_path / "straight", run=OPTIONS), **options)
     config = sft_config(tmp_path / "run", run=OPTIONS)
-    failing = At("on_step_begin", 3, lambda: (torch.rand(7), fails()()))
+    failing = At("on_step_begin", 3, lambda: (torch.rand(7), fail()))
     with pytest.raises(RuntimeError, match="a mishap"):
         start(config, callbacks=[failing], **options)
     start(resumed(config), **options)
@@ -135,7 +129,7 @@ def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
 def test_a_callback_that_raises_costs_no_step(tmp_path: Path, hook, at, saved):
     config = sft_config(tmp_path, run=OPTIONS, train_global_batch_size=20)
     with pytest.raises(RuntimeError, match="a mishap"):
-        start(config, validation=addition_rows(8), callbacks=[At(hook, at, fails())])
+        start(config, validation=addition_rows(8), callbacks=[At(hook, at, fail)])
     assert steps_of(tmp_path) == [saved]
 
 
@@ -238,10 +232,9 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
     assert "has a checkpoint of step 1: resume from it" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("file", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "damage", ["flipped", *(pytest.param(d, marks=pytest.mark.slow) for d in ("zeroed", "cut"))]
-)
+@pytest.mark.slow_cases(but=["flipped-model"])
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+@pytest.mark.parametrize("damage", ["flipped", "zeroed", "cut"])
 def test_damage_that_is_met_while_loading_costs_a_checkpoint(
     tmp_path: Path, monkeypatch, file, damage
 ):
@@ -298,13 +291,10 @@ sys.exit(cli.main(["sft", "--model.path", ".", "--data.train", "d", "--run.dir",
 """
 
 
+@pytest.mark.slow_cases(but=["update-SIGTERM-3"])
 @pytest.mark.parametrize(
     ("place", "name", "saved"),
-    [
-        pytest.param("begin", "SIGTERM", 2, marks=pytest.mark.slow),
-        ("update", "SIGTERM", 3),
-        pytest.param("update", "SIGINT", 3, marks=pytest.mark.slow),
-    ],
+    [("begin", "SIGTERM", 2), ("update", "SIGTERM", 3), ("update", "SIGINT", 3)],
 )
 def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name, saved):
     """Wherever it comes, no step is lost, and every step that is saved is on record."""
@@ -370,7 +360,7 @@ def test_settings_that_cannot_be_read_are_no_reason_not_to_go_on(tmp_path: Path)
     start(config)
     (tmp_path / "config.yaml").write_text("no: setting of ours\n")
     with pytest.warns(UserWarning, match="changed settings: no is None, was 'setting of ours'"):
-        start(replace(resumed(config), max_num_steps=2))
+        start(resumed(config, max_num_steps=2))
     parallel = replace(config.parallel, param_dtype="float32")
     kept = replace(config, max_num_steps=2, parallel=parallel)
     assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == kept

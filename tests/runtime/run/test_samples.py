@@ -1,9 +1,7 @@
 """The sample log's rows and the metrics of conversations of several turns that may fail."""
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +22,7 @@ from nemorl.runtime.run.samples import (
 )
 from nemorl.runtime.watch.report import Gathered
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Count
-from tests.runtime.runs import addition_rows, digits, grpo_config, start
+from tests.runtime.runs import addition_rows, digits, grpo_config, rows_file, start
 from tests.tiny_models import tiny_model
 
 
@@ -162,11 +160,10 @@ def test_groups_count_the_same_whatever_their_size(generator):
 
 
 def test_training_is_measured_by_data_set_and_environment(tmp_path):
-    names = [str(tmp_path / f"{name}.jsonl") for name in ("sums", "games")]
-    for name, extra in zip(names, ({}, {"environment": "chess"}), strict=True):
-        lines = [json.dumps(row | extra) + "\n" for row in addition_rows(6)]
-        Path(name).write_text("".join(lines))
-    data = nemorl.DataConfig(train=tuple(names), max_total_sequence_length=32)
+    rows = addition_rows(6)
+    chess = [{**row, "environment": "chess"} for row in rows]
+    names = (rows_file(tmp_path / "sums.jsonl", rows), rows_file(tmp_path / "games.jsonl", chess))
+    data = nemorl.DataConfig(train=names, max_total_sequence_length=32)
     sizes = {"num_prompts_per_step": 12, "num_generations_per_prompt": 2}
     config = grpo_config(tmp_path / "run", steps=1, data=data, **sizes)
     model = tiny_model(scale=2.0)

@@ -18,8 +18,8 @@ from nemorl.rollout.generation import GenerationTraits
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run import devices, parts
 from nemorl.runtime.run.devices import Devices, Fit, fitted, keeps_reference, sharing_of
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import grpo_config, numbers, sft_config, start
+from tests.tiny_models import tiny_model
 
 QWEN_7B = Qwen2Config(
     hidden_size=3584,
@@ -146,9 +146,7 @@ def test_a_run_trains_with_what_was_chosen(tmp_path: Path, monkeypatch: pytest.M
     def go(name: str, card: int) -> list[Any]:
         monkeypatch.setattr(parts, "smallest_gpu", lambda launch: card)
         config = sft_config(tmp_path / name, steps=1, trainer=nemorl.TrainerConfig())
-        given = {"model": tiny_model(), "tokenizer": tiny_tokenizer()}
-        result = nemorl.run(config, **given, train=addition_rows())
-        return list(map(numbers, result.history))
+        return list(map(numbers, start(config, scale=1.0).history))
 
     monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)
     monkeypatch.setattr(DTensorBackend, "setup", watched)
@@ -275,8 +273,7 @@ def go(folder: Path, **trainer: Any) -> nemorl.TrainResult:
         trainer=nemorl.TrainerConfig(**trainer),
         generation=nemorl.GenerationConfig(backend="in turns", max_new_tokens=4),
     )
-    given = {"model": tiny_model(scale=2.0), "tokenizer": tiny_tokenizer()}
-    return nemorl.run(config, train=addition_rows(), reward=digits, **given)
+    return start(config)
 
 
 def in_turns(free: str) -> list[str]:

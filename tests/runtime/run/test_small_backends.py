@@ -22,6 +22,7 @@ from tests.runtime.runs import (
     numbers,
     of_phase,
     preference_rows,
+    saved_model,
     sft_config,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -101,9 +102,8 @@ def test_by_its_name(registered: type, tmp_path: Path):
 
 
 def run(config, folder: Path, **given):
-    tiny_model(scale=2.0).save_pretrained(folder / "model")
-    model = replace(config.model, path=str(folder / "model"))
-    return nemorl.run(replace(config, model=model), tokenizer=tiny_tokenizer(), **given)
+    model = nemorl.ModelConfig(path=str(saved_model(folder / "model")))
+    return nemorl.run(replace(config, model=model), **given)
 
 
 def test_sft_and_dpo_run_and_resume(registered, tmp_path: Path):

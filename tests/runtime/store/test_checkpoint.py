@@ -152,6 +152,13 @@ def test_damaged_manifest_is_passed_over(tmp_path, text):
         assert checkpoint.latest(tmp_path) == first
 
 
+@pytest.mark.parametrize("text", ["[1]", '{"1": 3}', "{"])
+def test_damaged_measurements_count_as_none(tmp_path, text):
+    saved(tmp_path, 1)
+    (tmp_path / "checkpoints" / "metrics.json").write_text(text)
+    assert checkpoint.metrics_by_step(tmp_path) == {1: {}}
+
+
 def test_without_any_checkpoint(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     checkpoint.sweep(tmp_path)

@@ -6,12 +6,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from nemorl.runtime.store.directory import (
-    RunDirectory,
-    RunRecord,
-    check_algorithm,
-    script_with,
-)
+from nemorl.runtime.store.directory import RunDirectory, RunRecord, check_algorithm, script_with
 from tests.runtime.runs import grpo_config, start
 
 

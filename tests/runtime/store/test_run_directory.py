@@ -15,10 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.runtime.store import directory as run_directory
-from nemorl.runtime.store.directory import (
-    RunDirectory,
-    git_commit,
-)
+from nemorl.runtime.store.directory import RunDirectory, git_commit
 from nemorl.runtime.store.export import replacing
 from nemorl.runtime.store.files import NotWritten, write_atomically, writing
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import saved_model
 
 CELL = """import nemorl
 rows = [{"prompt": "1+1=", "response": "2"}] * 8
@@ -24,8 +24,7 @@ def test_a_run_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from jupyter_client.manager import AsyncKernelManager
     from nbformat.v4 import new_code_cell, new_notebook
 
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    saved_model(tmp_path / "model")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

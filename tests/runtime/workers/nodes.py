@@ -1,20 +1,15 @@
 """Ray clusters of several nodes on this machine, and the processes that start them."""
 
 import json
-import subprocess
 import sys
 from typing import Any
+
+from tests.forked import succeeded
 
 
 def printed(module: str, *args: object, timeout: float) -> Any:
     """Run a module in a process of its own, and return the JSON of the last line that it prints."""
-    ran = subprocess.run(
-        [sys.executable, "-m", module, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = succeeded(sys.executable, "-m", module, *map(str, args), timeout=timeout)
     return json.loads(ran.stdout.splitlines()[-1])
 
 

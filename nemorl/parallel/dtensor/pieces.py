@@ -211,8 +211,9 @@ def contents_of(model: nn.Module, optimizer: Optimizers, world: World) -> Conten
         for name, parameter in _trained(model, optimizer).items()
         for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
     }
-    if lora:  # whole matrices, which rank 0 writes
-        weights = {name: full_tensor(x.detach()) for name, x in adapter_tensors(model).items()}
+    if lora:  # whole matrices, which rank 0 writes and others need not hold
+        wholes = ((name, full_tensor(x.detach())) for name, x in adapter_tensors(model).items())
+        weights = {name: whole for name, whole in wholes if world.rank == 0}
     return Contents(
         weights=own_pieces(weights, world, names),
         optimizer=own_pieces(state, world, of_parameters(state, names)),

@@ -132,7 +132,7 @@ class MetricWatch:
             return None
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics and not self.seen:
-            known = sorted(VALIDATION * validation + other for other in metrics)
+            known = sorted((VALIDATION if validation else "") + other for other in metrics)
             raise ValueError(
                 f"{self.field_name} must name a metric that the run has, but it is"
                 f" {self.metric!r}{closest(self.metric, known) or ':'} there are {', '.join(known)}"

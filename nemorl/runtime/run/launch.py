@@ -352,7 +352,8 @@ def _require_same_rows(
         for each in changes(directory.config, config)
         if each.startswith(("data.", "run.seed")) and not each.startswith("data.max_")
     ]
-    found += f" ({'; '.join(of_rows)})" * bool(of_rows)
+    if of_rows:
+        found += f" ({'; '.join(of_rows)})"
     if not config.run.accept_changed_data:
         raise ValueError(
             f"data.train and data.validation must be the rows that the run began with, but {found}:"

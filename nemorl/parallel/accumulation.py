@@ -241,8 +241,9 @@ def whole_outputs(
         placed = torch.zeros(layout.rows.input_ids.shape, device=world.device)
         if found:
             placed = layout.place([getattr(each, name) for each in found], world.data_rank)
-        placed = world.total(placed).to(layout.rows.input_ids.device)
-        outputs[name] = layout.restore(placed)
+        if world.size > 1:
+            placed = world.total(placed)
+        outputs[name] = layout.restore(placed.to(layout.rows.input_ids.device))
     return ForwardOutput(**outputs)
 
 

@@ -267,9 +267,6 @@ class ScheduledBackend:
     def wake(self) -> None:
         self._scheduler.asleep = False
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
     def shutdown(self) -> None:
         self._scheduler.shutdown()
 

@@ -96,6 +96,9 @@ class TorchGenerationBackend(ScheduledBackend):
             self.decoding.cache.clear()
             self._scheduler.asleep = True
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def shutdown(self) -> None:
         with self._scheduler.lock:
             super().shutdown()

@@ -97,7 +97,8 @@ class DTensorBackend(Accumulating):
         self._settings.enter_context(newer_flash(self._kernel, self.model.config, self.device))
         if shares:
             share_base(self)
-        self._mixtures = Mixtures(self.model, self.world, config.trainer)
+        mixtures = Mixtures(self.model, self.world, config.trainer)
+        self._mixtures = mixtures if mixtures.routers or mixtures.blocks else None
         if config.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer)
         models = [each for each in (self.model, self._reference) if each is not None]
@@ -149,7 +150,7 @@ class DTensorBackend(Accumulating):
 
     @property
     def cutting(self) -> Cutting:
-        layers = len(self._mixtures.blocks)
+        layers = len(self._mixtures.blocks) if self._mixtures else 0
         trainer, plan = self.config.trainer, self.world.plan
         return Cutting(trainer=trainer, plan=plan, model=self._loaded().config, layers=layers)
 
@@ -166,15 +167,20 @@ class DTensorBackend(Accumulating):
         layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
         with _passes(self, model):
-            _balance(self, batch, parts)
+            if self._mixtures is not None:
+                _balance(self, self._mixtures, batch, parts)
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
                 output = loss_fn(self._forward[model](rows, work, needs), rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
+        if world.size > 1:
+            loss = world.total(loss)
+        if self._mixtures is None:
+            return metrics, loss
         of_experts, more = self._mixtures.end_batch()
-        return {**metrics, **of_experts}, world.total(loss) + more
+        return {**metrics, **of_experts}, loss + more
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -188,7 +194,8 @@ class DTensorBackend(Accumulating):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self._mixtures.move_biases()
+        if self._mixtures is not None:
+            self._mixtures.move_biases()
 
     def weights(
         self, dtype: torch.dtype | None = None, *, adapters: Adapters = "merged"
@@ -246,7 +253,10 @@ def _passes(backend: DTensorBackend, model: nn.Module, *, reference: bool = Fals
     stack = ExitStack()
     if backend.world.sharded:
         stack.enter_context(gathering(model))
-    stack.enter_context(adapters_off(model) if reference else backend._mixtures.watched())
+    if reference:
+        stack.enter_context(adapters_off(model))
+    elif backend._mixtures is not None:
+        stack.enter_context(backend._mixtures.watched())
     return stack
 
 
@@ -256,22 +266,25 @@ def _next(backend: DTensorBackend, part: TokenBatch, wanted: Tensor) -> tuple[To
     _require_side(part, backend.config)
     work = planned(part, wanted, backend.world, share=share, kernel=backend._kernel)
     rows = replace(part, routed_experts=None, route_ids=None)
-    tokens = mixtures.tokens(part, work)
+    tokens = None if mixtures is None else mixtures.tokens(part, work)
     rows, work, tokens = to_device((rows, work, tokens), backend.device)
-    mixtures.follow(tokens)
+    if mixtures is not None:
+        mixtures.follow(tokens)
     return rows, work
 
 
-def _balance(backend: DTensorBackend, batch: TokenBatch, parts: Sequence[TokenBatch]) -> None:
+def _balance(
+    backend: DTensorBackend, mixtures: Mixtures, batch: TokenBatch, parts: Sequence[TokenBatch]
+) -> None:
     """Prepare the gradient of the loss that balances experts, if there is one."""
     if not backend._batches:
-        backend._mixtures.forget()
+        mixtures.forget()
     if require_one_batch(backend.config.trainer, backend._batches):
         empty = ((part, torch.zeros_like(part.loss_mask)) for part in parts)
         passes = (
             backend._forward[backend.model](*_next(backend, *each), Needs()) for each in empty
         )
-        backend._mixtures.weigh(batch.num_tokens, passes)
+        mixtures.weigh(batch.num_tokens, passes)
 
 
 def _require_side(part: TokenBatch, config: BackendConfig) -> None:

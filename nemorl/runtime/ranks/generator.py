@@ -47,6 +47,9 @@ class RankedGenerator(ScheduledBackend):
             tokenizer=self.tokenizer,
         )
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
         """Go on with the trainer's weights as they are now, which need no receipt, or with others,
         which become its.

@@ -357,7 +357,9 @@ def on_ranks(config: Any) -> dict[Capability, Proof]:
 def _be_rank(folder: Path, *, trust: bool) -> None:
     found = on_ranks(read_config(str(folder), trust_remote_code=trust))
     if os.environ["RANK"] == "0":
-        (folder / RESULT).write_text(as_json(found))
+        aside = folder / "result.tmp"
+        aside.write_text(as_json(found))
+        aside.replace(folder / RESULT)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from nemorl.parallel.dtensor import pieces
 from nemorl.parallel.dtensor.limits import settled
 from nemorl.parallel.dtensor.lora import write_adapter_config
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.proving import LIMIT, on_one_device, on_ranks, sampled_differ, samples
+from nemorl.parallel.proving import LIMIT, on_one_device, on_ranks
 from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.cli.main import main
 from tests.ranks import run_ranks
@@ -187,7 +188,16 @@ def test_sampling_without_a_cache_gives_the_models_own_logprobs():
         UserWarning, match=r"qwen3_next is sampled from without a cache \(.*cache wi"
     ):
         engine.setup(GenerationConfig(max_batch_size=3))
-    assert sampled_differ(engine, model, samples(config.vocab_size)) < 1e-5
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    params = SamplingParams(n=2, max_new_tokens=9, ignore_eos=True, seed=1)
+    answers = engine.generate(prompts, params)
+    for index, answer in enumerate(answers):
+        ids = torch.tensor([[*prompts[index // 2], *answer.token_ids]])
+        with torch.no_grad():
+            every = model(ids, use_cache=False).logits[0].log_softmax(-1)
+        start = len(prompts[index // 2])
+        own = every[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), own, atol=1e-5, rtol=0)
 
 
 def folder_of(kind: str, path: Path) -> str:

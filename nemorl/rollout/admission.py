@@ -27,8 +27,9 @@ class Group:
     ordinal: int
     """Number of the group in the run."""
     stream: str
-    """Name of the order of its row."""
+    """Name of the order that the prompt was taken from."""
     row: int
+    """Index of its row there."""
     step: int | None = None
     """Step that trains on it; None: not known yet."""
     state: Literal["waiting", "taken", "running", "ended", "given"] = "taken"
@@ -108,7 +109,8 @@ class LoopState:
         """
         numbers = {*groups}
         closed = numbers - {group.ordinal for group in self.open_groups}
-        must, remedy = "must be open", "drop rollouts once, in the step that sampled them"
+        must = "must be open: neither dropped nor of a step that has ended"
+        remedy = "drop rollouts once, in the step that sampled them"
         require(not closed, "groups to drop", must, sorted(closed), remedy)
         left = tuple(g for g in self.open_groups if g.ordinal not in numbers)
         counted = (*self.dropped.get(reason, ()), *dict.fromkeys(groups))
@@ -149,7 +151,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Ended:
-    """Groups have ended."""
+    """The conversations of groups have ended."""
 
     ordinals: tuple[int, ...]
 
@@ -187,8 +189,8 @@ def decide(
     """Return the state after an event, and what is to be done.
 
     batch: groups of a step. staleness: most steps by which a token may be older than the step that
-    trains on it. last: the run's last step (None: no end). Raises: ValueError for a group that does
-    not run.
+    trains on it. last: the run's last step, for which groups begin at most (None: no end).
+    Raises: ValueError for a group that does not run.
 
     >>> settings = dict(stream="train", order=RowOrder(sizes=(9,)), batch=2, staleness=1)
     >>> state, actions = decide(LoopState(0), Updated(), **settings)

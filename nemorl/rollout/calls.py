@@ -35,7 +35,7 @@ T = TypeVar("T")
 PROMPT = ("prompt", "prompts")
 RESPONSE = ("response", "responses", "completion", "completions", "solution_str")
 ENVIRONMENT = ("environment", "environments")
-"""Parameters that get the environment of tools itself, no copy."""
+"""Parameters that get the environment of tools itself, not a copy."""
 PLURAL = ("prompts", "responses", "completions")
 
 
@@ -47,8 +47,9 @@ class Signature:
     batch: bool
     """It takes and returns lists, one entry per response."""
     prompt: str | None
+    """The parameter that gets the prompt."""
     response: str | None
-    """The parameters that get them; without a response it judges an environment alone."""
+    """The parameter that gets the response; None: it judges an environment alone."""
     columns: Mapping[str, bool]
     """The columns that it names; False: the parameter has a default."""
     any_columns: bool
@@ -84,7 +85,8 @@ def read_signature(
     Parameters called `prompt` and `response` (or `completion`, verl's `solution_str`) get those,
     others the setting or else the column of their name. If it names no response, its first
     parameter without a setting or column gets it; if no prompt either, and it has two, these get
-    both; none does beside an `environment`. Plural names or batch=True: it is one of a batch.
+    both; none does in a function of an `environment`. Plural names or batch=True make it a function
+    of a batch.
     Raises: ValueError for what is not a function or can't take a response.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
@@ -384,14 +386,14 @@ class Call:
         self._shown = SHOWN_S
 
     def part(self, name: str = "", *, most: float | None = None) -> None:
-        """Begin another part, which may have a name and a limit of its own."""
+        """Start the clock of another part, which may have a name and a limit of its own."""
         now = time.monotonic()
         self.name = name or self.name
         self._since = min(self._since, now)
         self._ends = now + (self.seconds if most is None else most)
 
     def pause(self) -> None:
-        """Wait for what is not the user's code."""
+        """Stop the clock while the code waits for what is not its own."""
         self._since = self._ends = math.inf
 
     @asynccontextmanager
@@ -436,7 +438,7 @@ _CALL: ContextVar[Call] = ContextVar("_CALL")
 
 
 def present_call() -> Call:
-    """Return the call that this thread makes."""
+    """Return the call that this thread makes, to say which part it is at."""
     return _CALL.get(None) or Call("")
 
 
@@ -494,7 +496,7 @@ class BatchCalls:
         self._waiting: list[list[Question]] = []
         self._task: asyncio.Task[None] | None = None
         self._late: EnvironmentTimeout | None = None
-        """After it there are no more calls, as the last one may go on."""
+        """No call is made after it, as the last one may go on."""
 
     def renew(self) -> None:
         self._late = None

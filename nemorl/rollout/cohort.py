@@ -71,9 +71,9 @@ class Cohort:
     async def run(
         self, episode: Episode, places: Sequence[tuple[int, int]], *, timed: bool
     ) -> list[Conversation]:
-        """Return the conversations of places: numbers of a prompt and a member.
+        """Return the conversations of places: the number of a prompt, and that of a member.
 
-        timed: limit the time between samples, of an episode of the user's own.
+        timed: whether the episode is the user's own, whose time between samples has a limit.
         Raises: an error of the generator, which ends all.
         """
         self._ended = asyncio.get_running_loop().create_future()
@@ -110,15 +110,16 @@ class Cohort:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def ask_together(self, item: Any) -> Any:
-        """Return the judge's answer to an item, or raise its error. All conversations that are left
-        are one batch.
+        """Return the judge's answer to an item, one of a batch of all conversations that are left.
+
+        Raises: the answer if it is an error.
         """
         self._asked.append(question := self._question(item))
         self._judge_if_all_wait()
         return _result(await question.answer)
 
     async def ask(self, item: Any) -> Any:
-        """As `ask_together`, but the conversations that wait at the time are a batch."""
+        """Return the judge's answer to an item, one of a batch of those that wait at the time."""
         assert self.judge is not None
         question = self._question(item)
         self.judge.ask([question], self.limits.timeout_s, merged=True)

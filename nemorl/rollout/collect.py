@@ -34,7 +34,7 @@ from nemorl.rollout.episodes import Environment, judge_of, named
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 
 MOST_FAILED = 0.5
-"""Share of conversations that may fail."""
+"""Share of conversations that may fail; with more the run ends."""
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,11 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     whole = [p for p in parts if p.components or not all(map(_lacks_components, p.conversations))]
     first = (whole or parts)[0]
     for other in parts:
-        must, remedy = f"must be sampled alike, by {first.kind}", "change no sampling in a step"
-        require(other.kind == first.kind, "rollouts of one batch", must, other.kind, remedy)
+        if other.kind != first.kind:
+            raise ValueError(
+                f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
+                f" {other.kind}: change no sampling in a step"
+            )
     _require_alike("an environment", (part.components for part in whole))
     conversations = [each for part in parts for each in part.conversations]
     metrics = dict[str, float]()

@@ -164,8 +164,9 @@ class GenerationConfig:
             fits, most = self.adapter_rank <= VLLM_RANKS[-1], f"must be at most {VLLM_RANKS[-1]}"
             remedy = "merge larger adapters (0)"
             require(fits, "generation.adapter_rank", most, self.adapter_rank, remedy)
-            must, level = "must be at most 1 with generation.adapter_rank", self.sleep_level
-            require(level != 2, "generation.sleep_level", must, level, "the base is sent once")
+            must = "must be at most 1 with generation.adapter_rank: the base is sent once"
+            level = self.sleep_level
+            require(level != 2, "generation.sleep_level", must, level, "remove it")
             only = "adapter_rank"
         fits = not only or self.weight_transport in ("auto", "object_store")
         must = f"must be object_store with generation.{only}"

@@ -119,7 +119,7 @@ class Policy(Protocol):
     prompt: Sequence[int]
     """Token ids of the row's prompt, as the run's chat template makes them."""
     messages: Sequence[Message]
-    """The row's prompt."""
+    """The row's prompt as messages."""
     group: int
     """Number of the row's group, whose members are compared."""
     member: int
@@ -144,8 +144,8 @@ class Policy(Protocol):
         and `tool_calls` if it calls any of the `tools` (JSON schemas; none: those of the row).
 
         To go on, pass the messages so far, answers as they were returned, and the new ones: token
-        ids of earlier turns stay as they are wherever the chat template renders earlier messages as
-        before. Raises: ContextFull as `sample`.
+        ids of earlier turns stay as the engine made them wherever the chat template renders earlier
+        messages as before. Raises: ContextFull as `sample`.
         """
 
 
@@ -161,7 +161,7 @@ def examples_of(turns: Sequence[Turn]) -> list[Example]:
 
 
 def segments_of(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return turns in segments: a prompt that does not begin with all tokens before begins one."""
+    """Return turns in segments: a prompt that does not go on with all tokens before begins one."""
     segments: list[list[Turn]] = []
     tokens: list[int] = []
     for turn in turns:
@@ -229,7 +229,7 @@ def with_last(experts: Any) -> Any:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows of a data set and their prompts."""
+    """Rows of a data set and their prompts as token ids."""
 
     rows: Sequence[Mapping[str, Any]]
     token_ids: Sequence[Sequence[int]]

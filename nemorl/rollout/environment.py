@@ -348,7 +348,7 @@ def _require_columns(signature: Signature, rows: Sequence[Metadata]) -> None:
 
 
 def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
-    """Return rows after an environment's `check(rows)`, of a stream as they come."""
+    """Return rows after an environment's `check(rows)`; a stream's are checked as they come."""
     check = getattr(environment, "check", None)
     if check is not None:
         check(first_of(rows))
@@ -358,7 +358,9 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
 
 
 def check_counts(result: Any, count: int, name: str, *more: str) -> None:
-    """Raise ValueError unless there is one of everything (`more`: fields) per conversation."""
+    """Raise ValueError unless there is one of everything, and of the fields `more`, per
+    conversation.
+    """
     # NeMo RL's own have no components and failures.
     optional = [each for each in ("answers", "failures") if getattr(result, each, None)]
     names = ("rewards", "terminateds", *more, *optional)
@@ -409,7 +411,7 @@ def _is_chat(row: Metadata) -> bool:
 
 
 def _parted(log: MessageLog, row: Metadata) -> tuple[list[Message], list[Message]]:
-    """Return the row's messages, and those since."""
+    """Return the messages of the row's prompt, and those since."""
     begin = min(len(messages_of(row)) or len(log), len(log) - 1)
     return [dict(message) for message in log[:begin]], [dict(message) for message in log[begin:]]
 
@@ -419,7 +421,7 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def text_of(log: MessageLog) -> str:
-    """Return a lone message's text, of several `role: text` in lines."""
+    """Return a lone message's text; of several, one `role: text` per line."""
     if len(log) == 1:
         return str(log[0].get("content") or "")
     return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in log)

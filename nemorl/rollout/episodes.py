@@ -101,8 +101,9 @@ def episode_of(environment: Environment, cohort: Cohort) -> Episode:
 
 
 def limits_read(environment: Environment) -> set[str]:
-    """Return which of `LIMITS` act on an environment: on one that leads conversations all, or the
-    ones in its attribute `reads`.
+    """Return which of `LIMITS` act on an environment.
+
+    One that leads conversations may list them in an attribute `reads`; without it, all do.
     """
     if isinstance(environment, LeadsConversations):
         return set(getattr(environment, "reads", LIMITS))
@@ -133,8 +134,8 @@ class Judgment:
 def judged(
     environment: EnvironmentInterface, asked: Sequence[tuple[MessageLog, Metadata]]
 ) -> Sequence[Judgment | Exception]:
-    """Have an environment judge conversations. An error is that of all, but where the process of
-    one ended, it fails alone, and the others are judged again.
+    """Have an environment judge conversations. An error is that of all, but one whose process ended
+    fails alone: the others are judged again.
     """
     name = type(environment).__name__
     try:

@@ -61,8 +61,8 @@ def cons_at_k(
     """Return how correct the most frequent of k responses' answers is, [prompts].
 
     The mean over blocks of k consecutive responses. Equal texts are one answer, as correct as its
-    responses on average; of tied answers the mean counts; None has no vote; without votes 0.
-    Raises: as `pass_at_k`.
+    responses on average; tied answers count with their mean, as a random choice would; None has
+    no vote; without votes 0. Raises: as `pass_at_k`.
 
     >>> cons_at_k([1, 1, 0, 0], ["2", "2", "3", None], [0] * 4, 4).tolist()
     [1.0]
@@ -104,8 +104,9 @@ def share_interval(values: Iterable[float]) -> tuple[float, float]:
     """Return the ends of Wilson's 95 % interval of a share, of one value in 0 … 1 per prompt:
     (m + z²/2n ± z √(m (1 − m) / n + z²/4n²)) / (1 + z²/n), where m is the mean and z = 1.96.
 
-    n: independent responses with the same variance of the mean, m (1 − m) · prompts / s², but at
-    least the prompts. Unlike `interval`, it stays in 0 … 1, and has a width where m is 0 or 1.
+    n is the number of independent responses with the same variance of the mean,
+    m (1 − m) · prompts / s², but at least the number of prompts. Unlike `interval`, it stays in
+    0 … 1, and has a width where m is 0 or 1.
 
     Source: Wilson 1927; Brown, Cai & DasGupta 2001; n: Korn & Graubard 1998.
 
@@ -128,7 +129,7 @@ def paired(
     """Return second − first, values of the same prompts, and the two-sided p-value of a sign-flip
     test: the share of assignments of signs to the differences whose sum is as far from 0.
 
-    Of more than EXACT differences: (1 + random ones as far) / (1 + FLIPS).
+    Of more than EXACT differences the signs are random: (1 + number as far) / (1 + FLIPS).
 
     >>> paired([0, 0, 0, 0, 1], [1, 1, 1, 1, 1])[1]
     0.125
@@ -167,8 +168,8 @@ def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
     Accuracy and reward have NAME_ci beside them: (low, high). pass@k, and cons@k where answers
-    were read in each data set, are for k = 2, 4, … and n, the most answers of a prompt, of the
-    prompts that have k; left_out@k counts any others.
+    were read in each data set, are for k = 2, 4, … and n, the most answers that a prompt has. They
+    are of the prompts that have k; left_out@k, where there are any, counts the others.
 
     >>> records = [{"data": "sums", "group": 0, "correct": n > 0, "reward": n} for n in (0, 1)]
     >>> summaries(records)[0]["accuracy"], summaries(records)[0]["pass@2"]
@@ -180,8 +181,8 @@ def summaries(records: Records) -> list[dict[str, Any]]:
 
 
 def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return second − first and a p-value (`paired`) of the accuracy, and of any other reward, of
-    two evaluations of the same prompts, in each slice of `summaries`.
+    """Return how accuracy, and a reward that is not accuracy, of two evaluations of the same
+    prompts differ in each slice of `summaries`: second − first, and a p-value (`paired`).
 
     Prompts are paired as in `by_prompt`. Raises: ValueError for other prompts.
 
@@ -222,8 +223,8 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
 
 
 def by_prompt(records: Records) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Return records by data set, category and text of their prompt, and the number of equal
-    prompts before it.
+    """Return the records of each prompt, by its data set, category and text, and the number of
+    equal prompts before it.
     """
     found: dict[tuple[Any, ...], dict[Any, list[Mapping[str, Any]]]] = {}
     for record in records:

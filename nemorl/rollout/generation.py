@@ -66,21 +66,22 @@ class Completion:
     logprobs: tuple[float, ...]
     """Under the distribution that each token was sampled from, filters included."""
     finish_reason: FinishReason
-    """stop: by a stop token or string; length: by max_new_tokens."""
+    """stop: a stop token or string came; length: max_new_tokens was reached."""
     text: str
     """Without special tokens, up to a stop string."""
     policy_versions: tuple[int, ...] = ()
     """Version of the weights that sampled each token."""
     routed_experts: "Tensor | None" = field(default=None, compare=False, repr=False)
-    """`[positions, layers, topk]`: the experts, in each layer that has any, of each token of prompt
-    and response but the last one, which was only drawn; -1: not known. None: no record.
+    """`[positions, layers, topk]`: the experts, in each layer that has any, that computed each
+    token of prompt and response but the last one, which was only drawn; -1 where they are not
+    known. None: the model has no experts, or the engine keeps no record.
     """
     tokenizer: Any = field(default=None, compare=False, repr=False)
     """The engine's, for `raw_text`. It does not go to other processes."""
 
     @property
     def raw_text(self) -> str:
-        """Text of all tokens, special ones too. Raises: ValueError of an engine without a
+        """Text of all tokens, special ones too. Raises: ValueError where the engine has no
         tokenizer.
         """
         remedy = "give the engine a tokenizer, or decode token_ids"
@@ -191,8 +192,8 @@ class WeightSource(Protocol):
         """Return the newest version, and an iterator over its tensors by Hugging Face name, tied
         ones once.
 
-        Use each tensor before the next one, and go to the end: where the weights change on the way,
-        the iterator raises RuntimeError.
+        Use each tensor before you ask for the next one, and go to the end: where the weights change
+        on the way, the iterator raises RuntimeError.
         """
 
     def send(
@@ -252,8 +253,8 @@ class GenerationBackend(Protocol):
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of a prompt (token ids).
 
-        Any number of requests at once, from any event loop. Cancelling ends a request. Raises:
-        RuntimeError while asleep, after a failed update or `shutdown`.
+        Any number of requests at once, from any event loop. Cancelling the task that awaits ends
+        the request. Raises: RuntimeError while asleep, after a failed update or `shutdown`.
         """
 
     def generate(
@@ -261,8 +262,8 @@ class GenerationBackend(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, in a
-        notebook, too.
+        """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, also
+        where an event loop runs, as in a notebook.
         """
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
@@ -298,23 +299,23 @@ class GenerationTraits:
     """
 
     on_trainer: bool = False
-    """The trainer's ranks sample: it is made with `trainer` in place of `model`."""
+    """Whether the trainer's ranks sample: it is made with `trainer` in place of `model`."""
     shares_model: bool = True
-    """It computes in the loop's process with the model that its `ModelSource` loads, the trainer's
-    own where that is not on ranks.
+    """Whether it computes in the loop's process with the model that its `ModelSource` loads, the
+    trainer's own where that is not on ranks.
     """
     embedded: bool = False
-    """It computes where the trainer does, so that generation.num_replicas and the settings after it
-    are errors.
+    """Whether it computes where the trainer does, so that generation.num_replicas and the settings
+    after it are errors.
     """
     engines: bool = False
-    """Ray places it in processes of their own, as generation.num_replicas, tensor_parallel_size,
-    cpus_per_replica and colocated say; where they share the GPUs of ranks, it is made with
-    `beside`, the places of these.
+    """Whether Ray places it in processes of their own, as generation.num_replicas,
+    tensor_parallel_size, cpus_per_replica and colocated say; where they share the GPUs of ranks, it
+    is made with `beside`, the places of these.
     """
     records_experts: bool = False
-    """Completions have `routed_experts`, if asked for (trainer.router_replay); if not `on_trainer`,
-    by the argument records_experts=True.
+    """Whether completions have `routed_experts`, if asked for (trainer.router_replay); if not
+    `on_trainer`, by the argument records_experts=True.
     """
 
 
@@ -333,11 +334,11 @@ class HasEngines(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices, as a generation backend's `check` gets them."""
+    """Devices for a generation backend, as its `check` gets them."""
 
     gpus: int
     """GPUs of this machine."""
     taken: int = 0
-    """GPUs among them that the trainer computes on."""
+    """GPUs of this machine that the trainer computes on."""
     cluster: bool = False
     """Whether the Ray cluster at RAY_ADDRESS, which knows its own devices, places engines."""

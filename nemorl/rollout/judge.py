@@ -47,7 +47,7 @@ class Server:
     """The variable of the key, if any."""
     attempts: int = 6
     timeout_s: float = 60.0
-    """Longest attempt, with all of its answer."""
+    """Longest attempt, to the last byte of its answer."""
     has_own_limit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

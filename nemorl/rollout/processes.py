@@ -118,8 +118,8 @@ class Processes:
         weakref.finalize(self, _end, self._idle, os.getpid())
 
     def run(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Callable[[], Any]]:
-        """Yield for each call, in order, once it is done, what returns a number, an `Other` or
-        LATE, or raises the function's error. Calls that go on end with the iterator.
+        """Yield a function for each call, in order, once it is done: it returns a number, an
+        `Other` or LATE, or raises the call's error. Calls that go on end with the iterator.
         """
         futures = [Future[Any]() for _ in calls]
         waiting = deque(zip(futures, calls, strict=True))

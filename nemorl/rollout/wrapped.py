@@ -202,7 +202,8 @@ class WrappedBackend(ScheduledBackend):
             text = "" if decoder is None else decoder.decode(ids, skip_special_tokens=True)
         if logprobs is None:
             logprobs = self._logprobs(prompt, ids, params) if ids else ()
-        must, remedy = f"must return a logprob for each of {len(ids)} tokens", "or None"
+        must = f"must return a logprob for each of {len(ids)} tokens"
+        remedy = "return None where there is none"
         require(len(logprobs) == len(ids), generate, must, len(logprobs), remedy)
         if reason is None:
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"

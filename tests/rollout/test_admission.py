@@ -224,7 +224,7 @@ def test_a_group_is_dropped_once():
     state, _ = LoopState(0).take_groups("train", ORDERS["train"], 4, step=1)
     state = state.drop([1, 1], "a").drop([0, 2], "b")
     assert state.dropped == {"a": (1,), "b": (0, 2)}
-    with pytest.raises(ValueError, match=r"groups to drop must be open, but it is \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"groups to drop must be open: .* but it is \[1, 2\]"):
         state.drop([3, 2, 1], "a")
     with pytest.raises(ValueError, match=r"groups to drop .* but it is \[3\]"):
         state.advance()[0].drop([3], "a")

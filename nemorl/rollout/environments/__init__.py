@@ -1,4 +1,6 @@
-"""`make_environment`, which makes an environment of any reward or class."""
+"""`make_environment`, which makes an environment of any reward, or of a class that leads
+conversations.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -70,8 +70,8 @@ async def use_tools(
 ) -> tuple[list[Message], Outcome]:
     """Have the model call an environment's tools until it answers without a call.
 
-    An error, other than ConversationFailed, is a call's result. Returns the messages, of which the
-    last has no text where a limit cut, and an outcome without a reward.
+    A call that fails has the error as its result, unless it is a ConversationFailed. Returns the
+    messages, of which the last has no text where a limit cut, and an outcome without a reward.
     """
     tools = {tool.__name__: tool for tool in tools_of(environment)}
     schemas = schemas_of(list(tools.values()))
@@ -100,7 +100,7 @@ async def use_tools(
 
 
 def as_json(found: Any) -> str:
-    """Return as text what a tool returned."""
+    """Return what a tool returned as text for the model."""
     return json.dumps(
         found,
         ensure_ascii=False,

@@ -342,7 +342,10 @@ class Supply:
         self._receipt: UpdateReceipt | None = None
 
     def update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
-        """Give all replicas that are up the newest weights, and return their version."""
+        """Give all replicas that are up the newest weights, and return their version.
+
+        After an error requests in flight fail, and nothing is generated until an update succeeds.
+        """
         router = self._router
         try:
             if in_flight == "wait":

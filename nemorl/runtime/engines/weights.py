@@ -119,7 +119,8 @@ def choose_transport(setting: str, ranks: Sequence[Place], engines: Sequence[Pla
     if setting != "auto":
         needs = f"needs {NEEDS.get(setting)}"
         require(works[setting], "generation.weight_transport", needs, setting, "remove it")
-        return Transport(setting, "as set, or as other settings require")
+        required = ", or as adapter_rank or pipeline_parallel_size requires"
+        return Transport(setting, "as set" + required * (setting == "object_store"))
     name = next(name for name, can in works.items() if can)
     faster = [f"{each} needs {NEEDS[each]}" for each in [*works][: [*works].index(name)]]
     return Transport(name, ", ".join(faster) if on_gpus else "the others need GPUs")
@@ -584,8 +585,8 @@ def _otherwise(sent: Mapping[str, int], arrived: Sequence[tuple[str, int]]) -> s
     found, counts = dict(arrived), Counter(name for name, _ in arrived)
     wrong = [f"{name!r} was not sent" for name in found if name not in sent]
     for name, number in sent.items():
-        if counts[name] != 1:
-            wrong.append(f"{name!r} arrived {counts[name]} times")
+        if (times := counts[name]) != 1:
+            wrong.append(f"{name!r} {f'arrived {times} times' if times else 'did not arrive'}")
         elif found[name] != number:
             wrong.append(f"{name!r} arrived with other numbers")
     return ", ".join(wrong[:5]) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)

@@ -101,9 +101,11 @@ def connect(
     timeout_s: float = 600,
     setting: str = "runtime.start_timeout_s",
 ) -> None:
-    """Be connected to Ray, as `RayVirtualCluster` is, until the last user calls `release`.
+    """Connect to Ray until the last user calls `release`.
 
-    timeout_s: longest start of a local cluster, the user's `setting`. Raises RayClusterError.
+    To this process's cluster, the one at `address` or RAY_ADDRESS, or a local one with so many CPUs
+    and GPUs (None: the machine's). timeout_s: longest start of a local one, the user's `setting`.
+    Raises RayClusterError.
     """
     with _LOCK:
         if not ray.is_initialized():

@@ -135,17 +135,8 @@ def gspo(
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     log_s = masked(mask, segment_mean(log_ratio, mask, segment_ids))
-    output = clipped(
-        log_s,
-        torch.zeros_like(log_s),
-        advantages,
-        loss_weights,
-        importance_weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
+    clips = clip_low, clip_high, dual_clip
+    return _of_sequences(log_s, log_ratio, advantages, loss_weights, importance_weights, clips)
 
 
 def gspo_token(
@@ -177,17 +168,32 @@ def gspo_token(
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
     log_s = masked(mask, segment_mean(log_ratio.detach(), mask, segment_ids))
+    log_s = log_s + _zero_with_gradient(token_logprobs, mask)
+    clips = clip_low, clip_high, dual_clip
+    return _of_sequences(log_s, log_ratio, advantages, loss_weights, importance_weights, clips)
+
+
+def _of_sequences(
+    log_s: PerToken,
+    log_ratio: PerToken,
+    advantages: PerToken,
+    loss_weights: PerToken,
+    importance_weights: PerToken | None,
+    clips: tuple[float, float, float | None],
+) -> LossOutput:
+    low, high, dual = clips
     output = clipped(
-        log_s + _zero_with_gradient(token_logprobs, mask),
+        log_s,
         torch.zeros_like(log_s),
         advantages,
         loss_weights,
         importance_weights,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=dual,
     )
-    return LossOutput(output.loss, {**output.metrics, **_kl_metrics(log_ratio, mask)})
+    kl_metrics = _kl_metrics(log_ratio, loss_weights != 0)
+    return LossOutput(output.loss, {**output.metrics, **kl_metrics})
 
 
 def cispo(

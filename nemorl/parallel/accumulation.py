@@ -357,8 +357,8 @@ class Accumulating(InTurns, ABC):
         """Copy this rank's part of a checkpoint into model and optimizer."""
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write this rank's pieces of weights (rank 0: adapters) and optimizer state. What one
-        process writes `transformers` (with LoRA: PEFT) loads.
+        """Write this rank's pieces of weights (rank 0: adapters) and optimizer state.
+        `transformers` (with LoRA: PEFT) loads what one process writes.
         """
         self._require_training()
         assert self._writer is not None
@@ -434,8 +434,8 @@ class Accumulating(InTurns, ABC):
         return {**metrics, **self.optim_step()}
 
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Raises: RanksLost for an error while ranks sum gradients; any other drops what was added
-        since the last step.
+        """Add the gradient of a batch's loss. Raises: RanksLost for an error while ranks sum
+        gradients; any other error drops what was added since the last step.
         """
         self._require_training()
         self._away.restore()
@@ -462,7 +462,9 @@ class Accumulating(InTurns, ABC):
         return merged
 
     def optim_step(self) -> Metrics:
-        """Raises: FloatingPointError, with unchanged weights, if loss or gradient is not finite."""
+        """Take an optimizer step along the gradients added since the last one. Raises:
+        FloatingPointError, with unchanged weights, if loss or gradient is not finite.
+        """
         self._require_training()
         if not self._batches:
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")

@@ -2,7 +2,7 @@
 for CUDA. On CUDA nothing is changed.
 """
 
-# ruff: noqa: E402, F401
+# ruff: noqa: F401
 
 import logging
 import math
@@ -26,33 +26,31 @@ warnings.filterwarnings("ignore", module=r"(nemorl\.parallel\.)?megatron\.")
 for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
     warnings.filterwarnings("ignore", rf".*{name}. is deprecated", FutureWarning)
 
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-)
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.distrib_optimizer import (
-    DistributedOptimizer,
-)
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import (
-    get_forward_backward_func,
-)
-from megatron.core.tensor_parallel import random
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-)
+try:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+except ImportError as error:
+    raise ValueError(
+        f"trainer.backend megatron needs megatron-core, which can't be imported ({error}): pip"
+        " install 'nemorl[megatron]'"
+    ) from error
 
 # megatron-core 0.16.1 asks for the name, and lacks it without Transformer Engine.
 vars(moe_utils).setdefault("te_general_gemm", None)

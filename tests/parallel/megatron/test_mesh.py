@@ -1,4 +1,9 @@
-"""megatron-core's division of the ranks, of which a process has one at a time."""
+"""megatron-core: where it can't be imported, and its division of the ranks, of which a process has
+one at a time.
+"""
+
+import runpy
+import sys
 
 import pytest
 import torch
@@ -40,3 +45,10 @@ def test_a_new_division_ends_the_one_before():
         counts, sums = zip(*found, strict=True)
         assert set(sums) == {2.0}
         assert max(counts) - min(counts) <= 4
+
+
+def test_what_can_not_be_imported_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    message = r"needs megatron-core, which can't be imported .* pip install 'nemorl\[megatron\]'"
+    with pytest.raises(ValueError, match=message):
+        runpy.run_module("nemorl.parallel.megatron.core")

@@ -180,9 +180,10 @@ def _serve(
     torch.set_num_threads(1)
     try:
         while True:
-            folder, function, args = pipe.recv()
-            os.chdir(folder)
+            request = pipe.recv_bytes()
             try:
+                folder, function, args = pickle.loads(request)
+                os.chdir(folder)
                 if process_group and not dist.is_initialized():
                     on_gpu = os.environ.get("NEMORL_TEST_DEVICE") == "cuda"
                     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")

@@ -3,14 +3,17 @@
 import dataclasses
 import random
 import re
+import threading
 from collections import ChainMap
 from collections.abc import Callable
-from functools import wraps
-from types import FunctionType
+from functools import partial, wraps
+from importlib.machinery import SourceFileLoader
+from types import CodeType, FunctionType
 from typing import Any, get_args
 from unittest import mock
 
 import jaxtyping
+from jaxtyping import _import_hook
 
 # beartype checks a random item of a list. It gets a generator of its own, so that a test which
 # seeds Python's sees the draws of the run alone.
@@ -76,3 +79,23 @@ def _has_shape(hint: Any, fn: FunctionType) -> bool:
 
 
 jaxtyping.jaxtyped = jaxtyped  # where the hook looks for it
+
+
+READING = threading.Lock()
+
+
+def get_code(loader: _import_hook._JaxtypingLoader, name: str) -> CodeType | None:
+    """Return a module's code with checks, from a cache that imports without the hook never read.
+
+    jaxtyping replaces the function that names caches while a module runs, imports included. Of two
+    threads the first to end would put back the ordinary one, and code with checks would be cached
+    where processes without the hook find it. Here it is replaced while code is read, by one thread
+    at a time.
+    """
+    named = partial(_import_hook._optimized_cache_from_source, loader._typechecker.get_hash())
+    with READING, mock.patch("importlib._bootstrap_external.cache_from_source", named):
+        return SourceFileLoader.get_code(loader, name)
+
+
+_import_hook._JaxtypingLoader.get_code = get_code
+_import_hook._JaxtypingLoader.exec_module = SourceFileLoader.exec_module

@@ -22,6 +22,19 @@ def test_a_rank_that_dies_before_its_log_is_open_is_named(monkeypatch: pytest.Mo
         run_ranks(1, os.getpid, process_group=False)
 
 
+class Unreadable:
+    """Cannot be read by who gets it."""
+
+    def __reduce__(self) -> tuple:
+        return int, ("no number",)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_read_its_call_says_why():
+    with pytest.raises(AssertionError, match=r"(?s)rank 0:.*invalid literal for int"):
+        run_ranks(1, print, Unreadable(), process_group=False)
+
+
 @pytest.mark.slow
 def test_kept_ranks_are_stopped_between_two_functions():
     """With their process groups, whose threads would poll."""

@@ -1,9 +1,14 @@
 import random
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation
 from jaxtyping import Float, TypeCheckError
+from jaxtyping._import_hook import Typechecker, _JaxtypingLoader
 from torch import Tensor
 
 from nemorl.checks import closest
@@ -52,3 +57,35 @@ def test_types_and_shapes_are_checked():
 def test_the_package_is_checked():
     with pytest.raises(BeartypeCallHintParamViolation):
         closest(1, [])
+
+
+def test_code_with_checks_is_cached_apart_though_another_import_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Processes without the hook read the ordinary cache, and would fail at such code."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    begun, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    class Second(_JaxtypingLoader):
+        def get_filename(self, name: str | None = None) -> str:
+            go.set()
+            thread.join()
+            return self.path
+
+    typechecker, paths = Typechecker("tests.shape_checks.check"), []
+    for name, text in {"first": "wait()", "second": "def f(): ..."}.items():
+        paths.append(tmp_path / f"{name}.py")
+        paths[-1].write_text(text)
+    first = _JaxtypingLoader("first", str(paths[0]), typechecker=typechecker)
+    module = ModuleType("first")
+    vars(module)["wait"] = wait
+    thread = threading.Thread(target=first.exec_module, args=[module])
+    thread.start()
+    assert begun.wait(60)
+    Second("second", str(paths[1]), typechecker=typechecker).exec_module(ModuleType("second"))
+    cached = sorted(path.name for path in (tmp_path / "__pycache__").iterdir())
+    assert [name.split(".")[2][:14] for name in cached] == ["opt-jaxtyping1"] * 2, cached

@@ -347,10 +347,17 @@ class Step:
         steps ahead. Their random numbers follow from the run's seed and the numbers of their
         groups. They are measured and logged with the step, unless the loop logs samples.
 
-        params: None for `config.generation`'s. Raises: ValueError for a missing environment; the
-        first failure where most conversations fail.
+        params: None for `config.generation`'s. Raises: ValueError for a missing environment or
+        other prompts; the first failure where most conversations fail.
         """
         at_least(1, count=count, n=n)
+        require(
+            isinstance(prompts, PromptStream),
+            "prompts",
+            "must be the stream that run.prompts() returns",
+            type(prompts).__name__,
+            "nemorl.rollout.collect.collect samples prompts that were taken by hand",
+        )
         environment = environment or self.run.environment
         if environment is None:
             raise ValueError(

@@ -19,6 +19,7 @@ from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.callbacks import Terminated
 from tests.examples import forgetting_own
+from tests.helpers import shapes_checked
 from tests.parallel.batches import random_batch
 from tests.runtime import runs
 from tests.runtime.runs import (
@@ -115,6 +116,11 @@ def test_groups_are_numbered_through_the_run(tmp_path: Path):
         prompts, other, found = run.prompts(), run.prompts(name="other"), list[int]()
         assert prompts.next(2).groups == [0, 1]
         for step in run.steps(2):
+            with (
+                shapes_checked(on=False),
+                pytest.raises(ValueError, match=r"prompts must be the stream .* it is 'Prompts'"),
+            ):
+                step.sample(other.prompts, count=1)
             for each, count in ((prompts, 2), (other, 1), (prompts, 1)):
                 found += step.sample(each, count=count, n=2).group_id[::2].tolist()
             step.log(run.trainer.train_step(BATCH, LOSS))

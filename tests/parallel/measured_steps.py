@@ -88,6 +88,10 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 
 class Allocations:
+    """Records what this thread allocates and frees. A thread of gloo may be the last to hold a
+    buffer, which then counts until its address is used again: of equal ranks, the least is right.
+    """
+
     def __enter__(self) -> "Allocations":
         config = ProfilerConfig(
             ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), ""

@@ -195,7 +195,7 @@ def test_the_peaks_of_two_ranks_and_what_they_send(tmp_path: Path):
         for name, (kind, *_) in SPREAD.items()
     }
     work = [(folders[name][0], plan, work) for name, (_, plan, work) in SPREAD.items()]
-    measured = run_ranks(2, on_ranks, work)[0]
+    measured = map(min, zip(*run_ranks(2, on_ranks, work), strict=True))
     for (name, (_, plan, work)), (peak, sent) in zip(SPREAD.items(), measured, strict=True):
         rows = 2 * work.micro_batch_rows * plan.data_ranks
         step = PlannedStep(folders[name][1], plan, replace(work, batch_rows=rows))
@@ -257,6 +257,8 @@ def test_the_peaks_of_megatrons_stages_and_what_they_send(tmp_path: Path):
         stages = stages_of(PlannedStep(folders[name][1], plan, replace(task, batch_rows=rows)))
         for rank, found in enumerate(measured):
             stage, (peak, sent) = stages[rank if plan.pp > 1 else 0], found[number]
+            if plan.pp == 1:  # of ranks that hold the same, see `Allocations`
+                peak = min(each[number][0] for each in measured)
             assert stage.training_memory().total == pytest.approx(peak, rel=0.15), (name, rank)
             assert traffic(stage)[0] == pytest.approx(sent, rel=0.1), (name, rank)
 

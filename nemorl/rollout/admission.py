@@ -126,7 +126,7 @@ class LoopState:
         missed = tuple(group.ordinal for group in ends if group.state == "taken")
         found = {
             "trained": [group.ordinal for group in ends if group.state == "given"],
-            "dropped": {**self.dropped, **({"not sampled": missed} if missed else {})},
+            "dropped": {**self.dropped, **({"taken by hand": missed} if missed else {})},
             "open": [group.ordinal for group in left],
         }
         return replace(self, step=here, open_groups=left, dropped={}, asked={}), found

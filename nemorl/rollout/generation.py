@@ -233,11 +233,13 @@ class GenerationBackend(Protocol):
     """An engine that turns prompts into completions (tests: test_generation_conformance.py).
 
     `as_generation_backend` completes a class with `setup`, `update_weights`, `shutdown`, and
-    `sample` or `generate`.
+    `sample` or `generate`; it sleeps, unless it says otherwise.
     """
 
     policy_version: int | None
     """Version of the weights. None: an update failed."""
+    sleeps: bool
+    """Whether unfinished requests pause from `sleep` to `wake`: not on devices of its own."""
 
     def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
         """Take the model, a `ModelSource`, without loading anything yet.
@@ -278,8 +280,7 @@ class GenerationBackend(Protocol):
     def sleep(self) -> None:
         """Free memory while the trainer works. May be repeated.
 
-        A new request is an error then; unfinished ones may pause until `wake`. An engine that
-        shares no device with the trainer has an attribute `sleeps` that is False.
+        A new request is an error then, unless `sleeps` is False.
         """
 
     def wake(self) -> None:

@@ -240,6 +240,7 @@ class ScheduledBackend:
     """What `GenerationBackend`s that compute in the threads of their callers have in common."""
 
     vocab_size = max_positions = sys.maxsize
+    sleeps = True
 
     def __init__(
         self, step: Callable[[list[Request], list[Request]], None], tokenizer: Any

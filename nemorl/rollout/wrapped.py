@@ -43,8 +43,8 @@ Sample = tuple[Request, int, SamplingParams]
 def as_generation_backend(target: Any) -> Any:
     """Return a class or instance as a whole `GenerationBackend`.
 
-    A class with `sample` gets `generate`, `sleep`, `wake` and `metrics` where it has none; one
-    without is wrapped (`WrappedBackend`). Raises: ValueError that names what is missing.
+    A class with `sample` gets `generate`, `sleep`, `wake`, `metrics` and `sleeps` if it lacks them;
+    one without is wrapped (`WrappedBackend`). Raises: ValueError that names what is missing.
 
     >>> class Half:
     ...     def setup(self, config): ...
@@ -70,10 +70,12 @@ def as_generation_backend(target: Any) -> Any:
         made.traits = getattr(target, "traits", GenerationTraits())
         return made
     added = {key: method for key, method in _OPTIONAL.items() if key not in own}
+    if not hasattr(target, "sleeps"):
+        added["sleeps"] = True
     if isinstance(target, type):
         return type(name, (target,), added) if added else target
-    for key, method in added.items():
-        setattr(target, key, MethodType(method, target))
+    for key, each in added.items():
+        setattr(target, key, MethodType(each, target) if callable(each) else each)
     return target
 
 

@@ -197,6 +197,8 @@ class Sampler:
 def test_an_instance_with_sample_gets_what_it_lacks():
     backend = as_generation_backend(Sampler())
     assert isinstance(backend, Sampler) and isinstance(backend, GenerationBackend)
+    apart = type("Apart", (Sampler,), {"sleeps": False})
+    assert backend.sleeps and not as_generation_backend(apart).sleeps
     expected = [(5,), (5,), (2,)]
     params = [SamplingParams(n=2), SamplingParams()]
     found = backend.generate([(5,), (2,)], params)

@@ -23,6 +23,7 @@ from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, LossFn, TrainingBackend
 from nemorl.runtime.algorithms.sft import in_chunks
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.offline import (
     DPOConfig,
     KTOLoss,
@@ -144,7 +145,7 @@ def baseline(trainer: "FullTrainingBackend", rows: Sequence[Together], config: D
 
 
 def samples(
-    run: Run,
+    run: Run[BaseConfig],
     examples: Sequence[Example],
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],

@@ -46,6 +46,7 @@ class VLLMGenerationBackend:
     """Engines with the weights of `model` until the first `update_weights`."""
 
     traits, check = TRAITS["vllm"], staticmethod(check_machine)
+    sleeps = True
 
     def __init__(
         self,

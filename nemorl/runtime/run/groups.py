@@ -94,12 +94,12 @@ class GroupStream:
         count: int,
         n: int,
         params: SamplingParams,
-        sampler: "Sampling",
+        generation: "Generation",
     ) -> None:
         self.prompts, self.environment = prompts, environment
         self.count, self.n, self.params = count, n, params
-        self.progress, self.settings = sampler.progress, sampler.settings
-        self._sampler = sampler
+        self.progress, self.settings = generation.progress, generation.settings
+        self._generation = generation
         self.driver: Driver
         """From the first `next` on."""
         self._running: dict[int, Prompts] = {}
@@ -141,7 +141,7 @@ class GroupStream:
                 "step.sample must not go on after sampling ahead has failed: resume the run"
             ) from self._failed
         ahead, taken = self.settings.max_staleness > 0, self.progress.taken
-        streams = self._sampler.streams
+        streams = self._generation.streams
         with ExitStack() as stack:
             try:
                 if not ahead or self not in streams:
@@ -151,7 +151,7 @@ class GroupStream:
                         replace(self.params, n=self.n),
                         seed=taken.seed,
                         most_failed=1.0 if ahead else MOST_FAILED,
-                        ahead=ahead and not self._sampler.rests,
+                        ahead=ahead and not self._generation.rests,
                     )
                     streams.append(self) if ahead else stack.callback(self.driver.close)
                     self._feed(Updated())
@@ -213,7 +213,7 @@ class GroupStream:
         return actions.give
 
 
-class Sampling:
+class Generation:
     """A run's generator between the trainer's steps, and the streams that sample ahead."""
 
     def __init__(self, progress: Progress, config: BaseConfig, directory: Path) -> None:
@@ -249,7 +249,7 @@ class Sampling:
                     "sample others from a stream of their own, run.prompts(name=…)",
                 )
                 return stream
-        return GroupStream(prompts, environment, count=count, n=n, params=params, sampler=self)
+        return GroupStream(prompts, environment, count=count, n=n, params=params, generation=self)
 
     @contextmanager
     def awake(
@@ -279,7 +279,7 @@ class Sampling:
             check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
             if not nested or self.rests:
-                for stream in self.streams if getattr(generator, "sleeps", True) else ():
+                for stream in self.streams if generator.sleeps else ():
                     stream.driver.pause()
                 generator.sleep()
 

@@ -285,7 +285,8 @@ def launched(
     devices.check_given(model)
     rows_given: dict[str, Any] = {"train": train, "validation": validation}
     config = _as_given(devices.config, **rows_given, reward=reward, environment=environment)
-    led, loggers = environment_of(config, reward, environment), chosen_loggers(config.run.loggers)
+    environment = environment_of(config, reward, environment)
+    loggers = chosen_loggers(config.run.loggers)
     rows, held_out = read_data(config.data, **rows_given, seed=config.run.seed)
     require_rows(rows)
     known = first_of(rows)
@@ -323,7 +324,7 @@ def launched(
                     model=model,
                     of_model=of_model,
                     tokenizer=tokenizer,
-                    environment=led,
+                    environment=environment,
                     rows=rows,
                     data=data,
                     validation_rows=first_of_each(held_out, config.run.max_val_samples),

@@ -29,7 +29,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.grpo import ReceiptsConfig
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.groups import Progress, PromptStream, RowStream, Sampling
+from nemorl.runtime.run.groups import Generation, Progress, PromptStream, RowStream
 from nemorl.runtime.run.launch import Launch
 from nemorl.runtime.run.parts import Backends, Parts, live_parts, other_setup, require_length
 from nemorl.runtime.run.receipts import Ages, Receipts, TokenReceipt, with_receipts
@@ -100,7 +100,7 @@ class Run(Generic[Config]):
         require_length(self.config.optimizer.schedule, self.num_updates)
         self.others = Backends(launch, stack, generates=self.generates)
         self.loop: Steps | None = None
-        self.sampler = Sampling(self.progress, self.config, self.directory)
+        self.generation = Generation(self.progress, self.config, self.directory)
         self._over = False
 
     @property
@@ -144,7 +144,7 @@ class Run(Generic[Config]):
         trains: bool = True,
         optimizer: OptimizerConfig | None = None,
         own_ranks: bool = False,
-    ) -> Any:
+    ) -> "FullTrainingBackend":
         """Load another model beside `run.trainer`, on the same devices, and return its backend.
 
         One that trains is saved in every checkpoint, comes back with the last one, and is exported
@@ -231,7 +231,7 @@ class Run(Generic[Config]):
         """
         step, generator = self.loop and self.loop.step, self.generator
         timed = step.timed("sync") if step else nullcontext()
-        return self.sampler.awake(generator, self.trainer, make_room=self.make_room, timed=timed)
+        return self.generation.awake(generator, self.trainer, make_room=self.make_room, timed=timed)
 
     def make_room(self) -> None:
         """Free memory for the generator."""
@@ -262,7 +262,7 @@ class Run(Generic[Config]):
 
     def close(self) -> None:
         self._over = True
-        self.sampler.close()
+        self.generation.close()
 
     def _open(self) -> None:
         check_writer(self.directory)
@@ -284,7 +284,7 @@ class Run(Generic[Config]):
 
 
 def _answered(
-    run: Run, prompts: Prompts, environment: Environment
+    run: Run[BaseConfig], prompts: Prompts, environment: Environment
 ) -> tuple[dict[str, float], Samples]:
     params = run.config.generation.sampling_params(greedy=True)
     seed = derive_seed(run.config.run.seed, VALIDATION, 0)
@@ -307,7 +307,7 @@ def _shown(rollouts: Rollouts, count: int) -> Samples:
 class Step:
     """One step of a run: it samples, trains and logs. number: counted from 1."""
 
-    def __init__(self, run: Run, receipts: Receipts) -> None:
+    def __init__(self, run: Run[BaseConfig], receipts: Receipts) -> None:
         self.run, self.number = run, run.state.step + 1
         self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
@@ -324,7 +324,7 @@ class Step:
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._timed: set[str] = set()
         self._tokens, self._ages = 0, Ages()
-        self._synced = run.sampler.updates
+        self._synced = run.generation.updates
         self._before, self._updates = run.progress.taken, run.updates
         self._version = run.trainer.step
         if (generator := run.parts().generator) is not None:
@@ -364,12 +364,13 @@ class Step:
                 "environment must judge the responses, but there is none: pass one, or give"
                 " open_run a config with a reward"
             )
-        params, sampler = params or self.run.config.generation.sampling_params(), self.run.sampler
-        stream = sampler.stream(prompts, environment, count=count, n=n, params=params)
+        params = params or self.run.config.generation.sampling_params()
+        generation = self.run.generation
+        stream = generation.stream(prompts, environment, count=count, n=n, params=params)
         with self.run.sampling() as generator, self.timed("generate"):
             found = stream.next(count, generator)
-        most = sampler.settings.max_staleness
-        self._ages.add(found.conversations, self.number, sampler.synced_at, most=most)
+        most = generation.settings.max_staleness
+        self._ages.add(found.conversations, self.number, generation.synced_at, most=most)
         self._found.append(found)
         ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
         self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
@@ -488,7 +489,7 @@ class Step:
             measured = self.run.generator.metrics()
             self.log({f"generation/{name}": value for name, value in measured.items()})
             if any(name.endswith("/restarts") for name in measured):  # of engines' processes
-                updates = float(self.run.sampler.updates - self._synced)
+                updates = float(self.run.generation.updates - self._synced)
                 self.log({"generation/weights/updates": updates})
         logged = self._logged.items()
         last = finalize({name: value for name, value in logged if isinstance(value, Metric)})
@@ -504,7 +505,7 @@ class Step:
 class Steps(Iterator[Step]):
     """The iterator of a training loop."""
 
-    def __init__(self, run: Run, last_step: int, validate: Validate | None) -> None:
+    def __init__(self, run: Run[BaseConfig], last_step: int, validate: Validate | None) -> None:
         self.run, self.last_step, self.validate = run, last_step, validate
         self.step: Step | None = None
         self._stop = self._ended = self.begun = False
@@ -548,7 +549,7 @@ class Steps(Iterator[Step]):
                 f"the loop took {taken} steps, but trained in none of them: call"
                 " step.train(batch, loss_fn)"
             )
-        if self.run.sampler.settings.max_staleness and not self.run.sampler.streams:
+        if self.run.generation.settings.max_staleness and not self.run.generation.streams:
             warn(
                 "async.max_staleness is set, but the loop sampled from no stream, so nothing was"
                 " sampled ahead: call step.sample(run.prompts(), count=…)"

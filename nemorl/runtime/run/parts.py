@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -46,6 +46,9 @@ from nemorl.runtime.store.state import POLICY, LoopState
 from nemorl.runtime.watch.display import show_lengths
 from nemorl.runtime.watch.log import event, waiting, waiting_for_engines, waiting_for_ranks
 
+if TYPE_CHECKING:  # a small backend lacks methods, and raises AttributeError for them
+    from nemorl.parallel.backend import FullTrainingBackend
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -66,9 +69,9 @@ class Backends:
 
     def __init__(self, launch: Launch, stack: ExitStack, *, generates: bool) -> None:
         self.launch, self.stack, self.generates = launch, stack, generates
-        self.trained: dict[str, Any] = {}
+        self.trained: "dict[str, FullTrainingBackend]" = {}
         """Besides the policy."""
-        self.frozen: dict[str, Any] = {}
+        self.frozen: "dict[str, FullTrainingBackend]" = {}
         self.schedule = launch.config.optimizer.schedule
         """The policy's schedule of the learning rate; if it is constant, another model's."""
         self._own: dict[str, ExitStack] = {}
@@ -214,7 +217,7 @@ class Backends:
         *,
         own_ranks: bool,
         live: Parts | None,
-    ) -> Any:
+    ) -> "FullTrainingBackend":
         """Set up another backend as the last checkpoint left it; no random number is drawn."""
         own = self._own[name] = self.stack.enter_context(ExitStack())
         if own_ranks:

@@ -285,7 +285,7 @@ def load(path: Path, config: BaseConfig, trainer: TrainingBackend) -> LoopState:
     return state
 
 
-def load_backend(path: Path, name: str, backend: Any) -> None:
+def load_backend(path: Path, name: str, backend: TrainingBackend) -> None:
     """Restore the backend `name` from a checkpoint, but no random generator."""
     names = backends_of(path)
     require(

@@ -271,8 +271,8 @@ def test_the_trainer_may_compute_inside_of_sampling(tmp_path: Path):
 def test_a_version_between_two_steps_counts_as_the_older_one(tmp_path: Path):
     """A replica that comes back between two minibatches has it."""
     with opened(ahead(tmp_path, 2, steps=4)) as run:
-        run.sampler.synced.update({0: 0, 4: 1, 8: 2})
-        assert [run.sampler.synced_at(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+        run.generation.synced.update({0: 0, 4: 1, 8: 2})
+        assert [run.generation.synced_at(version) for version in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
 
 
 def test_groups_without_a_section_async(tmp_path: Path):
@@ -335,8 +335,8 @@ def test_a_loop_that_samples_by_itself_is_told(tmp_path: Path):
         for step in run.steps(2):
             step.log({"mine": float(len(prompts.next(3)))})
     assert [line["dropped"] for line in lines(tmp_path)] == [
-        {"not sampled": [0, 1, 2]},
-        {"not sampled": [3, 4, 5]},
+        {"taken by hand": [0, 1, 2]},
+        {"taken by hand": [3, 4, 5]},
     ]
 
 

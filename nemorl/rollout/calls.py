@@ -344,14 +344,14 @@ def _new_thread(work: Callable[[], None], name: str = "nemorl-environment") -> N
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
-class _Turns:
+class OneThread:
     """A thread that makes one call after the other: the next one has what a reward keeps in its
     thread, such as a connection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._owner = self._number = 0
+        self._name, self._owner, self._number = name, 0, 0
 
     def start(self, work: Callable[[], None]) -> None:
         self._calls.put(work)
@@ -361,14 +361,14 @@ class _Turns:
     def renew(self) -> None:
         """Make later calls in a new thread, as one does not return."""
         self._owner, self._number = os.getpid(), self._number + 1
-        _new_thread(partial(self._work, self._number), "nemorl-rewards")
+        _new_thread(partial(self._work, self._number), self._name)
 
     def _work(self, number: int) -> None:
         while number == self._number:
             self._calls.get()()
 
 
-REWARDS = _Turns()
+REWARDS = OneThread("nemorl-rewards")
 """Of all event loops."""
 SHOWN_S = 5.0
 """Seconds after which a call is shown; then again whenever they have doubled."""
@@ -429,8 +429,8 @@ class Call:
     def _show(self, now: float) -> None:
         if self.conversations and now - self._since >= self._shown:
             who = f"{self.conversations} conversation{'s' * (self.conversations > 1)}"
-            limit = f"rollout.timeout_s is {self.seconds:g}"
-            warn(f"waiting for {self.name} for {self._shown:g} s ({who}; {limit})")
+            limit = f"; rollout.timeout_s is {self.seconds:g}" * math.isfinite(self.seconds)
+            warn(f"waiting for {self.name} for {self._shown:g} s ({who}{limit})")
             self._shown *= 2
 
 
@@ -458,13 +458,13 @@ async def call_limited(
         return await found if inspect.isawaitable(found) else found
 
 
-async def call_in_turn(call: Call, function: Callable[[], T]) -> T:
-    """Return a function's result, called in the thread `REWARDS`. Raises: EnvironmentTimeout."""
+async def call_in_turn(call: Call, function: Callable[[], T], thread: OneThread = REWARDS) -> T:
+    """Return a function's result, called in a thread. Raises: EnvironmentTimeout."""
     try:
         async with call.limited():
-            return await _in_thread(call, function, REWARDS.start)
+            return await _in_thread(call, function, thread.start)
     except EnvironmentTimeout:
-        REWARDS.renew()
+        thread.renew()
         raise
 
 

@@ -20,6 +20,7 @@ import ray
 from ray import cloudpickle
 
 from nemorl.checks import require
+from nemorl.rollout.calls import Call, OneThread, call_in_turn
 from nemorl.rollout.conversation import ConversationFailed
 from nemorl.runtime.config.yaml_io import without_secrets
 from nemorl.runtime.store.files import WorkerDied, WorkerTimeout
@@ -40,6 +41,8 @@ PACKAGE = Path(__file__).parents[2]
 DEFAULTS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 """Ray's options of a worker, before those of rollout.worker."""
 START_S = 600.0
+RAY = OneThread("nemorl-ray")
+"""It lasts, as Ray's processes end with the thread that starts them."""
 
 
 class Turns:
@@ -89,8 +92,7 @@ class RayWorkers:
             must = f"must be options of a Ray actor ({error})"
             require(False, "rollout.worker", must, without_secrets(options), "see ray.remote")
         self._count, self._options, self._free = count, options, list[Worker]()
-        self._turns, self._connecting = Turns(count), threading.Lock()
-        self._connected = False
+        self._turns, self._connected = Turns(count), False
         self._refused: ResourcesError | None = None
 
     @asynccontextmanager
@@ -98,8 +100,9 @@ class RayWorkers:
         """Wait for a process; yield `async def made(*args, **named)`, which makes a `kind` there.
         Raises RayClusterError, and ResourcesError where processes don't fit.
         """
-        self._connect()
         async with self._turns:
+            if not self._connected:
+                await call_in_turn(Call("Ray"), self._connect, RAY)
             if self._refused is not None:
                 raise self._refused
             process = _Process(self._worker())
@@ -113,14 +116,13 @@ class RayWorkers:
                     self._free.append(process.worker)
 
     def _connect(self) -> None:
-        with self._connecting:
-            if self._connected:
-                return
-            connect()
-            atexit.register(release)  # no garbage collection may wait for Ray
-            self._connected = True
-            if is_local() and not could_fit(self._bundles()):
-                self._refused = self._refusal(TOO_LITTLE)
+        if self._connected:
+            return
+        connect()
+        atexit.register(release)  # no garbage collection may wait for Ray
+        if is_local() and not could_fit(self._bundles()):
+            self._refused = self._refusal(TOO_LITTLE)
+        self._connected = True
 
     def _worker(self) -> Worker:
         try:

@@ -24,12 +24,12 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.launch import workers_of
 from nemorl.runtime.workers import environments as module
-from nemorl.runtime.workers.cluster import ResourcesError
+from nemorl.runtime.workers.cluster import RayClusterError, ResourcesError
 from nemorl.runtime.workers.environments import RayWorkers, Turns
 from tests.ray_session import ray_cpus
 from tests.rollout.chats import call, played
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched
-from tests.runtime.workers.processes import soon_gone
+from tests.runtime.workers.processes import driver, facts_of, soon_gone
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -241,6 +241,32 @@ def test_processes_without_a_place_end_the_run(generator, monkeypatch, local, re
     message = rf"^{given}: bundles must fit in .* {reason}(.|\n)*asked +worker +2 x \(1 sandbox\)\n"
     with pytest.raises(ResourcesError, match=message):
         collect(generator, in_processes(workers), PROMPTS, SAMPLING, seed=1)
+
+
+def test_ray_starts_beside_the_event_loop_in_a_thread_that_lasts(monkeypatch):
+    went_on, threads = threading.Event(), list[threading.Thread]()
+
+    def connect() -> None:
+        threads.append(threading.current_thread())
+        assert went_on.wait(timeout=20), "the event loop is blocked"
+        raise RayClusterError("too late")
+
+    async def enter() -> None:
+        asyncio.get_running_loop().call_soon(went_on.set)
+        async with RayWorkers(1, {}).room(Game, Game):
+            pass
+
+    monkeypatch.setattr(module, "connect", connect)
+    with pytest.raises(RayClusterError, match="too late"):
+        asyncio.run(enter())
+    assert threads[0].is_alive()  # Ray's processes end with it
+
+
+@pytest.mark.slow
+def test_ray_lasts_longer_than_the_event_loop_that_started_it(forked):
+    with driver(forked, "started_in_a_loop") as process:
+        facts = facts_of(process)
+    assert len({*facts["processes"]}) == 2
 
 
 def in_two_loops(work) -> None:

@@ -353,6 +353,13 @@ class Blocks:
         OVER.wait()
 
 
+class Ponders(Blocks):
+    @property
+    def max_turns(self) -> int:
+        OVER.wait()
+        return 1
+
+
 ENDLESS = [
     *(
         (make_environment(fn), f"reward '{fn.__name__}' must end within 0.2 s")
@@ -363,6 +370,7 @@ ENDLESS = [
     (talks_on, "episode 'talks_on' must end within 0.2 s"),
     (blocks_all, "episode 'blocks_all' must not block the event loop for 0.2 s"),
     (make_environment(Blocks), "environment 'Blocks' must not block the event loop for 0.2 s"),
+    (make_environment(Ponders), "environment 'Ponders': max_turns must end within 0.2 s"),
 ]
 
 

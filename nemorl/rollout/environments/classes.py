@@ -131,7 +131,11 @@ class ClassEnvironment:
                 cohort.room(room) as make,
                 self._opened(make, row, policy, call) as (environment, messages),
             ):
-                usual = getattr(environment, "max_turns", None) or DEFAULT_TURNS
+
+                def max_turns() -> Any:  # a property's, or a process's
+                    return getattr(environment, "max_turns", None)
+
+                usual = await call(max_turns) or DEFAULT_TURNS
                 if self.has("init"):  # some say 1 and have more
                     usual = max(usual, DEFAULT_TURNS)
                 most = cohort.limits.max_turns or usual

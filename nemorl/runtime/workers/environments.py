@@ -161,14 +161,7 @@ class _Process:
 
     async def answer(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
         with self._usable():
-            self.busy = True
-            try:
-                found = await self.worker.answer(call(), timeout_s=timeout_s)
-            except Exception as error:
-                self.busy = isinstance(error, WorkerDied | WorkerTimeout)
-                raise
-            self.busy = False
-            return found
+            return await self.worker.answer(call(), timeout_s=timeout_s)
 
     def attribute(self, name: str) -> Any:
         with self._usable(), self.worker.failures():
@@ -178,11 +171,16 @@ class _Process:
     def _usable(self) -> Iterator[None]:
         if self.busy:
             raise self._failure()
+        self.busy = True
         try:
             yield
         except WorkerDied as error:
-            self.busy, self._end = True, str(error)
+            self._end = str(error)
             raise self._failure() from None
+        except Exception as error:
+            self.busy = isinstance(error, WorkerTimeout)
+            raise
+        self.busy = False
 
     def _failure(self) -> ConversationFailed:
         failed = ConversationFailed(self._end)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import atexit
 import inspect
+import os
+import socket
 import sys
 import threading
 from collections import deque
@@ -131,8 +133,12 @@ class RayWorkers:
             return Worker(self._actor.remote(), "the process of this environment")
 
     async def _started(self, process: _Process) -> None:
+        worker, call = process.worker, Call("a process of rollout.workers")
+        where = partial(worker.actor.run.remote, lambda: (socket.gethostname(), os.getpid()))
         try:
-            await process.answer(partial(process.worker.actor.run.remote, int), START_S)
+            async with call.limited():
+                call.part()
+                worker.host, worker.pid = await process.answer(where, START_S)
         except WorkerTimeout:
             check()
             self._refused = self._refusal(f"a process was not up within {START_S:g} s")
@@ -157,7 +163,7 @@ class _Process:
         self.worker, self.busy = worker, False
         """busy: a call has not returned, or it died."""
         self.environment: Any = None
-        self._end = f"{worker} is lost"
+        self._end = ""
 
     async def answer(self, call: Callable[[], Any], timeout_s: float | None = None) -> Any:
         with self._usable():
@@ -183,7 +189,7 @@ class _Process:
         self.busy = False
 
     def _failure(self) -> ConversationFailed:
-        failed = ConversationFailed(self._end)
+        failed = ConversationFailed(self._end or f"{self.worker} is lost")
         failed.environment = self.environment
         return failed
 

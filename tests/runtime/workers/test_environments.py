@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sysconfig
 import threading
@@ -13,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,7 @@ from nemorl.runtime.run.launch import workers_of
 from nemorl.runtime.workers import environments as module
 from nemorl.runtime.workers.cluster import RayClusterError, ResourcesError
 from nemorl.runtime.workers.environments import RayWorkers, Turns
+from nemorl.runtime.workers.worker import Worker
 from tests.ray_session import ray_cpus
 from tests.rollout.chats import call, played
 from tests.rollout.counting import PROMPTS, SAMPLING, TOKENIZER, Batched
@@ -33,6 +36,7 @@ from tests.runtime.workers.processes import driver, facts_of, soon_gone
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.xdist_group("ray")
+GONE = r"the process of this environment \(process \d+ on [^)]+\)"
 
 
 class Game:
@@ -125,7 +129,7 @@ def test_processes_change_nothing(generator, workers, tmp_path):
     ("does", "reason"),
     [
         ("hangs", "EnvironmentTimeout: environment 'Game': step must end within 5 s"),
-        ("crashes", "ConversationFailed: the process of this environment died"),
+        ("crashes", rf"ConversationFailed: {GONE} died: "),
         ("raises", "LookupError: no such move"),
     ],
 )
@@ -135,7 +139,7 @@ def test_a_conversation_fails_alone(generator, workers, tmp_path, does, reason):
     prompts = told({}, {"does": does, "once": str(once)}, {"folder": str(closed)}, timeout_s=5.0)
     found = collect(generator, in_processes(workers), prompts, SAMPLING, seed=1)
     ((failed, outcome),) = [(each, each.outcome) for each in found.failed]
-    assert failed.group == 1 and outcome.reason.startswith(reason), outcome
+    assert failed.group == 1 and re.match(reason, outcome.reason), outcome
     assert len(found.conversations) == 8 and len(list(closed.iterdir())) == 3
     after = collect(generator, in_processes(workers), told({}, {}, {}), SAMPLING, seed=1)
     assert not after.failed and len(pids(after)) == 2
@@ -220,8 +224,8 @@ def test_a_process_that_ends_before_its_reward_fails_its_conversation_alone(tmp_
     row, sampling = {"folder": str(tmp_path)}, SamplingParams(n=3)
     found = played(environment, lambda asked: "done", row, sampling=sampling)
     (failed,) = found.failed
-    reason = "ConversationFailed: the process of this environment died: "
-    assert failed.outcome.reason.startswith(reason) and sizes == [3, 2]
+    reason = rf"ConversationFailed: {GONE} died: "
+    assert re.match(reason, failed.outcome.reason) and sizes == [3, 2]
     assert found.rewards.tolist() == [0.0] * 2
     after = played(environment, lambda asked: "done", row, sampling=sampling)
     assert after.rewards.tolist() == [0.0] * 3 and not after.failed
@@ -286,6 +290,27 @@ def test_ray_starts_beside_the_event_loop_in_a_thread_that_lasts(monkeypatch):
     with pytest.raises(RayClusterError, match="too late"):
         asyncio.run(enter())
     assert threads[0].is_alive()  # Ray's processes end with it
+
+
+def test_a_process_that_is_long_in_coming_is_shown_and_says_where_it_is(monkeypatch):
+    shown, messages = asyncio.Event(), list[str]()
+
+    def warn(message: str) -> None:
+        messages.append(message)
+        shown.set()
+
+    async def run(*_) -> tuple[str, int]:
+        await shown.wait()
+        return "there", 7
+
+    monkeypatch.setattr("nemorl.rollout.calls.warn", warn)
+    monkeypatch.setattr("nemorl.rollout.calls.SHOWN_S", 0.1)
+    monkeypatch.setattr(module, "START_S", 20.0)
+    actor = SimpleNamespace(run=SimpleNamespace(remote=run))
+    process = module._Process(Worker(actor, "the process"))
+    asyncio.run(RayWorkers(1, {})._started(process))
+    assert messages == ["waiting for a process of rollout.workers for 0.1 s (1 conversation)"]
+    assert str(process._failure()) == "the process (process 7 on there) is lost"
 
 
 @pytest.mark.slow

@@ -465,12 +465,11 @@ class WeightSender:
         checked: Iterator[tuple[str, Tensor]],
         weights: Iterable[tuple[str, Tensor]],
         transport: Transport,
-        **together: bool,
+        **options: bool,
     ) -> None:
-        """together: options of `send_by_ipc`, if all ranks send, which raises FailedAlone."""
-        send: Callable[[], Any]
-        send = partial(WAYS_OF_GPUS[transport.name], self, checked, **together)
-        if not together:
+        """options: of `send_by_ipc`, if all ranks send, which raises FailedAlone."""
+        send: Callable[[], Any] = partial(WAYS_OF_GPUS[transport.name], self, checked, **options)
+        if not options:
             done = started(send, current_device())
             if not wait([done], self.timeout_s).done:
                 why = [f"; replica {rank} failed: {said}" for rank, said in self.failed.items()]
@@ -485,10 +484,10 @@ class WeightSender:
         except (EnginesFailed, ValueError):
             raise
         except Exception as error:
-            kind = FailedAlone if together else RuntimeError
+            kind = FailedAlone if options else RuntimeError
             raise kind(f"{type(error).__name__}: {error}{transport.remedy}") from error
         finally:
-            if together and isinstance(weights, Generator):
+            if options and isinstance(weights, Generator):
                 weights.close()
 
     def _noted(
@@ -662,12 +661,12 @@ class SendsWeights(Protocol):
         send: Callable[[Iterator[tuple[str, Tensor]]], Any],
         *,
         dtype: torch.dtype | None = None,
-        together: bool = False,
+        on_all_ranks: bool = False,
         **options: Any,
     ) -> Any:
         """Return `send(weights)` of rank 0, with the weights gathered in `dtype`.
 
-        together: all ranks call it. options: of the backend's `weights`, such as `adapters`.
+        on_all_ranks: all ranks call it. options: of the backend's `weights`, such as `adapters`.
         """
 
 
@@ -700,7 +699,7 @@ class TrainerWeights(WeightSource):
             version = self.trainer.step
             if isinstance(self.trainer, SendsWeights):
                 if isinstance(use, WeightSender):
-                    options["together"] = True
+                    options["on_all_ranks"] = True
                 return self.trainer.send_weights(partial(use, version), dtype=dtype, **options)
             return use(version, iter(self.trainer.weights(**options)))  # perhaps on another thread
 

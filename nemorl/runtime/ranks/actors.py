@@ -136,9 +136,9 @@ class RayRanks:
             read=loads,
             failed=lambda answer: answer.error,
         )
-        return self._together(answers, phase, background)
+        return self._agreed(answers, phase, background)
 
-    def _together(
+    def _agreed(
         self, answers: Mapping[int, RankAnswer], phase: str, background: bool
     ) -> RankAnswer:
         errors = {rank: one.error for rank, one in sorted(answers.items()) if one.error}
@@ -179,17 +179,17 @@ def rank_bundles(
     gpus = 1 if found and device != "cpu" else 0
     rank = Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)
     most = {name: most_on_a_node(name) / amount for name, amount in rank.amounts.items()}
-    together = 1 if config.runtime.tp_across_nodes else config.parallel.tp
+    per_bundle = 1 if config.runtime.tp_across_nodes else config.parallel.tp
     for name, room in most.items():
         must = f"must be at most {int(room)}, the ranks for which the largest node has {name}s"
         remedy = "lower it, or allow more nodes (--runtime.tp-across-nodes)"
-        require(together <= max(room, 1), "parallel.tp", must, together, remedy)
+        require(per_bundle <= max(room, 1), "parallel.tp", must, per_bundle, remedy)
     if gpus and engines is not None and engines.traits.engines and engines.colocated:
         # An engine's GPUs are on one node, too.
-        both = math.lcm(together, engines.tensor_parallel_size)
+        both = math.lcm(per_bundle, engines.tensor_parallel_size)
         if size % both == 0 and both <= min(most.values()):
-            together = both
-    return [replace(rank, workers=together)] * (size // together)
+            per_bundle = both
+    return [replace(rank, workers=per_bundle)] * (size // per_bundle)
 
 
 def is_consequence(error: Mapping[str, str]) -> bool:

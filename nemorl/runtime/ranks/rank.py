@@ -120,12 +120,12 @@ class Rank:
         return next(self._exports[self._name], [])
 
     def _send_weights(
-        self, send: Callable[[Any], Any], together: bool = False, **options: Any
+        self, send: Callable[[Any], Any], on_all_ranks: bool = False, **options: Any
     ) -> Any:
         """Return `send`'s result or error; all ranks go through all weights."""
         weights = self._ready(self._name).weights(**options)
         found: tuple[Any, Any] = (None, None)
-        if self.rank == 0 or together:
+        if self.rank == 0 or on_all_ranks:
             try:
                 found = send(weights), None
             except FailedAlone:
@@ -219,7 +219,7 @@ class TorchrunRanks:
         if method in BACKGROUND:
             with self._lock:
                 _broadcast(self._calls, (method, payload, False))
-            return _together(self._background, self._rank, method, args, kwargs)
+            return _in_background(self._background, self._rank, method, args, kwargs)
         with signals_held(), self._lock:
             try:
                 _broadcast(self._calls, (method, payload, bool(parts)))
@@ -259,13 +259,13 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
                 return kwargs["result"]
             if method in BACKGROUND:
                 work = (background, rank, method, args, kwargs)
-                threading.Thread(target=_together, args=work, daemon=True).start()
+                threading.Thread(target=_in_background, args=work, daemon=True).start()
                 continue
             rank.do(method, args, kwargs, partial(_own_part, calls, None) if has_parts else None)
             dist.barrier(done)
 
 
-def _together(
+def _in_background(
     group: dist.ProcessGroup, rank: Rank, method: str, args: Any, kwargs: Any
 ) -> RankAnswer:
     """Do a call in the background; the answer has the error of any rank."""

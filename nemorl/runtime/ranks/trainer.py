@@ -181,14 +181,14 @@ class RankedTrainer(InTurns):
         send: Callable[[Iterator[tuple[str, Tensor]]], Any],
         *,
         dtype: torch.dtype | None = None,
-        together: bool = False,
+        on_all_ranks: bool = False,
         **options: Any,
     ) -> Any:
         """As `SendsWeights`. After an error of `send`, which must be picklable, the ranks stay
         usable.
         """
         options |= {} if dtype is None else {"dtype": dtype}
-        result, error = self._call("send_weights", send, together=together, **options)
+        result, error = self._call("send_weights", send, on_all_ranks=on_all_ranks, **options)
         if error is not None:
             raise raised(error, 0)
         return result

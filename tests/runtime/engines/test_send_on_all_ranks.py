@@ -158,7 +158,7 @@ def updates(folder: Path) -> list[Any]:
         places = {number: Place("node", "host", 1, (str(number),)) for number in engines}
         sender = WeightSender(actors=engines, places=places, expected=expected, dtype=torch.float32)
         backend.version, engines[1].fails = version, fails
-        answer = host.do("send_weights", (lambda w: sender(version, w),), {"together": True})
+        answer = host.do("send_weights", (lambda w: sender(version, w),), {"on_all_ranks": True})
         values = {number: one.received.copy() for number, one in engines.items()}
         calls = [one.calls.copy() for one in engines.values()]
         found.append((answer, values, calls, backend.yielded))

@@ -237,7 +237,9 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
     """
     rows = list(Shard(source, split, number, data_files=data_files)())
     if not rows:
-        raise ValueError(f"{name_of(source)} holds no rows (split {split!r})")
+        raise ValueError(
+            f"{name_of(source)} holds no rows (split {split!r}): name another source or split"
+        )
     return rows
 
 

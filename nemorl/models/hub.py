@@ -73,6 +73,7 @@ def cannot_load(
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return a Hugging Face configuration."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -249,6 +250,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return a tokenizer. Raises ValueError."""
     from transformers import AutoTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")

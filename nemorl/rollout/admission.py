@@ -33,7 +33,9 @@ class Group:
     step: int | None = None
     """Step that trains on it; None: not known yet."""
     state: Literal["waiting", "taken", "running", "ended", "given"] = "taken"
-    """waiting: a resumed run has yet to take it again. given: a step has its responses."""
+    """waiting: a resumed run has yet to take it again. taken: not begun. running: it is being
+    sampled. ended: they wait for their step. given: a step has them.
+    """
     begun: int = 0
     """Finished steps that the engines' weights included when it began to run."""
 

@@ -286,7 +286,9 @@ def letter_of(response: str) -> str | None:
 def _letter(answer: Any) -> str:
     text = str(answer).strip()
     if not re.fullmatch("[A-J]", text):
-        raise ValueError(f"choice needs a letter from A to J, but the answer is {answer!r}")
+        raise ValueError(
+            f"choice needs a letter from A to J, but the answer is {answer!r}: correct the row"
+        )
     return text
 
 

@@ -453,7 +453,8 @@ class Decoding:
         tokens, logprobs = drawn.tolist()
         if not all(map(math.isfinite, logprobs)):
             raise FloatingPointError(
-                "the model's logits are not finite: its weights hold NaN or infinity"
+                "the model's logits are not finite, as its weights hold NaN or infinity:"
+                " load others, or lower optimizer.lr"
             )
         for s, token, logprob in zip(work.slots.slots, map(int, tokens), logprobs, strict=True):
             s.token_ids.append(token)

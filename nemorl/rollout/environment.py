@@ -305,7 +305,7 @@ class FunctionalRewardWrapper:
         if found != len(texts):
             raise ValueError(
                 f"reward {self.name!r} must return a list with one number per response, but it"
-                f" returned {found} for {first}"
+                f" returned {found} for {first}: return one for each"
             )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
@@ -396,7 +396,7 @@ def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
     if found != count:
         raise ValueError(
             f"{name} must return one of {field_name} per conversation, but it"
-            f" returned {found} for {count} conversations"
+            f" returned {found} for {count} conversations: return one for each"
         )
 
 

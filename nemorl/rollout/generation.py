@@ -135,7 +135,7 @@ def checked_requests(
     if len(params) != len(prompts):
         raise ValueError(
             f"sampling_params must be one for all or one per prompt, but there are {len(params)}"
-            f" for {len(prompts)} prompts"
+            f" for {len(prompts)} prompts: pass one, or {len(prompts)}"
         )
     for index, prompt in enumerate(prompts):
         if not len(prompt):

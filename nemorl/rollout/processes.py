@@ -87,7 +87,7 @@ class _Worker:
         self.deadline = time.monotonic() + seconds
 
     def receive(self) -> tuple[Any, BaseException | None] | None:
-        """None: the function is loaded."""
+        """Return a call's result and error; None: the function is loaded."""
         try:
             found = self.connection.recv()
         except (EOFError, OSError):

@@ -79,7 +79,10 @@ class TorchGenerationBackend(ScheduledBackend):
         )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """Raises: RuntimeError for "wait" where requests are in flight on the same memory."""
+        """Take the newest weights.
+
+        Raises: RuntimeError for "wait" where requests are in flight on the same memory.
+        """
         in_progress, own = self.decoding, dict(self.model.named_parameters())
         version, weights = source.newest()
         first = next(weights, None)
@@ -177,7 +180,7 @@ def copy_weights(model: Module, weights: Iterable[tuple[str, Tensor]], version: 
                     return  # merged adapters are for others
                 raise ValueError(
                     "a generator whose model has adapters must share it with the trainer, but"
-                    " these weights are of another"
+                    " these weights are of another: make it with model=trainer.model"
                 )
             if name not in own or own[name].shape != tensor.shape:
                 expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"

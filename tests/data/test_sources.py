@@ -84,7 +84,7 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
     [
         ("bad.jsonl", '{"a": 1}\n\n{"a": \n', r"bad\.jsonl, line 3: not JSON"),
         ("bad.jsonl", '{"a": 1}\n[1]\n', r"bad\.jsonl, line 2: a row must be a dict"),
-        ("bad.jsonl", "", r"bad\.jsonl' holds no rows"),
+        ("bad.jsonl", "", r"bad\.jsonl' holds no rows .*: name another"),
         ("bad.json", '[{"a": 1},\n{"a"}]', r"bad\.json, line 2: not JSON"),
         ("bad.json", '{"a": 1}\n{"a": 2}', r"bad\.json, line 2: .* name it \.jsonl"),
         ("bad.csv", "a,b\n1,2\n3\n", r"bad\.csv, line 3: the header has 2 columns, this row has 1"),

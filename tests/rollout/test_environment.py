@@ -193,7 +193,10 @@ def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
         ("last_number", "none", "last_number needs an answer with a number in it"),
         ("contains_answer", " ", "contains_answer needs an answer"),
         ("math", "", "math needs an answer that can be read"),
-        *(("choice", text, "choice needs a letter from A to J, but") for text in ("K", "AB", "")),
+        *(
+            ("choice", text, "choice needs a letter from A to J, but .*: correct")
+            for text in ("K", "AB", "")
+        ),
     ],
 )
 def test_answers_are_looked_at_before_a_run(reward, answer, message):

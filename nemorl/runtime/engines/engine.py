@@ -184,7 +184,8 @@ class VLLMEngine:
                 self.abort_all()
                 self._llm.collective_rpc(_clear_cache)
                 raise FloatingPointError(
-                    "the model's logits are not finite: its weights hold NaN or infinity"
+                    "the model's logits are not finite, as its weights hold NaN or infinity:"
+                    " load others, or lower optimizer.lr"
                 )
             if part.finish_reason:
                 request[j].sample = self._sample(request[j], part)
@@ -478,7 +479,7 @@ class EngineActor:
         await asyncio.to_thread(_run_stage, spec)
 
     async def start(self, spec: EngineSpec) -> Place:
-        """Raises EngineStartError."""
+        """Start the engine. Raises EngineStartError."""
         self._loop = asyncio.get_running_loop()
         self._engine = await self._loop.run_in_executor(self._thread, self.make, spec)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -491,7 +492,10 @@ class EngineActor:
         )
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-        """params: with a seed, every token that ends a response, and a length that fits."""
+        """Sample a prompt.
+
+        params: with a seed, every token that ends a response, and a length that fits.
+        """
         id = next(self._ids)
         self._waiting[id] = self._loop.create_future()
         try:

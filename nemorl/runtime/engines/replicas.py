@@ -69,6 +69,8 @@ SHUTDOWN_S = 10.0
 
 @dataclass(eq=False)
 class EngineProcess:
+    """A replica's workers."""
+
     id: ProcessId
     worker: Worker
     place: Place | None = None
@@ -236,7 +238,7 @@ class EngineProcesses:
                 worker.kill()
 
     async def end_all(self) -> None:
-        """In bounded time."""
+        """End all processes in bounded time."""
         for keeper in self._keepers.values():
             keeper.cancel()
         ends = [process.actor.call.remote("shutdown") for process in self._up()]
@@ -477,7 +479,7 @@ class Replicas:
         return self._router.do(self._answers(requests))
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
-        """Called on any event loop."""
+        """Sample a prompt, from any event loop."""
         answers = self._answers([(prompt, params)])
         future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
         return (await asyncio.wrap_future(future))[0]

@@ -34,6 +34,8 @@ class RoutedRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
+    """An engine's state."""
+
     process: ProcessId
     status: Literal["starting", "up", "down", "given up"] = "starting"
     """down: it has ended, and starts again once engines are awake."""
@@ -357,7 +359,7 @@ def _emptied(state: Routing) -> Routing:
 
 
 class RequestRouter:
-    """Notes events on its event loop, where `act` executes the actions, and raises nothing.
+    """Notes events, executes their actions by `act`, and raises nothing.
 
     check: raises where Ray is gone, so that a thread would wait forever.
     """
@@ -374,20 +376,20 @@ class RequestRouter:
         self._thread.start()
 
     def note(self, event: Event) -> None:
-        """On the event loop."""
+        """Apply an event, on the event loop."""
         self.state, actions = decide(self.state, event)
         for action in actions:
             self._act(action)
         self._changed.set()
 
     async def until(self, condition: Callable[[Routing], bool]) -> None:
-        """On the event loop."""
+        """Await a condition, on the event loop."""
         while not condition(self.state):
             self._changed.clear()
             await self._changed.wait()
 
     def send(self, event: Event) -> None:
-        """From another thread."""
+        """Note an event from another thread."""
 
         async def noted() -> None:
             self.note(event)

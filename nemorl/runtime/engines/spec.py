@@ -107,7 +107,7 @@ class Answer:
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Equal for tokenizers that give every token the same number."""
+    """Hash a vocabulary: equal for tokenizers that give every token the same number."""
     tokens = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 

@@ -38,6 +38,8 @@ GRACE_S = 5.0
 
 
 class RankActor:
+    """A `Rank` in Ray."""
+
     def __init__(self, make: list[Any]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
@@ -45,7 +47,10 @@ class RankActor:
     def perform(
         self, method: str, payload: list[Any], limit_s: float, parts: Mapping[Coordinates, Any] = {}
     ) -> list[Any]:
-        """limit_s: until the stack goes into the log. parts: of the routes, in Ray's memory."""
+        """Do a call.
+
+        limit_s: until the stack goes into the log. parts: of the routes, in Ray's memory.
+        """
         watched = method not in BACKGROUND
         if watched:
             faulthandler.dump_traceback_later(limit_s)
@@ -148,7 +153,10 @@ class RayRanks:
         if not errors:
             if alike:
                 return answers[0]
-            raise RuntimeError(f"ranks disagree on the optimizer step after {phase}: {steps}")
+            raise RuntimeError(
+                f"ranks must agree on the optimizer step, but after {phase} they are at {steps}:"
+                " resume the run"
+            )
         causes = [rank for rank, error in errors.items() if not is_consequence(error)]
         cause = [*causes, *errors][0]
         if alike and RanksLost.__name__ not in {error["kind"] for error in errors.values()}:

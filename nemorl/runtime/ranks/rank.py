@@ -80,7 +80,10 @@ class Rank:
     def do(
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> Any:
-        """fetch: returns this rank's routes of a batch, the first argument."""
+        """Do a call.
+
+        fetch: returns this rank's routes of a batch, the first argument.
+        """
         options = {**kwargs}
         name = options.pop("backend", "")
         if fetch is not None:
@@ -198,6 +201,8 @@ PATIENCE = timedelta(days=7)
 
 
 class TorchrunRanks:
+    """The processes of torchrun, for rank 0."""
+
     places: Sequence[Place] = ()
 
     def __init__(self, make: Callable[[], Any], size: int, config: BaseConfig) -> None:
@@ -214,7 +219,7 @@ class TorchrunRanks:
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
     ) -> RankAnswer:
-        """As `RayRanks.call`, but no error leaves the ranks usable."""
+        """Do a call, as `RayRanks.call`, but no error leaves the ranks usable."""
         args, kwargs = loads(payload)
         if method in BACKGROUND:
             with self._lock:

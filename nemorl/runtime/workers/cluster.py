@@ -262,13 +262,14 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    added = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(added)
+    # Ray sets the mode where it finds a token, which programs started later do not have.
+    added = {*values, "RAY_AUTH_MODE"} - {*os.environ}
+    os.environ.update({name: values[name] for name in added & values.keys()})
     try:
         yield
     finally:
         for name in added:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 @contextmanager

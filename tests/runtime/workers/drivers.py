@@ -94,6 +94,7 @@ def set_aside() -> None:
     devices = [one["CUDA_VISIBLE_DEVICES"] for one in found]
     show(
         devices=devices,
+        mode=os.environ.get("RAY_AUTH_MODE"),
         same_handlers=before == after,
         answers=served,
         hosts=sorted({host.removeprefix("::ffff:") for host, _ in listening}),

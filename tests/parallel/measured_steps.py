@@ -89,7 +89,7 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 class Allocations:
     """Records what this thread allocates and frees. A thread of gloo may be the last to hold a
-    buffer, which then counts until its address is used again: of equal ranks, the least is right.
+    buffer, which then counts until its address is used again: of two peaks, the lower is right.
     """
 
     def __enter__(self) -> "Allocations":

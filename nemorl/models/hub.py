@@ -73,7 +73,7 @@ def cannot_load(
 
 
 def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return a Hugging Face configuration."""
+    """Return the Hugging Face configuration of a model in a folder or on a hub."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -250,7 +250,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return a tokenizer. Raises ValueError."""
+    """Return the tokenizer of a folder or hub name. Raises ValueError where none loads."""
     from transformers import AutoTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")

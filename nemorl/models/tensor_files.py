@@ -110,7 +110,7 @@ def checksum(path: Path) -> Checksum:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write a folder's checksums."""
+    """Write the file that names a folder's other files and their checksums."""
     values = {"format": FORMAT, "files": {name: asdict(file) for name, file in files.items()}}
     with CheckedWriter(folder / MANIFEST) as file:
         file.write(json.dumps(values).encode())
@@ -184,7 +184,7 @@ def _grouped(names: Iterable[str]) -> Groups:
 
 
 def names_in_files(name: str, stored: Stored) -> list[str]:
-    """Return a live tensor's names in files."""
+    """Return the names under which files store a live tensor."""
     return list(chain(*stored.get(name, ((name,),))))
 
 
@@ -561,7 +561,7 @@ class WeightsDiffer(RuntimeError):
 
 
 def check_held(holder: str, sent: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise WeightsDiffer unless tensors arrived."""
+    """Raise WeightsDiffer unless a holder's tensors are the ones sent to it."""
     if wrong := differences(sent, found):
         raise WeightsDiffer(f"{holder} must hold the weights that came, but it does not: {wrong}")
 

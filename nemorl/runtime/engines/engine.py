@@ -492,7 +492,7 @@ class EngineActor:
         )
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-        """Sample a prompt.
+        """Return the samples of a prompt.
 
         params: with a seed, every token that ends a response, and a length that fits.
         """

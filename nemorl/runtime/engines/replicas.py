@@ -69,7 +69,7 @@ SHUTDOWN_S = 10.0
 
 @dataclass(eq=False)
 class EngineProcess:
-    """A replica's workers."""
+    """Holds the workers of a replica: the first stage's, and a pipeline's others."""
 
     id: ProcessId
     worker: Worker
@@ -479,7 +479,7 @@ class Replicas:
         return self._router.do(self._answers(requests))
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
-        """Sample a prompt, from any event loop."""
+        """Return the samples of a prompt. Called on any event loop."""
         answers = self._answers([(prompt, params)])
         future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
         return (await asyncio.wrap_future(future))[0]

@@ -34,7 +34,7 @@ class RoutedRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """An engine's state."""
+    """Holds what is known of an engine's process."""
 
     process: ProcessId
     status: Literal["starting", "up", "down", "given up"] = "starting"
@@ -376,14 +376,14 @@ class RequestRouter:
         self._thread.start()
 
     def note(self, event: Event) -> None:
-        """Apply an event, on the event loop."""
+        """Apply an event and act on it. Called on the event loop."""
         self.state, actions = decide(self.state, event)
         for action in actions:
             self._act(action)
         self._changed.set()
 
     async def until(self, condition: Callable[[Routing], bool]) -> None:
-        """Await a condition, on the event loop."""
+        """Wait until a condition holds. Called on the event loop."""
         while not condition(self.state):
             self._changed.clear()
             await self._changed.wait()

@@ -38,7 +38,7 @@ GRACE_S = 5.0
 
 
 class RankActor:
-    """A `Rank` in Ray."""
+    """Hosts a `Rank` in a process of Ray."""
 
     def __init__(self, make: list[Any]) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -47,7 +47,7 @@ class RankActor:
     def perform(
         self, method: str, payload: list[Any], limit_s: float, parts: Mapping[Coordinates, Any] = {}
     ) -> list[Any]:
-        """Do a call.
+        """Call a method of the rank, and return the pickled `RankAnswer`.
 
         limit_s: until the stack goes into the log. parts: of the routes, in Ray's memory.
         """

@@ -80,7 +80,7 @@ class Rank:
     def do(
         self, method: str, args: tuple, kwargs: Mapping[str, Any], fetch: Fetch | None = None
     ) -> Any:
-        """Do a call.
+        """Call a method of a backend, and return its result on rank 0.
 
         fetch: returns this rank's routes of a batch, the first argument.
         """
@@ -201,7 +201,7 @@ PATIENCE = timedelta(days=7)
 
 
 class TorchrunRanks:
-    """The processes of torchrun, for rank 0."""
+    """Calls the ranks that torchrun started, from rank 0."""
 
     places: Sequence[Place] = ()
 
@@ -219,7 +219,7 @@ class TorchrunRanks:
         phase: str,
         parts: Mapping[Coordinates, list[Any]] = {},
     ) -> RankAnswer:
-        """Do a call, as `RayRanks.call`, but no error leaves the ranks usable."""
+        """Call all ranks, as `RayRanks.call`, but no error leaves them usable."""
         args, kwargs = loads(payload)
         if method in BACKGROUND:
             with self._lock:

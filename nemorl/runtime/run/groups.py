@@ -260,7 +260,9 @@ class Generation:
         make_room: Callable[[], None],
         timed: AbstractContextManager[None],
     ) -> Iterator[GenerationBackend]:
-        """See `Run.sampling`. timed: measures how long it takes to wake."""
+        """Have the generator awake in the block (`Run.sampling`). timed: measures how long it
+        takes to wake.
+        """
         nested = self._awake
         with timed:
             if not nested:

@@ -191,7 +191,7 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
 def waiting_for_engines(
     config: GenerationConfig, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Announce the start of engines, if any."""
+    """Show the wait for engines, if any, in the block."""
     if not config.traits.engines:
         return nullcontext()
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
@@ -202,7 +202,7 @@ def waiting_for_engines(
 def waiting_for_ranks(
     plan: ParallelPlan, who: str, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Announce the start of ranks."""
+    """Show the wait for a trainer on ranks in the block."""
     axes = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep")
     degrees = {name: getattr(plan, name) or 1 for name in axes}
     spread = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)

@@ -1,18 +1,19 @@
 """`TokenBatch`: everything a training step needs to know about its tokens, as one frozen pytree."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
 from nemorl.accelerator import is_accelerator
-from nemorl.checks import at_least
+from nemorl.checks import at_least, require
 from nemorl.data.example import Example
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import PerToken, TokenIds, TokenMask, register_pytree
@@ -140,6 +141,14 @@ class TokenBatch:
     """
     route_ids: Int[Tensor, "batch seq"] | None = None
     """In microbatches of a rank with some of the layers: equal where the experts of all are."""
+    target_ids: Int[Tensor, "batch seq *k"] | None = None
+    """Tokens to predict instead of `input_ids`: one for each place, or k for soft targets."""
+    target_weights: Float[Tensor, "batch seq k"] | None = None
+    """Probabilities of the `target_ids`. They sum to one where the loss mask is True; there
+    `token_logprobs` is Σ_k w_k log p(target_k | x_<t), and `nll` is their cross-entropy.
+    """
+    teacher_logprobs: Float[Tensor, "batch seq k"] | None = None
+    """A teacher's log-probabilities of the `target_ids`, for distillation; -inf: an empty place."""
     logprob_kind: LogprobKind = LogprobKind()
     """The distribution of all logprob arrays, also of the ones that the trainer computes."""
 
@@ -162,13 +171,17 @@ DTYPES = {
     "response_mask": torch.bool,
     "policy_versions": torch.int64,
     "routed_experts": torch.int16,
+    "target_ids": torch.int64,
 }
-FREE = {"policy_versions": -1, "routed_experts": -1, "route_ids": -1}
+FREE: dict[str, float] = {
+    **dict.fromkeys(("policy_versions", "routed_experts", "route_ids"), -1),
+    "teacher_logprobs": -math.inf,
+}
 """What stands in free places, if not 0."""
 register_pytree(TokenBatch, constant="logprob_kind")
 
 
-def each_array(batch: TokenBatch, function: Callable[[Tensor, int], Tensor]) -> TokenBatch:
+def each_array(batch: TokenBatch, function: Callable[[Tensor, float], Tensor]) -> TokenBatch:
     """Return a batch with `function(values, free)` of each array.
 
     >>> one = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
@@ -195,7 +208,7 @@ def collate(
         examples: `Example`s, or dicts with their fields. An optional array is for all or none.
         length: the width; default: the longest sequence.
     Raises: ValueError where only some have an optional array, where a loss mask leaves its response
-    mask or trains on a first token.
+    mask or trains on a first token, and for targets that `check_targets` refuses.
 
     >>> one = Example(input_ids=[5, 6], loss_mask=[False, True], response_mask=[False, True])
     >>> batch = collate([one, {"input_ids": [8], "loss_mask": [False], "response_mask": [False]}])
@@ -216,6 +229,11 @@ def collate(
         if not missing:
             dtype = DTYPES.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
+            for row, values in enumerate(sequences):
+                shape, first = tuple(values.shape[1:]), tuple(sequences[0].shape[1:])
+                same = f"must have shape (tokens, *{first}), as in example 0"
+                remedy = "pad target_ids with 0, weights with 0, teacher_logprobs with -inf"
+                require(shape == first, f"{field.name}[{row}]", same, tuple(values.shape), remedy)
             columns[field.name] = pad(sequences, value=FREE.get(field.name, 0), length=length)[0]
     loss_mask = columns["loss_mask"]
     for wrong, must in (
@@ -227,12 +245,68 @@ def collate(
     lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
     real = place < lengths[:, None]
-    return TokenBatch(
+    batch = TokenBatch(
         segment_ids=real.long(),
         position_ids=torch.where(real, place, 0),
         logprob_kind=logprob_kind,
         **columns,
     )
+    check_targets(batch)
+    return batch
+
+
+def check_targets(batch: TokenBatch, *, vocab_size: int = 2**31) -> None:
+    """Raise ValueError that names the first wrong place of a batch's targets, if there is one.
+
+    Ids must be below `vocab_size`. Weights must be 0 or more, and sum to one where the loss mask is
+    True; a teacher's log-probabilities must be 0 or less. Padding has no targets: ids and weights
+    are 0 there, log-probabilities -inf.
+
+    >>> masks = {"loss_mask": [False, True], "response_mask": [False, True]}
+    >>> targets = {"target_ids": [[0, 0], [7, 8]], "target_weights": [[0, 0], [0.5, 0.25]]}
+    >>> collate([{"input_ids": [5, 6], **masks, **targets}])
+    Traceback (most recent call last):
+    ValueError: target_weights[0, 1] must sum to one where the loss mask is True, but it is
+    [0.5, 0.25]: divide them by their sum
+    """
+    ids, weights, teacher = batch.target_ids, batch.target_weights, batch.teacher_logprobs
+    for name, values in {"target_weights": weights, "teacher_logprobs": teacher}.items():
+        if values is not None:
+            shape, found = None if ids is None else tuple(ids.shape), tuple(values.shape)
+            remedy = f"give target_ids of k tokens at each place (they have the shape {shape})"
+            like_ids = "must have the shape [batch, seq, k] of target_ids"
+            require(found == shape and len(found) == 3, name, like_ids, found, remedy)
+    if ids is None:
+        return
+    whole = ids.ndim < 4 and ids.shape[:2] == batch.input_ids.shape and 0 not in ids.shape[2:]
+    like_ids = f"must be [batch, seq] or [batch, seq, k] of {tuple(batch.input_ids.shape)}"
+    require(whole, "target_ids", like_ids, tuple(ids.shape), "give one token or k to each place")
+    real, padding = batch.segment_ids > 0, "targets are of tokens alone"
+    real = real.view(*real.shape, *(1,) * (ids.ndim - 2))
+    known = f"be a token id from 0 to {vocab_size - 1}"
+    rules = [
+        ("target_ids", (ids >= 0) & (ids < vocab_size), known, "use the model's tokenizer"),
+        ("target_ids", real | (ids == 0), "be 0 on padding", padding),
+    ]
+    if weights is not None:
+        name, one = "target_weights", (weights.sum(-1) - 1).abs() < 1e-3
+        sums = "sum to one where the loss mask is True"
+        rules += [
+            (name, (weights >= 0) & (weights < math.inf), "be 0 or more", "give probabilities"),
+            (name, real | (weights == 0), "be 0 on padding", padding),
+            (name, one | ~batch.loss_mask, sums, "divide them by their sum"),
+        ]
+    if teacher is not None:
+        name = "teacher_logprobs"
+        rules += [
+            (name, teacher < 1e-3, "be 0 or less", "give log-probabilities, -inf for no token"),
+            (name, real | (teacher == -math.inf), "be -inf on padding", padding),
+        ]
+    for name, fits, must, remedy in rules:
+        if not fits.all():
+            place = (~fits).nonzero()[0].tolist()
+            value = vars(batch)[name][tuple(place)].tolist()
+            require(False, f"{name}{place}", f"must {must}", value, remedy)
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:
@@ -257,7 +331,7 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
     longest = int(extents(batch).max()) if len(batch) else 0
     added = round_up(max(longest, 1), multiple_of) - batch.input_ids.shape[1]
 
-    def widened(values: Tensor, free: int) -> Tensor:
+    def widened(values: Tensor, free: float) -> Tensor:
         return pad_tensor(values, (0, 0) * (values.ndim - 2) + (0, added), value=free)
 
     return each_array(batch, widened)

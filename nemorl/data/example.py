@@ -29,6 +29,11 @@ class Example:
     """As in `TokenBatch`, as all fields are."""
     routed_experts: Any = None
     """`[tokens, layers, topk]`, of lists or a tensor."""
+    target_ids: Any = None
+    """`[tokens]` or `[tokens, k]`."""
+    target_weights: Any = None
+    """`[tokens, k]`, as `teacher_logprobs`."""
+    teacher_logprobs: Any = None
 
     def __post_init__(self) -> None:
         for name, values in self.arrays().items():

@@ -206,7 +206,7 @@ def _within(lengths: np.ndarray, starts: np.ndarray) -> Tensor:
 
 
 def _move(
-    values: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int], *, free: int = 0
+    values: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int], *, free: float = 0
 ) -> Tensor:
     moved = values.new_full((shape[0] * shape[1], *values.shape[2:]), free)
     return moved.index_copy(0, target, values.flatten(0, 1)[source]).unflatten(0, shape)

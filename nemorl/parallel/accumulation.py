@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
-from nemorl.data.batch import TokenBatch
+from nemorl.data.batch import TokenBatch, check_targets
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
 from nemorl.models.attention import without_cudnn_attention
@@ -403,6 +403,7 @@ class Accumulating(InTurns, ABC):
 
     def compute(self, batch: TokenBatch, needs: Needs, *, reference: bool = False) -> ForwardOutput:
         require_head(needs, self.config.head)
+        check_targets(batch, vocab_size=self._loaded().config.vocab_size)
         self._away.restore()
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
@@ -440,6 +441,7 @@ class Accumulating(InTurns, ABC):
         self._require_training()
         self._away.restore()
         require_loss_weights(batch)
+        check_targets(batch, vocab_size=self._loaded().config.vocab_size)
         needs = needs_of(loss_fn)
         require_head(needs, self.config.head)
         if not self._batches:

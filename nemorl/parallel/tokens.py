@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from nemorl.data.batch import TokenBatch, round_up
 from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs, vocab_parallel_linear_logprobs
-from nemorl.losses.types import Needs, at_least_float32, register_pytree, same_segment
+from nemorl.losses.types import Needs, TokenIds, at_least_float32, register_pytree, same_segment
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar, logits_of
 from nemorl.parallel.attention import (
     ContextState,
@@ -51,6 +51,7 @@ class Work:
     states: Int[Tensor, "tokens"]
     """Indices, in the flattened `input_ids`, of the hidden states that predict them."""
     next_ids: Int[Tensor, "tokens"]
+    """The tokens whose log-probability is computed: `predicted`."""
     copied: int = 0
     """Repeated tokens, which are not computed again."""
     split: RowSplit | None = None
@@ -99,7 +100,7 @@ def work_of(
         values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
     )
     targets = (wanted.cpu() & same_segment(segment_ids)).flatten().nonzero()[:, 0]
-    next_ids = ids.flatten()[targets]
+    next_ids = predicted(batch).flatten()[targets]
     found = once(batch) if share else None
     if found is None:
         segments = segments_of(segment_ids, kernel)
@@ -116,6 +117,12 @@ def work_of(
         copied=int((segment_ids > 0).sum()) - len(kept),
         shared=found,
     )
+
+
+def predicted(batch: TokenBatch) -> TokenIds:
+    """Return the token that each place predicts, in main memory: a hard target, or its own."""
+    targets = batch.target_ids
+    return (batch.input_ids if targets is None or targets.ndim > 2 else targets).cpu()
 
 
 def _in_one_row(values: Tensor, kept: Tensor, width: int, *, free: int = 0) -> Tensor:
@@ -138,7 +145,7 @@ def split_work(
         x.cpu() for x in (batch.input_ids, batch.position_ids, batch.segment_ids, wanted)
     )
     next_ids, predicts = (
-        split.take(shift(ids)),
+        split.take(shift(predicted(batch))),
         split.take(shift(wanted & same_segment(segment_ids))),
     )
     states = predicts.flatten().nonzero()[:, 0]

@@ -2,6 +2,7 @@
 that a lost or doubled one shows.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -28,9 +29,10 @@ def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch
         response = [False] + [True] * (length - 1) if length else []
         floats = torch.rand(5, length, generator=generator)
         floats[:, :1] = float("nan")
-        arrays = {name: row.tolist() for name, row in zip(OPTIONAL[:-2], floats, strict=True)}
+        arrays = {name: row.tolist() for name, row in zip(OPTIONAL[:5], floats, strict=True)}
         versions = torch.randint(-1, 9, (length,), generator=generator).tolist()
         experts = torch.randint(-1, 9, (length, 2, 3), generator=generator)
+        soft = torch.rand(length, 3, generator=generator).softmax(-1)
         ids = list(range(first, first + length))
         examples.append(
             Example(
@@ -39,6 +41,9 @@ def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch
                 response_mask=response,
                 policy_versions=versions,
                 routed_experts=experts,
+                target_ids=torch.randint(9, (length, 3), generator=generator),
+                target_weights=soft,
+                teacher_logprobs=soft.log(),
                 **arrays,
             )
         )
@@ -82,6 +87,10 @@ def each_array(function: Callable[..., torch.Tensor], *batches: TokenBatch) -> T
     for name, arrays in columns.items():
         if isinstance(arrays[0], torch.Tensor):
             free = FREE.get(name)
+            if free == -math.inf:
+                found = function(*(array.where(array > free, 0) for array in arrays))
+                changed[name] = found.where(found != 0, free)
+                continue
             shifted = arrays if free is None else [array - free for array in arrays]
             found = function(*shifted)
             changed[name] = found if free is None else found + free

@@ -1,12 +1,16 @@
 """TokenBatch: collate, rows, widths, and that it is a pytree."""
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nemorl.data.batch import Example, TokenBatch, collate, extents, take, trim
+from nemorl.data.batch import Example, TokenBatch, check_targets, collate, extents, take, trim
 from nemorl.data.packing import pack, segments_apart
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.parallel.layout import Layout
@@ -113,6 +117,50 @@ def test_errors_say_what_is_wrong():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+SOFT: dict[str, Any] = {
+    "target_ids": [[0, 0], [7, 8]],
+    "target_weights": [[0.0, 0.0], [0.25, 0.75]],
+    "teacher_logprobs": [[-math.inf] * 2, [-1.0, -2.0]],
+}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "sum": ({"target_weights": [[0, 0], [0.5, 0.25]]}, r"weights\[0, 1\] must sum to one .*0.25\]"),
+    "negative": ({"target_weights": [[0, 0], [1.5, -0.5]]}, "0, 1, 1] must be 0 or more.* -0.5"),
+    "nan": ({"target_weights": [[0, math.nan], [0.5, 0.5]]}, r"0, 0, 1\] must be 0 or more.*nan"),
+    "no ids": ({"target_ids": None}, r"weights must have the shape .*\(1, 2, 2\).*shape None"),
+    "hard ids": ({"target_ids": [0, 7]}, r"weights must have the shape \[batch, seq, k\]"),
+    "negative id": ({"target_ids": [[0, 0], [7, -8]]}, r"ids\[0, 1, 1\] must be a token id .* -8"),
+    "rank": (
+        {"target_ids": [[[0]]] * 2, "target_weights": None, "teacher_logprobs": None},
+        r"target_ids must be \[batch, seq\]",
+    ),
+    "teacher": ({"teacher_logprobs": [[0, 0], [0, 0.5]]}, "must be 0 or less, but it is 0.5"),
+    "teacher's nan": ({"teacher_logprobs": [[0, 0], [0, math.nan]]}, "must be 0 or less"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_targets_are_refused(changed: dict[str, Any], message: str):
+    collate([example(5, 6, **SOFT)])
+    with pytest.raises(ValueError, match=message):
+        collate([example(5, 6, **{**SOFT, **changed})])
+
+
+def test_targets_belong_to_tokens_of_the_model():
+    batch = collate([example(5, 6, **SOFT)], length=3)
+    check_targets(batch, vocab_size=9)
+    for changed, message in (
+        ({"target_ids": batch.target_ids + 1}, r"target_ids\[0, 2, 0\] must be 0 on padding"),
+        ({"target_weights": batch.target_weights + 1}, "weights.* must be 0 on padding"),
+        ({"teacher_logprobs": batch.target_weights * 0}, "teacher.* must be -inf on padding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_targets(replace(batch, **changed))
+    with pytest.raises(ValueError, match=r"ids\[0, 1, 1\] must be a token id from 0 to 7.* is 8"):
+        check_targets(batch, vocab_size=8)
+    with pytest.raises(ValueError, match=r"target_ids\[1\] must have shape \(tokens, \*\(2,\)\)"):
+        collate([example(5, 6, target_ids=SOFT["target_ids"]), example(5, target_ids=[[1]])])
 
 
 def test_sequences_without_a_token_and_batches_without_a_row():

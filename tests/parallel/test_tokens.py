@@ -91,6 +91,30 @@ def test_no_number_depends_on_it(batch: TokenBatch, kind: str, layout: dict[str,
         torch.testing.assert_close(mine, plain, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+def test_hard_targets_take_the_place_of_the_next_tokens(layout: dict[str, Any]):
+    batch, model = grouped([(9, [4, 6]), (3, [5, 0])]), tiny_model(scale=2.0)
+    targets = torch.where(batch.segment_ids > 0, batch.input_ids * 7 % 30, 0)
+    expected = torch.zeros(targets.shape)
+    for row, length in enumerate(batch.lengths.tolist()):
+        with torch.no_grad():
+            logits = model(batch.input_ids[row : row + 1, :length], use_cache=False).logits
+        found = logits[0, :-1].log_softmax(-1).gather(-1, targets[row, 1:length, None])
+        expected[row, 1:length] = found[:, 0]
+    backend, given = set_up(model, trainer=layout), replace(batch, target_ids=targets)
+    logprobs = backend.get_logprobs(given).values
+    expected = expected.where(batch.response_mask, 0.0)
+    torch.testing.assert_close(logprobs, expected, atol=2e-6, rtol=1e-5)
+    loss = finalize(backend.train_step(given, nll_loss))["loss"]
+    assert loss == pytest.approx(-float((batch.loss_weights * expected).sum()), rel=1e-5)
+    own = replace(batch, target_ids=batch.input_ids)
+    assert torch.equal(backend.get_logprobs(own).values, backend.get_logprobs(batch).values)
+    beyond = replace(batch, target_ids=targets + 99 * batch.loss_mask)
+    for call in (backend.get_logprobs, lambda given: backend.forward_backward(given, nll_loss)):
+        with pytest.raises(ValueError, match=r"target_ids\[.*must be a token id from 0 to"):
+            call(beyond)
+
+
 def test_a_groups_prompt_goes_through_the_decoder_once():
     batch, shapes, heads = grouped([(45, [14] * 8), (30, [5, 9])]), [], []
     for share in (True, False):

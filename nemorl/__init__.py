@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         LoRAConfig,
         ModelConfig,
         OptimizerConfig,
+        OptimSettings,
         ProfileConfig,
         TrainerConfig,
     )
@@ -147,6 +148,7 @@ __all__ = [
     "Needs",
     "ORPOLoss",
     "OffPolicyConfig",
+    "OptimSettings",
     "OptimizerConfig",
     "Outcome",
     "OverlongConfig",
@@ -237,6 +239,7 @@ _NAMES = {
         "LoRAConfig",
         "ModelConfig",
         "OptimizerConfig",
+        "OptimSettings",
         "ProfileConfig",
         "TrainerConfig",
     ],

@@ -229,11 +229,10 @@ def collate(
         if not missing:
             dtype = DTYPES.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
-            for row, values in enumerate(sequences):
-                shape, first = tuple(values.shape[1:]), tuple(sequences[0].shape[1:])
-                same = f"must have shape (tokens, *{first}), as in example 0"
-                remedy = "pad target_ids with 0, weights with 0, teacher_logprobs with -inf"
-                require(shape == first, f"{field.name}[{row}]", same, tuple(values.shape), remedy)
+            shapes = [tuple(each.shape[1:]) for each in sequences]
+            for row, shape in enumerate(shapes):
+                must = f"must have the shape {shapes[0]} at each token, as in example 0"
+                require(shape == shapes[0], f"{field.name}[{row}]", must, shape, "pad it")
             columns[field.name] = pad(sequences, value=FREE.get(field.name, 0), length=length)[0]
     loss_mask = columns["loss_mask"]
     for wrong, must in (
@@ -258,55 +257,45 @@ def collate(
 def check_targets(batch: TokenBatch, *, vocab_size: int = 2**31) -> None:
     """Raise ValueError that names the first wrong place of a batch's targets, if there is one.
 
-    Ids must be below `vocab_size`. Weights must be 0 or more, and sum to one where the loss mask is
-    True; a teacher's log-probabilities must be 0 or less. Padding has no targets: ids and weights
-    are 0 there, log-probabilities -inf.
+    Ids must be below `vocab_size`, weights 0 or more, a teacher's log-probabilities 0 or less.
+    Weights must sum to one where the loss mask is True; padding has none of all these.
 
     >>> masks = {"loss_mask": [False, True], "response_mask": [False, True]}
     >>> targets = {"target_ids": [[0, 0], [7, 8]], "target_weights": [[0, 0], [0.5, 0.25]]}
     >>> collate([{"input_ids": [5, 6], **masks, **targets}])
     Traceback (most recent call last):
-    ValueError: target_weights[0, 1] must sum to one where the loss mask is True, but it is
-    [0.5, 0.25]: divide them by their sum
+    ValueError: target_weights[0, 1] must sum to one where loss_mask is True, but it is [0.5, 0.25]:
+    divide them by their sum
     """
-    ids, weights, teacher = batch.target_ids, batch.target_weights, batch.teacher_logprobs
-    for name, values in {"target_weights": weights, "teacher_logprobs": teacher}.items():
-        if values is not None:
-            shape, found = None if ids is None else tuple(ids.shape), tuple(values.shape)
-            remedy = f"give target_ids of k tokens at each place (they have the shape {shape})"
-            like_ids = "must have the shape [batch, seq, k] of target_ids"
-            require(found == shape and len(found) == 3, name, like_ids, found, remedy)
-    if ids is None:
-        return
-    whole = ids.ndim < 4 and ids.shape[:2] == batch.input_ids.shape and 0 not in ids.shape[2:]
-    like_ids = f"must be [batch, seq] or [batch, seq, k] of {tuple(batch.input_ids.shape)}"
-    require(whole, "target_ids", like_ids, tuple(ids.shape), "give one token or k to each place")
-    real, padding = batch.segment_ids > 0, "targets are of tokens alone"
-    real = real.view(*real.shape, *(1,) * (ids.ndim - 2))
-    known = f"be a token id from 0 to {vocab_size - 1}"
-    rules = [
-        ("target_ids", (ids >= 0) & (ids < vocab_size), known, "use the model's tokenizer"),
-        ("target_ids", real | (ids == 0), "be 0 on padding", padding),
-    ]
-    if weights is not None:
-        name, one = "target_weights", (weights.sum(-1) - 1).abs() < 1e-3
-        sums = "sum to one where the loss mask is True"
-        rules += [
-            (name, (weights >= 0) & (weights < math.inf), "be 0 or more", "give probabilities"),
-            (name, real | (weights == 0), "be 0 on padding", padding),
-            (name, one | ~batch.loss_mask, sums, "divide them by their sum"),
-        ]
-    if teacher is not None:
-        name = "teacher_logprobs"
-        rules += [
-            (name, teacher < 1e-3, "be 0 or less", "give log-probabilities, -inf for no token"),
-            (name, real | (teacher == -math.inf), "be -inf on padding", padding),
-        ]
-    for name, fits, must, remedy in rules:
+
+    def every(fits: Any, must: str, remedy: str) -> None:
         if not fits.all():
             place = (~fits).nonzero()[0].tolist()
-            value = vars(batch)[name][tuple(place)].tolist()
-            require(False, f"{name}{place}", f"must {must}", value, remedy)
+            require(False, f"{name}{place}", must, values[tuple(place)].tolist(), remedy)
+
+    ids, real = batch.target_ids, batch.segment_ids > 0
+    own = None if ids is None else tuple(ids.shape)
+    for name in ("target_ids", "target_weights", "teacher_logprobs"):
+        if (values := vars(batch)[name]) is None:
+            continue
+        shape, must = tuple(values.shape), "must be [batch, seq, k] as target_ids"
+        fits = shape == own and len(shape) == 3
+        if name == "target_ids":
+            fits, must = shape[:2] == real.shape and len(shape) < 4, "must be [batch, seq(, k)]"
+        require(fits, name, must, shape, f"target_ids are {own}, input_ids {tuple(real.shape)}")
+        free, width = FREE.get(name, 0), (1,) * (values.ndim - 2)
+        on_padding = (values == free) | real.view(*real.shape, *width)
+        every(on_padding, f"must be {free} on padding", "give it no targets")
+        if name == "target_ids":
+            last = vocab_size - 1
+            known = (values >= 0) & (values <= last)
+            every(known, f"must be a token id, 0 … {last}", "use the model's tokenizer")
+        elif name == "target_weights":
+            every((values >= 0) & (values < math.inf), "must be 0 or more", "give probabilities")
+            one, must = (values.sum(-1) - 1).abs() < 1e-3, "must sum to one where loss_mask is True"
+            every(one | ~batch.loss_mask, must, "divide them by their sum")
+        else:
+            every(values < 1e-3, "must be 0 or less", "give log-probabilities")
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, check_targets
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
+from nemorl.losses.types import LossOutput, Metrics, Needs, in_main_memory, merge, needs_of
 from nemorl.models.attention import without_cudnn_attention
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import weights_folder
-from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, require_loss_weights
+from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, Output, require_loss_weights
 from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import KIND, CheckpointWriter, Contents, Saved
-from nemorl.parallel.config import BackendConfig, OptimizerConfig
+from nemorl.parallel.config import BackendConfig, OptimizerConfig, OptimSettings
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.layout import Cutting, Layout
 from nemorl.parallel.measure import StepMeter, close_profile, of_step, profile_folder, profiled
@@ -69,7 +69,8 @@ def make_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> t
     for of_mesh in by_mesh.values() or [[]]:
         matrices = [p for p in of_mesh if p.ndim >= 2]
         groups.append({"params": matrices, "weight_decay": config.weight_decay})
-        groups.append({"params": [p for p in of_mesh if p.ndim < 2], "weight_decay": 0.0})
+        vectors = [p for p in of_mesh if p.ndim < 2]
+        groups.append({"params": vectors, "weight_decay": 0.0, "decays": False})
     fused = config.implementation == "fused"
     return torch.optim.AdamW(
         groups,
@@ -110,6 +111,47 @@ class Optimizers:
     def step(self) -> None:
         for part in self.parts:
             part.step()
+
+
+def step_settings(
+    given: OptimSettings | None, config: BackendConfig, step: int, groups: Iterable[Any]
+) -> dict[str, Any]:
+    """Return a step's rate and limit of the norm, and what else is given for it."""
+    own, is_adamw = config.optimizer, all("betas" in group for group in groups)
+    found = {name: x for name, x in vars(given or OptimSettings()).items() if x is not None}
+    for name in found.keys() & {"beta1", "beta2", "eps"}:
+        must, remedy = f"must be None with optimizer.name {own.name}", "it has no such setting"
+        require(is_adamw, f"settings.{name}", must, found[name], remedy)
+    lr = learning_rate(step, own, total_steps=config.total_steps)
+    return {"lr": lr, "max_grad_norm": own.max_grad_norm or math.inf, **found}
+
+
+@contextmanager
+def stepping(groups: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Iterator[None]:
+    """Have an optimizer's groups take a step's settings in the block, and their own after it."""
+    before = [{**group} for group in groups]
+    try:
+        for group in groups:
+            decay = settings.get("weight_decay", group["weight_decay"])
+            group |= {"lr": settings["lr"], "weight_decay": decay * group.get("decays", True)}
+            if "betas" in group:
+                betas = enumerate(group["betas"], 1)
+                group["betas"] = tuple(settings.get(f"beta{n}", beta) for n, beta in betas)
+                group["eps"] = settings.get("eps", group["eps"])
+        yield
+    finally:
+        for group, own in zip(groups, before, strict=True):
+            group |= own
+
+
+def recorded(loss_fn: LossFn, kept: list[ForwardOutput]) -> LossFn:
+    """Return a loss that appends the log-probabilities of its microbatches to `kept`."""
+
+    def recording(output: ForwardOutput, rows: TokenBatch) -> LossOutput:
+        kept.append(ForwardOutput(output.token_logprobs.detach()))
+        return loss_fn(output, rows)
+
+    return recording
 
 
 def require_finite(loss: Float[Tensor, ""], grad_norm: Float[Tensor, ""], *, step: int) -> None:
@@ -236,6 +278,13 @@ def require_head(needs: Needs, head: str) -> None:
     require(head == wanted, "the model's head", requirement, head, remedy)
 
 
+def require_training(config: BackendConfig) -> None:
+    """Raise ValueError unless the backend trains its model."""
+    requirement = "must be True for steps and checkpoints of a model"
+    remedy = "omit trains=False where the backend is made"
+    require(config.trains, "trains", requirement, False, remedy)
+
+
 def whole_outputs(
     found: Sequence[ForwardOutput], layout: Layout, needs: Needs, world: World
 ) -> ForwardOutput:
@@ -339,10 +388,8 @@ class Accumulating(InTurns, ABC):
         """Return what this rank has of its microbatches' outputs."""
 
     @abstractmethod
-    def _gradients(
-        self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
-    ) -> tuple[Metrics, Tensor]:
-        """Add the gradient; return the metrics of this rank's rows and the whole loss."""
+    def _gradients(self, layout: Layout, loss_fn: LossFn, needs: Needs) -> tuple[Metrics, Tensor]:
+        """Add the gradient, of microbatches in order; return own metrics and the whole loss."""
 
     @abstractmethod
     def _held(self, *, keep_weights: bool) -> Iterable[Tensor]:
@@ -360,7 +407,7 @@ class Accumulating(InTurns, ABC):
         """Write this rank's pieces of weights (rank 0: adapters) and optimizer state.
         `transformers` (with LoRA: PEFT) loads what one process writes.
         """
-        self._require_training()
+        require_training(self.config)
         assert self._writer is not None
         state, name = {"step": self.step, "base": self._base}, self.config.optimizer.name
         state |= {} if name == "adamw" else {KIND: name}
@@ -370,7 +417,7 @@ class Accumulating(InTurns, ABC):
 
     def load_checkpoint(self, path: Path) -> None:
         """Restore what either backend's `save_checkpoint` wrote, with any plan."""
-        self._require_training()
+        require_training(self.config)
         saved = Saved(path, self.world)
         saved.require_same(self.config)
         if self.config.lora.rank or self.config.keep_reference:
@@ -398,8 +445,8 @@ class Accumulating(InTurns, ABC):
         """Return the whole gradient's norm, once it is summed over ranks, before clipping."""
 
     @abstractmethod
-    def _update(self, grad_norm: Tensor, lr: float) -> None:
-        """Change the weights."""
+    def _update(self, grad_norm: Tensor, limit: float) -> None:
+        """Clip the gradient of this norm and change the weights."""
 
     def compute(self, batch: TokenBatch, needs: Needs, *, reference: bool = False) -> ForwardOutput:
         require_head(needs, self.config.head)
@@ -419,39 +466,41 @@ class Accumulating(InTurns, ABC):
         output = self.compute(batch, Needs(), reference=True)
         return Logprobs(output.token_logprobs, batch.logprob_kind)
 
-    def _require_training(self) -> None:
-        requirement = "must be True for steps and checkpoints of a model"
-        remedy = "omit trains=False where the backend is made"
-        require(self.config.trains, "trains", requirement, False, remedy)
-
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         self._away.restore()
         self._restart()
         self._is_whole = True
         try:
-            metrics = self.forward_backward(batch, loss_fn)
+            metrics = self.forward_backward(batch, loss_fn).metrics
         finally:
             self._is_whole = False
         return {**metrics, **self.optim_step()}
 
-    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+    def forward_backward(
+        self, batch: TokenBatch, loss_fn: LossFn, *, token_logprobs: bool = False
+    ) -> Output:
         """Add the gradient of a batch's loss. Raises: RanksLost for an error while ranks sum
         gradients; any other error drops what was added since the last step.
         """
-        self._require_training()
+        require_training(self.config)
         self._away.restore()
         require_loss_weights(batch)
         check_targets(batch, vocab_size=self._loaded().config.vocab_size)
-        needs = needs_of(loss_fn)
+        needs, kept = needs_of(loss_fn), list[ForwardOutput]()
         require_head(needs, self.config.head)
+        if token_logprobs:
+            require_head(Needs(), self.config.head)
+            loss_fn = recorded(loss_fn, kept)
         if not self._batches:
             self.meter.begin()
             self.optimizer.zero_grad()
         step, rank = self.step + 1, self.world.rank
         try:
             with profiled(self.config.profile, step=step, rank=rank, last=False):
-                metrics, loss = self._gradients(batch, loss_fn, needs)
+                layout = self.cutting.own_layout(batch, self.place, replay=True)
+                metrics, loss = self._gradients(layout, loss_fn, needs)
             merged = merged_metrics(metrics, {}, self.world)
+            found = whole_outputs(kept, layout, Needs(), self.world) if token_logprobs else None
         except BaseException as error:
             if self.optimizer.reducing:
                 raise RanksLost(
@@ -461,28 +510,29 @@ class Accumulating(InTurns, ABC):
             self._forget()
             raise
         self._batches, self._loss = [*self._batches, batch], self._loss + loss
-        return merged
+        return Output(merged, found.token_logprobs if found else None)
 
-    def optim_step(self) -> Metrics:
+    def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
         """Take an optimizer step along the gradients added since the last one. Raises:
         FloatingPointError, with unchanged weights, if loss or gradient is not finite.
         """
-        self._require_training()
+        require_training(self.config)
         if not self._batches:
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
         self._away.restore()
         config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
+        taken = step_settings(settings, config, self.step, self.optimizer.param_groups)
         self._restart()
         with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
             grad_norm = self._grad_norm()
             require_finite(loss, grad_norm, step=self.step + 1)
-            lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
             # Counted before the weights change: after an error in the update the step has begun.
             self.step += 1
-            self._update(grad_norm, lr)
+            with stepping(self.optimizer.param_groups, taken):
+                self._update(grad_norm, taken["max_grad_norm"])
             measured = self.meter.end(batches, copied=copied)
             metrics = merged_metrics({}, measured, self.world)
-        return {**metrics, **of_step(batches, loss, grad_norm, lr)}
+        return {**metrics, **of_step(batches, loss, grad_norm, taken["lr"])}
 
     def offload(self, *, keep_weights: bool = False) -> None:
         self._drop_gradients()

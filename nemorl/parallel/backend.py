@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from nemorl.checks import has_own
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import LossOutput, Metrics, Needs, PerToken
+from nemorl.parallel.config import OptimSettings
 from nemorl.parallel.plan import TrainingTraits
 
 REMEDIES = {
@@ -58,6 +60,16 @@ class ForwardOutput:
                 f" training backend has to make ForwardOutput({name}=…)"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What `forward_backward` returns."""
+
+    metrics: Metrics
+    """The loss's."""
+    token_logprobs: PerToken | None = None
+    """Of the pass that made the gradient, where asked for; 0 where none was computed."""
 
 
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
@@ -114,14 +126,20 @@ class TrainingBackend(Protocol):
 class FullTrainingBackend(TrainingBackend, Protocol):
     """A training backend with every method that some run needs."""
 
-    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+    def forward_backward(
+        self, batch: TokenBatch, loss_fn: LossFn, *, token_logprobs: bool = False
+    ) -> Output:
         """Add the gradient of a batch's loss to the gradient of the next `optim_step`. The batch's
-        `loss_weights` are built for the whole step. Returns the loss's metrics.
+        `loss_weights` are built for the whole step.
+
+        token_logprobs: return those that the loss got, [batch, seq], without a pass of their own.
         """
 
-    def optim_step(self) -> Metrics:
+    def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
         """Take an optimizer step along the gradients added since the last one. Returns loss,
         grad_norm, lr and num_tokens.
+
+        settings: of this step alone. Raises: ValueError for one that the optimizer does not have.
         """
 
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
@@ -238,7 +256,8 @@ class SmallBackend(InTurns):
     """Adapts a backend with the `NEEDED` methods, or more, to `FullTrainingBackend` and `InTurns`.
 
     Counts optimizer steps, also in checkpoints, if the backend has no `step`; wraps
-    log-probabilities in `Logprobs` of the batch's `logprob_kind`. A method that the backend lacks
+    log-probabilities in `Logprobs` of the batch's `logprob_kind`, metrics of `forward_backward` in
+    `Output`. A method that the backend lacks
     is an AttributeError.
     """
 
@@ -252,6 +271,8 @@ class SmallBackend(InTurns):
         if name == "get_reference_logprobs":
             return partial(self._logprobs, name)
         found = getattr(inner, name)
+        if name == "forward_backward":
+            return partial(self._output, found)
         return partial(self._hold, found) if name in WAITING else found
 
     @property
@@ -281,6 +302,10 @@ class SmallBackend(InTurns):
         with self.turn:
             found = getattr(self.inner, method)(batch)
         return found if isinstance(found, Logprobs) else Logprobs(found, batch.logprob_kind)
+
+    def _output(self, method: Callable[..., Any], *args: Any, **options: Any) -> Output:
+        found = self._hold(method, *args, **options)
+        return found if isinstance(found, Output) else Output(found)
 
     def _hold(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with self.turn:

@@ -193,6 +193,25 @@ class OptimizerConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """What one `optim_step` takes in place of the configuration's; None: as configured."""
+
+    lr: float | None = None
+    """None: the schedule's. May be 0."""
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    """On matrices only."""
+    max_grad_norm: float | None = None
+    """math.inf: no clipping."""
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        OptimizerConfig(**{**given, "lr": 1.0} if self.lr == 0 else given)
+
+
 def matching(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
     """Return the value of the first of PEFT's patterns that fits a layer's name."""
     fits = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer))

@@ -16,7 +16,7 @@ from nemorl.models.adapters import full_tensor
 from nemorl.models.tiny import tiny_config
 from nemorl.models.tiny import tiny_model as tiny_of
 from nemorl.parallel.accumulation import learning_rate
-from nemorl.parallel.config import OptimizerConfig
+from nemorl.parallel.config import OptimizerConfig, OptimSettings
 from nemorl.parallel.dtensor import optimizers
 from nemorl.parallel.dtensor.optimizers import Muon, make_optimizer
 from tests.parallel import ways
@@ -102,6 +102,31 @@ def test_muon_of_experts_is_torchs_of_each_matrix():
     assert len(stacks) == 4 and stacks[0].shape == (4, 48, 32)
     for stack, matrices in zip(stacks, each, strict=True):
         torch.testing.assert_close(stack, torch.stack(matrices), atol=1e-6, rtol=0)
+
+
+WRONG = {"lr": [-1, math.nan, math.inf], "beta1": [1.0, -0.1], "eps": [0, math.nan]}
+WRONG |= {"beta2": [1.5], "weight_decay": [-1, math.nan], "max_grad_norm": [0, math.nan]}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, x) for name in WRONG for x in WRONG[name]])
+def test_settings_of_a_step_are_checked(name: str, value: float):
+    with pytest.raises(ValueError, match=rf"optimizer.{name} must .* but it is {value}"):
+        OptimSettings(**{name: value})
+
+
+def test_muon_takes_a_steps_rate_and_decay_and_refuses_what_it_does_not_have():
+    batch, made = random_batch(LENGTHS), list[Any]()
+    for given in ({}, {"weight_decay": 0.5}):
+        configured = {} if given else {"weight_decay": 0.5}
+        backend = set_up(tiny_model(), optimizer={"name": "muon", **configured})
+        backend.forward_backward(batch, nll_loss)
+        for name in ("beta1", "beta2", "eps"):
+            must = f"settings.{name} must be None with optimizer.name muon, but it is 0.5"
+            with pytest.raises(ValueError, match=must):
+                backend.optim_step(OptimSettings(**{name: 0.5}))
+        backend.optim_step(OptimSettings(lr=0.03, **given))
+        made.append(dict(backend.weights()))
+    torch.testing.assert_close(*made, atol=0, rtol=0)
 
 
 def groups(model: nn.Module, **options: Any) -> list[tuple[str, set[str], float]]:

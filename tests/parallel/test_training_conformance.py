@@ -13,10 +13,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import LogprobKind, filter_logits
 from nemorl.losses.types import LossOutput, Needs, finalize
 from nemorl.parallel.backend import TrainingBackend
-from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    OptimSettings,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import ATOL, DEVICE, LAYOUTS, LENGTHS, nll_loss, random_batch
@@ -102,6 +109,15 @@ def plain_logprobs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
+def plain_loss(model: nn.Module, batch: TokenBatch) -> torch.Tensor:
+    loss = torch.zeros(())
+    for row, length in enumerate(LENGTHS):
+        if length > 1:
+            ids, mask = batch.input_ids[row : row + 1, :length], batch.loss_mask[row, 1:length]
+            loss = loss - plain_logprobs(model, ids)[mask].sum() / batch.loss_mask.sum()
+    return loss
+
+
 def assert_same_weights(
     a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float
 ) -> None:
@@ -124,10 +140,9 @@ def test_logprobs_are_those_of_each_sequence_alone(make, kind, layout):
         assert (logprobs[row, length:] == 0).all()
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("tied", [True, False])
-def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tied):
-    model = ADAPTED.get(backend_name, lambda model: model)(tiny_model(scale=2.0, tied=tied)).train()
+def plain(backend_name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in plain PyTorch, and its AdamW with the settings of `OPTIMIZER`."""
+    model = ADAPTED.get(backend_name, lambda model: model)(tiny_model(scale=2.0, **options)).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -135,16 +150,19 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
         betas=(0.9, 0.95),
         eps=1e-8,
     )
+    return model, optimizer
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("tied", [True, False])
+def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tied):
+    model, optimizer = plain(backend_name, tied=tied)
     backend = make(tiny_model(scale=2.0, tied=tied), **LAYOUTS[layout])
     for step, lr in enumerate([1e-2, 1e-2, 2e-2 / 3]):
         batch = random_batch(LENGTHS, seed=step)
         metrics = finalize(backend.train_step(batch, nll_loss))
         optimizer.zero_grad()
-        loss = torch.zeros(())
-        for row, length in enumerate(LENGTHS):
-            if length > 1:
-                ids, mask = batch.input_ids[row : row + 1, :length], batch.loss_mask[row, 1:length]
-                loss = loss - plain_logprobs(model, ids)[mask].sum() / batch.loss_mask.sum()
+        loss = plain_loss(model, batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
@@ -159,6 +177,43 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
     expected = {name: p.detach() for name, p in model.named_parameters()}
     # Adam divides by √v: where a gradient is near 0 its rounding shows as up to a share of lr.
     assert_same_weights(weights(backend), expected, atol=2e-4)
+
+
+def test_settings_are_of_one_step(make, backend_name):
+    model, optimizer = plain(backend_name)
+    backend = make(tiny_model(scale=2.0), sequence_packing=True, micro_batch_tokens=40)
+    matrices = optimizer.param_groups[0]
+    own = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "limit": 0.5}
+    given: list[dict[str, Any]] = [
+        {},
+        {"lr": 0.03, "beta1": 0.5, "beta2": 0.8, "eps": 0.01, "weight_decay": 1, "limit": 0.1},
+        {"beta2": 0.5, "limit": math.inf, "lr": 0},
+        {},
+    ]
+    for step, each in enumerate(given):
+        batch = random_batch(LENGTHS, seed=step)
+        found = backend.forward_backward(batch, nll_loss, token_logprobs=True).token_logprobs
+        expected = backend.get_logprobs(batch).values.where(batch.loss_mask, 0.0)
+        torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+        assert not found.requires_grad
+        settings = {{"limit": "max_grad_norm"}.get(name, name): x for name, x in each.items()}
+        metrics = finalize(backend.optim_step(OptimSettings(**settings) if each else None))
+        optimizer.zero_grad()
+        plain_loss(model, batch).backward()
+        taken = {**own, "lr": 0.01 if step < 3 else 0.01 / 3, **each}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), taken["limit"])
+        for group in optimizer.param_groups:
+            betas = taken.get("beta1", 0.9), taken.get("beta2", 0.95)
+            group |= {"lr": taken["lr"], "eps": taken["eps"], "betas": betas}
+        matrices["weight_decay"] = taken["weight_decay"]
+        optimizer.step()
+        assert metrics["lr"] == pytest.approx(taken["lr"])
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert backend.forward_backward(batch, nll_loss).token_logprobs is None
+    if backend_name in ADAPTED:
+        model = model.merge_and_unload()
+    trained = {name: p.detach() for name, p in model.named_parameters()}
+    assert_same_weights(weights(backend), trained, atol=2e-4)
 
 
 def test_the_batchs_kind_of_logprobs_is_applied(make):

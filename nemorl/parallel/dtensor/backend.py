@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -154,9 +155,7 @@ class DTensorBackend(Accumulating):
         trainer, plan = self.config.trainer, self.world.plan
         return Cutting(trainer=trainer, plan=plan, model=self._loaded().config, layers=layers)
 
-    def _gradients(
-        self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
-    ) -> tuple[Metrics, Tensor]:
+    def _gradients(self, layout: Layout, loss_fn: LossFn, needs: Needs) -> tuple[Metrics, Tensor]:
         model, world = self.model.train(), self.world
         if world.sharded:  # dropout that is the same in a resumed run
             later = (len(self._batches),) if self._batches else ()
@@ -164,11 +163,10 @@ class DTensorBackend(Accumulating):
             torch.manual_seed(seed)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
-        layout = self.cutting.own_layout(batch, self.place, replay=True)
         parts = layout.parts(world.data_rank)
         with _passes(self, model):
             if self._mixtures is not None:
-                _balance(self, self._mixtures, batch, parts)
+                _balance(self, self._mixtures, layout.rows, parts)
             for part in parts:
                 rows, work = _next(self, part, part.loss_mask)
                 self._copied += work.copied
@@ -187,12 +185,10 @@ class DTensorBackend(Accumulating):
         norm = nn.utils.get_total_norm(gradients, foreach=True).detach()
         return adapters.full_tensor(norm) if self.world.sharded else norm
 
-    def _update(self, grad_norm: Tensor, lr: float) -> None:
-        if (limit := self.config.optimizer.max_grad_norm) is not None:
+    def _update(self, grad_norm: Tensor, limit: float) -> None:
+        if limit < math.inf:
             parameters = self.model.parameters()
             nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
         if self._mixtures is not None:
             self._mixtures.move_biases()

@@ -121,7 +121,8 @@ class AdamW8bit:
 
     @torch.no_grad()
     def step(self) -> None:
-        self._inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        settings = {k: v for k, v in self.param_groups[0].items() if k != "params"}
+        self._inner.param_groups[0].update(settings)
         for matrix, own in self._own.items():
             own.grad = None if matrix.grad is None else local_part(matrix.grad).contiguous()
         self._inner.step()

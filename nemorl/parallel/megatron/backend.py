@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
 from nemorl.models.causal_lm import check_files, warn_of_unused
@@ -114,14 +113,11 @@ class MegatronBackend(Accumulating):
         hf, trainer = self.model.config, self.config.trainer
         return Cutting(trainer=trainer, plan=self.world.plan, model=hf, layers=hf.num_hidden_layers)
 
-    def _gradients(
-        self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
-    ) -> tuple[Metrics, Tensor]:
-        coef = require_one_batch(self.config.trainer, self._batches)
-        layout, pull = self.cutting.own_layout(batch, self.place, replay=True), None
+    def _gradients(self, layout: Layout, loss_fn: LossFn, needs: Needs) -> tuple[Metrics, Tensor]:
+        coef, pull = require_one_batch(self.config.trainer, self._batches), None
         if coef:
             load = self._pipeline.load(self._stages, layout)
-            count = batch.num_tokens * self.model.config.num_hidden_layers
+            count = layout.rows.num_tokens * self.model.config.num_hidden_layers
             balance, pull = load.loss(count), load.pull(count, coef=coef)
         self._stages.train()
         with balancing(self._stages, pull), self.optimizer.adding(last=self._is_whole):
@@ -151,9 +147,9 @@ class MegatronBackend(Accumulating):
         with self._runtime():
             return self.optimizer.reduce()
 
-    def _update(self, grad_norm: Tensor, lr: float) -> None:
+    def _update(self, grad_norm: Tensor, limit: float) -> None:
         with self._runtime():
-            self.optimizer.step(grad_norm, lr)
+            self.optimizer.step(grad_norm, limit)
 
     def _outputs(self, layout: Layout, needs: Needs, *, reference: bool) -> list[ForwardOutput]:
         stages = self._reference if reference else self._stages

@@ -1,5 +1,6 @@
 """megatron-core's distributed optimizer: each data parallel rank has a share of AdamW's state."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -69,6 +70,10 @@ class ShardedAdamW:
         part.tp_group = core.parallel_state.get_tensor_model_parallel_group()
         return part
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
     def part(self, parameter: nn.Parameter) -> Any:
         return self.parts[0 if getattr(parameter, "allreduce", True) else -1]
 
@@ -122,14 +127,12 @@ class ShardedAdamW:
         dist.all_reduce(squares)
         return squares.sqrt()
 
-    def step(self, norm: Float[Tensor, ""], lr: float) -> None:
+    def step(self, norm: Float[Tensor, ""], limit: float) -> None:
         """Clip the gradient of this norm, and take a step; a collective call."""
         self.wait()
         for part in self.parts:
-            if (limit := self.config.max_grad_norm) is not None:
+            if limit < math.inf:
                 nn.utils.clip_grads_with_norm_(part.get_parameters(), limit, norm, foreach=True)
-            for group in part.param_groups:
-                group["lr"] = lr
         for part in self.parts:
             # Its own step would gather all parameters for each part.
             core.MixedPrecisionOptimizer.step_with_ready_grads(part)

@@ -17,8 +17,8 @@ from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics, Needs
 from nemorl.models.causal_lm import Head, from_config
 from nemorl.models.hub import CONFIG, base_of, read_config
-from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn
-from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.backend import ForwardOutput, InTurns, LossFn, Output
+from nemorl.parallel.config import BackendConfig, OptimSettings
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import Completion
@@ -144,11 +144,14 @@ class RankedTrainer(InTurns):
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         return self._call("train_step", batch, loss_fn)
 
-    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        return self._call("forward_backward", batch, loss_fn)
+    def forward_backward(
+        self, batch: TokenBatch, loss_fn: LossFn, *, token_logprobs: bool = False
+    ) -> Output:
+        options = {"token_logprobs": True} if token_logprobs else {}
+        return self._call("forward_backward", batch, loss_fn, **options)
 
-    def optim_step(self) -> Metrics:
-        return self._call("optim_step")
+    def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
+        return self._call("optim_step", *(() if settings is None else (settings,)))
 
     def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
         return self._call("compute", batch, needs)

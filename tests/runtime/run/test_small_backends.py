@@ -9,8 +9,8 @@ import torch
 import nemorl
 from nemorl.data import collate, to_examples
 from nemorl.losses import token_mean_weights
-from nemorl.losses.types import finalize
-from nemorl.parallel.backend import ForwardOutput, TrainingBackend
+from nemorl.losses.types import Sum, finalize
+from nemorl.parallel.backend import ForwardOutput, Output, TrainingBackend, as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.algorithms import sft
 from nemorl.runtime.run import devices, registry
@@ -99,6 +99,16 @@ def test_by_its_name(registered: type, tmp_path: Path):
     backend.shutdown()
     with pytest.raises(ValueError, match="can't be made with a loaded model: name the model's fol"):
         nemorl.get_training_backend("small", tiny_model())
+
+
+def test_plain_metrics_become_an_output():
+    class Accumulates(Small):
+        def forward_backward(self, batch, loss_fn):
+            return batch
+
+    metrics = {"loss": Sum(torch.ones(()))}
+    output = as_training_backend(Accumulates()).forward_backward(metrics, None)
+    assert output == Output(metrics) and output.token_logprobs is None
 
 
 def run(config, folder: Path, **given):

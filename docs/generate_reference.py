@@ -33,9 +33,11 @@ INTRODUCTION = """\
 
 A setting is a key in YAML (`optimizer: {lr: 1e-6}`), a flag (`--optimizer.lr 1e-6`), a field in
 Python (`OptimizerConfig(lr=1e-6)`) and an argument of `nemorl.train` (`lr=1e-6`, or
-`optimizer__lr=1e-6` if the name alone is not unique). The last part of a name is enough for a flag,
-too, where it is unique (`--lr 1e-6`), and `--model`, `--data` and `--run` are short for
-`--model.path`, `--data.train` and `--run.dir`.
+`optimizer__lr=1e-6` if the name alone is not unique, or `optimizer={"lr": 1e-6}`). As `async` is a
+word of Python's, that section is `async_` there: `async_={"max_staleness": 1}`, or
+`async__max_staleness=1`. The last part of a name is enough for a flag, too, where it is unique
+(`--lr 1e-6`), and `--model`, `--data` and `--run` are short for `--model.path`, `--data.train` and
+`--run.dir`.
 
 Later layers win: defaults, then `--preset`, then `--config` (of several the later one), then flags.
 `--print-config` writes what a run would use as a file for `--config`. Code that a file names runs

@@ -13,7 +13,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
 from nemorl.runtime.config.grpo import GRPOConfig, of_preset
 from nemorl.runtime.config.spellings import advice
-from nemorl.runtime.config.tree import construct, flat, keys_named, layer, leaves, to_dict
+from nemorl.runtime.config.tree import construct, flat, key_of, keys_named, layer, leaves, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError, without_secrets
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.open_run import run
@@ -57,7 +57,8 @@ def train(
     - `environment_factory`: a class with tools (docs/environments.md); `reward_fn` judges
     - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` of GRPO: "dapo", …
     - `overrides`: settings by name where that is unique (`lr=1e-6`), by section and name
-      (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`)
+      (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`). The
+      section `async` is `async_` in Python (`async_={"max_staleness": 1}`)
 
     Returns metrics, history, paths and the trained model (None where it was spread over devices:
     load paths.hf). Raises ValueError that names the field where something can't work.
@@ -135,9 +136,10 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         raise ConfigError(
             f"reward must be a name here, but it is {short(value)}: pass it as reward_fn=", name
         )
-    if name in {key.partition(".")[0] for key in own}:
-        return name, value
-    found = [MAIN.get(name, name.replace("__", "."))]
+    fields = {field.name: key_of(field.name) for field in dataclasses.fields(cls)}
+    if name in fields or name in fields.values():
+        return fields.get(name, name), value
+    found = [MAIN.get(name, name.replace("___", "__").replace("__", "."))]
     if found[0] not in own:
         found = keys_named(name, own)
     if len(found) > 1:

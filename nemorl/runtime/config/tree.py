@@ -494,7 +494,9 @@ def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
 def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
     section, dot, name = key.rpartition(".")
     names, keys = [key_of(field.name) for field in dataclasses.fields(owner)], leaves(cls)
-    if elsewhere := keys_named(name, keys):
+    if key in keys:
+        hint = f": another {section}.name has it;"
+    elif elsewhere := keys_named(name, keys):
         hint = f"; did you mean {' or '.join(elsewhere)}?"
     else:
         if found := _foreign(cls, key, value):

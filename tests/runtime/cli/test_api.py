@@ -1,6 +1,9 @@
 """`nemorl.train` and the trainers are `nemorl.run` under another name."""
 
+import dataclasses
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,9 @@ import pytest
 import torch
 
 import nemorl
-from nemorl.runtime.cli.api import make_config
+from nemorl.runtime.cli import api
+from nemorl.runtime.cli.api import _nested, make_config
+from nemorl.runtime.config.tree import command_of, key_of, keys_named, leaves, to_dict
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -132,6 +137,41 @@ def test_settings_of_answers_by_name(folder: Path):
     assert by_name == by_section and len(by_name) == 1
 
 
+@pytest.mark.parametrize("cls", [nemorl.GRPOConfig, nemorl.SFTConfig, nemorl.DPOConfig])
+def test_every_setting_has_its_names(cls: type[Any], monkeypatch: pytest.MonkeyPatch):
+    """By section and name always, alone where that is unique; each section whole."""
+    monkeypatch.setattr(api, "leaves", cache(leaves))
+    command, own = command_of(cls), leaves(cls)
+    fields = {key_of(field.name): field.name for field in dataclasses.fields(cls)}
+    for key in own:
+        section, _, last = key.rpartition(".")
+        names = {last} if keys_named(last, own) == [key] else set[str]()
+        names |= {f"{each}__{last}" for each in (section, fields.get(section)) if each}
+        for name in names:
+            expected = (section, {last: 7}) if section else (last, 7)
+            assert _nested(cls, command, name, 7) == expected, name
+    for key, field in fields.items():
+        value = getattr(cls(), field)
+        tree = to_dict(value) if dataclasses.is_dataclass(value) else value
+        for name, each in product((key, field), (value, tree)):
+            assert _nested(cls, command, name, each) == (key, tree)
+            assert make_config(command, **{name: each}) == cls()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("async_", {"max_staleness": 2}),
+        ("async_", nemorl.AsyncConfig(max_staleness=2)),
+        ("async__max_staleness", 2),
+        ("async___max_staleness", 2),
+        ("max_staleness", 2),
+    ],
+)
+def test_a_section_with_the_name_of_a_keyword(name: str, value: Any):
+    assert trainer(**{name: value}).config.async_ == nemorl.AsyncConfig(max_staleness=2)
+
+
 def trainer(**arguments: Any) -> nemorl.GRPOTrainer:
     return nemorl.GRPOTrainer("model", **arguments)
 
@@ -142,6 +182,13 @@ REFUSED: dict[str, Callable[[], Any]] = {
         "grpo", optimizer__lrr=1
     ),
     "optimizer__lr must be given once": lambda: make_config("grpo", lr=1e-3, optimizer__lr=1e-4),
+    "unknown key loss.token_gradient: another loss.name has it; keys of": lambda: make_config(
+        "grpo", token_gradient=True
+    ),
+    "async.max_staleness must be at least 0, but it is -1": lambda: make_config(
+        "grpo", async_={"max_staleness": -1}
+    ),
+    r"unknown setting async__stale of grpo": lambda: make_config("grpo", async__stale=1),
     "several sections: write trainer__backend or generation__backend": lambda: make_config(
         "grpo", backend="torch"
     ),

@@ -142,13 +142,11 @@ class TokenBatch:
     route_ids: Int[Tensor, "batch seq"] | None = None
     """In microbatches of a rank with some of the layers: equal where the experts of all are."""
     target_ids: Int[Tensor, "batch seq *k"] | None = None
-    """Tokens to predict instead of `input_ids`: one for each place, or k for soft targets."""
+    """Tokens to predict instead of `input_ids`: one at each place, or k."""
     target_weights: Float[Tensor, "batch seq k"] | None = None
-    """Probabilities of the `target_ids`. They sum to one where the loss mask is True; there
-    `token_logprobs` is Σ_k w_k log p(target_k | x_<t), and `nll` is their cross-entropy.
-    """
+    """Probabilities of `target_ids`: `token_logprobs` is Σ_k w_k log p(target_k | x_<t)."""
     teacher_logprobs: Float[Tensor, "batch seq k"] | None = None
-    """A teacher's log-probabilities of the `target_ids`, for distillation; -inf: an empty place."""
+    """A teacher's, of `target_ids`, for distillation; -inf: an empty place."""
     logprob_kind: LogprobKind = LogprobKind()
     """The distribution of all logprob arrays, also of the ones that the trainer computes."""
 
@@ -208,7 +206,7 @@ def collate(
         examples: `Example`s, or dicts with their fields. An optional array is for all or none.
         length: the width; default: the longest sequence.
     Raises: ValueError where only some have an optional array, where a loss mask leaves its response
-    mask or trains on a first token, and for targets that `check_targets` refuses.
+    mask or trains on a first token, and of `check_targets`.
 
     >>> one = Example(input_ids=[5, 6], loss_mask=[False, True], response_mask=[False, True])
     >>> batch = collate([one, {"input_ids": [8], "loss_mask": [False], "response_mask": [False]}])
@@ -257,15 +255,12 @@ def collate(
 def check_targets(batch: TokenBatch, *, vocab_size: int = 2**31) -> None:
     """Raise ValueError that names the first wrong place of a batch's targets, if there is one.
 
-    Ids must be below `vocab_size`, weights 0 or more, a teacher's log-probabilities 0 or less.
-    Weights must sum to one where the loss mask is True; padding has none of all these.
+    vocab_size: of the model; what ids must be below.
 
-    >>> masks = {"loss_mask": [False, True], "response_mask": [False, True]}
-    >>> targets = {"target_ids": [[0, 0], [7, 8]], "target_weights": [[0, 0], [0.5, 0.25]]}
-    >>> collate([{"input_ids": [5, 6], **masks, **targets}])
+    >>> masks = {"loss_mask": [False], "response_mask": [False]}
+    >>> check_targets(collate([{"input_ids": [5], **masks, "target_ids": [8]}]), vocab_size=8)
     Traceback (most recent call last):
-    ValueError: target_weights[0, 1] must sum to one where loss_mask is True, but it is [0.5, 0.25]:
-    divide them by their sum
+    ValueError: target_ids[0, 0] must be a token id, 0 … 7, but it is 8: use the model's tokenizer
     """
 
     def every(fits: Any, must: str, remedy: str) -> None:
@@ -292,7 +287,10 @@ def check_targets(batch: TokenBatch, *, vocab_size: int = 2**31) -> None:
             every(known, f"must be a token id, 0 … {last}", "use the model's tokenizer")
         elif name == "target_weights":
             every((values >= 0) & (values < math.inf), "must be 0 or more", "give probabilities")
-            one, must = (values.sum(-1) - 1).abs() < 1e-3, "must sum to one where loss_mask is True"
+            one, must = (
+                (values.float().sum(-1) - 1).abs() < 1e-3,
+                "must sum to one where loss_mask is True",
+            )
             every(one | ~batch.loss_mask, must, "divide them by their sum")
         else:
             every(values < 1e-3, "must be 0 or less", "give log-probabilities")

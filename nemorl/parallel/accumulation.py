@@ -145,7 +145,7 @@ def stepping(groups: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Iter
 
 
 def recorded(loss_fn: LossFn, kept: list[ForwardOutput]) -> LossFn:
-    """Return a loss that appends the log-probabilities of its microbatches to `kept`."""
+    """Return a loss that keeps its log-probabilities."""
 
     def recording(output: ForwardOutput, rows: TokenBatch) -> LossOutput:
         kept.append(ForwardOutput(output.token_logprobs.detach()))

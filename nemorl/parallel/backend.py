@@ -67,9 +67,8 @@ class Output:
     """What `forward_backward` returns."""
 
     metrics: Metrics
-    """The loss's."""
     token_logprobs: PerToken | None = None
-    """Of the pass that made the gradient, where asked for; 0 where none was computed."""
+    """Of the pass that made the gradient, on request; 0 off the loss mask."""
 
 
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
@@ -132,7 +131,7 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """Add the gradient of a batch's loss to the gradient of the next `optim_step`. The batch's
         `loss_weights` are built for the whole step.
 
-        token_logprobs: return those that the loss got, [batch, seq], without a pass of their own.
+        token_logprobs: return the ones that the loss got, without a second pass.
         """
 
     def optim_step(self, settings: OptimSettings | None = None) -> Metrics:

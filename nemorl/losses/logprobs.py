@@ -5,7 +5,7 @@ The shift by one happens here alone (docs/numerics.md, Conventions).
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -267,11 +267,127 @@ def entropy(
     return _describe(-(logprobs.exp() * _finite(logprobs)).sum(-1), segment_ids)
 
 
-def _cotangents(grads: Any, kind: LogprobKind, entropies: Tensor) -> Any:
-    # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
-    g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in grads)
-    offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g)
-    return g, ge, offset - (0.0 if ge is None else ge * entropies[:, None])
+class HeadOutputs(NamedTuple):
+    """What a head computes of each token's distribution p. Without `top_k` or `targets` theirs are
+    None.
+    """
+
+    token_logprobs: Float[Tensor, "tokens"]
+    entropy: Float[Tensor, "tokens"]
+    """0 unless asked for."""
+    target_logprobs: Float[Tensor, "tokens k"] | None = None
+    """log p of given ids; -inf, with gradient 0, outside a filter's support."""
+    target_rest_logprobs: Float[Tensor, "tokens"] | None = None
+    """log Σ p over all other tokens; -inf, with gradient 0, where there are none."""
+    top_ids: Int[Tensor, "tokens top_k"] | None = None
+    """The likeliest tokens, likeliest first, of equal ones the lowest id first."""
+    top_logprobs: Float[Tensor, "tokens top_k"] | None = None
+    top_rest_logprobs: Float[Tensor, "tokens"] | None = None
+
+
+def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    values, ids = logits.topk(k, dim=-1)  # which of equal ones, and in which order, is undefined
+    last = values[..., -1:]
+    ties = (logits == last).int().cumsum_(-1)
+    place = torch.arange(1, k + 1, device=ids.device) - (values > last).sum(-1, keepdim=True)
+    lowest = torch.searchsorted(ties, place.clamp(min=1).int())
+    return _first(values, torch.where(values > last, ids, lowest), k)
+
+
+def _first(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values and their ids, of equal ones the lowest id first."""
+    ids, order = ids.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values[..., :k], ids.gather(-1, order)[..., :k]
+
+
+def _log_rest(
+    every: Tensor, places: Tensor, own: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """log Σ exp over all but the places that are this rank's `own`."""
+    others = every.scatter_add(1, places, torch.where(own, -math.inf, 0.0).to(every.dtype))
+    top = others.amax(-1)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    top = torch.where(top == -math.inf, 0.0, top)
+    total = others.sub_(top[:, None]).exp_().sum(-1)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.log() + top
+
+
+class _Gradients:
+    """Gradients of a head's outputs, and with them that of logits z: d log p(y) = 1[y] − p, dH =
+    −p (log p + H), and of the mass R outside a set S d log R = 1[∉ S] p / R − p.
+
+    `sets`: of `_sets`. `first`, `size`: this rank's part of the vocabulary.
+    """
+
+    def __init__(
+        self, grads: Any, kind: LogprobKind, entropies: Tensor, sets: Any, first: int, size: int
+    ) -> None:
+        scaled = [None if grad is None else grad / kind.temperature for grad in grads]
+        self.filtered, self.first, self.size = kind.filtered, first, size
+        self.token, self.entropy = (None if g is None else g[:, None] for g in scaled[:2])
+        self.offset = torch.zeros_like(entropies)[:, None]
+        if self.token is not None:
+            self.offset = self.offset - self.token
+        if self.entropy is not None:
+            self.offset = self.offset - self.entropy * entropies[:, None]
+        self.at: list[Any] = []
+        self.rest: list[Any] = []
+        for i in range(len(sets) // 3):
+            ids, logprobs, rest = sets[3 * i : 3 * i + 3]
+            at, outside = scaled[2 + 2 * i : 4 + 2 * i]
+            own, places = _own(ids, first, size)
+            if at is not None:
+                at = torch.where(logprobs == -math.inf, 0.0, at)
+                self.offset = self.offset - at.sum(-1, keepdim=True)
+                self.at.append((places, torch.where(own, at, 0.0)))
+            if outside is not None:
+                none = (rest == -math.inf)[:, None]
+                outside = torch.where(none, 0.0, outside[:, None])
+                self.offset = self.offset - outside
+                hidden = torch.where(own & ~none, -math.inf, 0.0).to(rest.dtype)
+                self.rest.append((places, hidden, torch.where(none, 0.0, rest[:, None]), outside))
+
+    def logits(self, every: Tensor, rows: slice) -> Tensor:
+        """Return a chunk's gradient but for the one-hot terms, from its log-probabilities."""
+        factor = self.offset[rows]
+        if self.entropy is not None:
+            finite = _finite(every) if self.filtered else every
+            factor = torch.addcmul(factor, -self.entropy[rows], finite)
+        grad = every.exp() * factor
+        for places, hidden, rest, outside in self.rest:
+            others = every.scatter_add(1, places[rows], hidden[rows])
+            grad = grad.addcmul_(others.sub_(rest[rows]).exp_(), outside[rows])
+        return grad
+
+    def add_one_hot(self, grad: Tensor, ids: Tensor, rows: slice) -> Tensor:
+        if self.token is not None:
+            own, place = _own(ids, self.first, self.size)
+            token = torch.where(own[:, None], self.token[rows], 0.0)
+            grad = grad.scatter_add_(1, place[:, None], token)
+        for places, at in self.at:
+            grad = grad.scatter_add_(1, places[rows], at[rows])
+        return grad
+
+
+def _own(ids: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which ids are among this rank's `size` ones, and where."""
+    place = ids - first
+    return (place >= 0) & (place < size), place.clamp(0, size - 1)
+
+
+def _sets(targets: Tensor | None, output: Any) -> list[Tensor]:
+    """Each set's ids, log-probabilities and log of the rest: the targets', the likeliest ones'."""
+    found = [] if targets is None else [targets, *output[2:4]]
+    return [*found, output[-1], *output[-3:-1]] if len(output) % 2 else found
+
+
+def _head_outputs(found: Any, with_targets: bool) -> HeadOutputs:
+    given, top = found[2:4] if with_targets else (None, None), found[2 + 2 * with_targets :]
+    return HeadOutputs(*found[:2], *given, *((top[2], top[0], top[1]) if top else ()))
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -280,34 +396,45 @@ class _LinearLogprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hidden, weight, ids, kind, chunk, dtype, with_entropy, softcap):
-        logprobs, entropies = [], []
+    def forward(hidden, weight, ids, targets, kind, chunk, dtype, with_entropy, softcap, top_k):
+        found: list[Any] = []
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
-            for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
-                logits = _capped(at_least_float32(h.to(dtype) @ head.t()), softcap)
-                every = _filtered(logits, kind, y).log_softmax(-1)
+            for start in range(0, max(len(hidden), 1), chunk):
+                rows = slice(start, start + chunk)
+                h, y = hidden[rows].to(dtype), ids[rows]
+                logits = _capped(at_least_float32(h @ head.t()), softcap)
+                logits = _filtered(logits, kind, y)
+                top = (_likeliest(logits, top_k)[1],) if top_k else ()
+                every = logits.log_softmax(-1)
                 del logits
-                logprobs.append(every.gather(-1, y[:, None])[:, 0])
+                logprobs = every.gather(-1, y[:, None])[:, 0]
+                entropies = torch.zeros_like(logprobs)
                 if with_entropy:
-                    entropies.append(
-                        -every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1)
-                    )
+                    finite = _finite(every) if kind.filtered else every
+                    entropies = -every.exp().mul_(finite).sum(-1)
+                    del finite
+                sets: list[Tensor] = []
+                for at in (*(() if targets is None else (targets[rows],)), *top):
+                    own = torch.ones_like(at, dtype=torch.bool)
+                    sets += every.gather(-1, at), _log_rest(every, at, own)
+                found.append((logprobs, entropies, *sets, *top))
                 del every  # one [chunk, vocab] array less at the peak
-        result = torch.cat(logprobs)
-        return result, torch.cat(entropies) if with_entropy else torch.zeros_like(result)
+        return tuple(map(torch.cat, zip(*found, strict=True)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        hidden, weight, ids, *ctx.options = inputs
+        hidden, weight, ids, targets, *ctx.options = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, ids, output[1])
+        ctx.save_for_backward(hidden, weight, ids, output[1], *_sets(targets, output))
+        if ctx.options[-1]:
+            ctx.mark_non_differentiable(output[-1])
 
     @staticmethod
     def backward(ctx, *grads: Any):
-        hidden, weight, ids, entropies = ctx.saved_tensors
-        kind, chunk, dtype, _, softcap = ctx.options
-        g, ge, offset = _cotangents(grads, kind, entropies)
+        hidden, weight, ids, entropies, *sets = ctx.saved_tensors
+        kind, chunk, dtype, _, softcap, _ = ctx.options
+        of = _Gradients(grads, kind, entropies, sets, 0, len(weight))
         grad_hidden, grad_weight = [], None
         final = not torch.is_grad_enabled()  # no second derivative: sums may grow in place
         with torch.autocast(hidden.device.type, enabled=False):
@@ -318,19 +445,19 @@ class _LinearLogprobs(torch.autograd.Function):
                 h, y = hidden[rows].to(dtype), ids[rows]
                 capped = _capped(at_least_float32(h @ head.t()), softcap)
                 logits = _filtered(capped, kind, y)
-                if ge is None:
-                    grad = logits.softmax(-1) * offset[rows]
+                slope = None if softcap is None else _slope(capped, softcap)
+                del capped
+                if of.entropy is None and not of.rest:
+                    grad = logits.softmax(-1) * of.offset[rows]
+                    del logits
                 else:
                     every = logits.log_softmax(-1)
-                    grad = every.exp() * torch.addcmul(
-                        offset[rows], -ge[rows], _finite(every) if kind.filtered else every
-                    )
+                    del logits
+                    grad = of.logits(every, rows)
                     del every
-                if g is not None:
-                    grad = grad.scatter_add_(1, y[:, None], g[rows])
-                if softcap is not None:
-                    grad = grad * _slope(capped, softcap)
-                del capped, logits
+                grad = of.add_one_hot(grad, y, rows)
+                if slope is not None:
+                    grad = grad * slope
                 grad = grad.to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
@@ -346,7 +473,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return (
             torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
-            *[None] * 6,
+            *[None] * 8,
         )
 
 
@@ -383,20 +510,36 @@ def flat_linear_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
     softcap: float | None = None,
-) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """Return log p(ids) under softmax(states @ weight.T), unshifted, and its entropy.
+    targets: Int[Tensor, "tokens k"] | None = None,
+    top_k: int = 0,
+) -> HeadOutputs:
+    """Return log p(ids), unshifted, under p = softmax(states @ weight.T), and what else is asked
+    for, in the same pass over chunks.
 
-    The entropy is 0 unless asked for. Arguments: as `linear_token_logprobs`.
+    targets: ids whose log p, and that of all others together, are returned; they may repeat.
+    top_k: of how many of the likeliest tokens the same is returned, with their ids.
+    Other arguments: as `linear_token_logprobs`.
+    Raises: ValueError unless chunk >= 1 and 0 <= top_k <= vocab.
 
-    >>> states, weight = torch.ones(1, 1), torch.zeros(2, 1)
-    >>> flat_linear_logprobs(states, weight, torch.tensor([1]))[0].tolist()
-    [-0.6931471824645996]
+    >>> states, weight = torch.ones(1, 1), torch.tensor([[0.25], [0.75]]).log()
+    >>> found = flat_linear_logprobs(states, weight, torch.tensor([0]), top_k=1)
+    >>> found.top_ids.tolist(), found.top_rest_logprobs.exp().tolist()
+    ([[1]], [0.25])
     """
-    at_least(1, chunk=chunk)
+    _require_sizes(chunk, top_k, len(weight))
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    options = (kind, chunk, dtype, with_entropy, softcap)
-    return _LinearLogprobs.apply(states, weight, ids.long(), *options)
+    options = (kind, chunk, dtype, with_entropy, softcap, top_k)
+    targets = None if targets is None else targets.long()
+    found = _LinearLogprobs.apply(states, weight, ids.long(), targets, *options)
+    return _head_outputs(found, targets is not None)
+
+
+def _require_sizes(chunk: int, top_k: int, vocabulary: int) -> None:
+    at_least(1, chunk=chunk)
+    remedy = "ask for fewer tokens, or 0 for none"
+    requirement = f"must be from 0 to the vocabulary's {vocabulary}"
+    require(0 <= top_k <= vocabulary, "top_k", requirement, top_k, remedy)
 
 
 def linear_token_logprobs(
@@ -431,7 +574,7 @@ def linear_token_logprobs(
     if segment_ids is not None:
         states = torch.where(same_segment(segment_ids)[:, 1:, None], states, 0.0)
     targets = input_ids[:, 1:]
-    logprobs, entropies = flat_linear_logprobs(
+    logprobs, entropies, *_ = flat_linear_logprobs(
         states.flatten(0, 1),
         weight,
         targets.flatten(),
@@ -449,41 +592,61 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
     """`_LinearLogprobs` with a rank's rows of the head; `hidden`'s gradient is its summand."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, group, kind, chunk, with_entropy, softcap):
-        logprobs, normalizers, entropies = [], [], []
+    def forward(ctx, hidden, weight, ids, targets, group, kind, chunk, with_entropy, softcap, k):
+        normalizers: list[Tensor] = []
+        found: list[Any] = []
+        size = len(weight)
+        first = dist.get_rank(group) * size
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(hidden.dtype)
-            for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
+            for start in range(0, max(len(hidden), 1), chunk):
+                rows = slice(start, start + chunk)
+                h, y = hidden[rows], ids[rows]
                 logits = _capped(at_least_float32(h @ head.t()), softcap)
-                logits, mine, place = _local_logits(logits, y, group, kind)
+                logits = _local_logits(logits, y, group, kind)
+                likeliest = (_likeliest_of_all(logits, k, group),) if k else ()
                 top = logits.amax(-1)
                 dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
                 shifted = logits - top[:, None]
-                target = torch.where(mine, shifted.gather(-1, place[:, None])[:, 0], 0.0)
+                del logits
+                sets = (*(() if targets is None else (targets[rows],)), *likeliest)
+                at = torch.cat([y[:, None], *sets], -1)
+                own, places = _own(at, first, size)
                 weights = shifted.exp()
-                moments = (
-                    (weights * _finite(shifted)).sum(-1)
-                    if with_entropy
-                    else torch.zeros_like(target)
-                )
-                parts = torch.stack([target, weights.sum(-1), moments])
+                total = weights.sum(-1)
+                moments = torch.zeros_like(total)
+                if with_entropy:
+                    moments = weights.mul_(_finite(shifted)).sum(-1)
+                del weights
+                parts = torch.where(own, shifted.gather(-1, places), 0.0)
+                parts = torch.cat([total[:, None], moments[:, None], parts], -1)
                 dist.all_reduce(parts, group=group)
-                target, total, moments = parts
-                logprobs.append(target - total.log())
-                normalizers.append(top + total.log())
-                entropies.append(total.log() - moments / total if with_entropy else moments)
-                del logits, shifted, weights
-        result = torch.cat(logprobs), torch.cat(entropies)
+                total, moments, log_total = parts[:, 0], parts[:, 1], parts[:, :1].log()
+                normalizers.append(top + log_total[:, 0])
+                entropies = log_total[:, 0] - moments / total if with_entropy else moments
+                chunk_found, column = [(parts[:, 2:3] - log_total)[:, 0], entropies], 1
+                for one in sets:
+                    columns = slice(column, column := column + one.shape[1])
+                    rest = _log_rest(shifted, places[:, columns], own[:, columns], group)
+                    chunk_found.append(parts[:, 2:][:, columns] - log_total)
+                    chunk_found.append(rest - log_total[:, 0])
+                found.append((*chunk_found, *likeliest))
+                del shifted
+        result = tuple(map(torch.cat, zip(*found, strict=True)))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, ids, torch.cat(normalizers), result[1])
+        saved = torch.cat(normalizers), result[1], *_sets(targets, result)
+        ctx.save_for_backward(hidden, weight, ids, *saved)
+        if k:
+            ctx.mark_non_differentiable(result[-1])
         ctx.options = group, kind, chunk, softcap
         return result
 
     @staticmethod
     def backward(ctx, *grads: Any):
-        hidden, weight, ids, normalizers, entropies = ctx.saved_tensors
+        hidden, weight, ids, normalizers, entropies, *sets = ctx.saved_tensors
         group, kind, chunk, softcap = ctx.options
-        g, ge, offset = _cotangents(grads, kind, entropies)
+        first = dist.get_rank(group) * len(weight)
+        of = _Gradients(grads, kind, entropies, sets, first, len(weight))
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(
             weight, dtype=torch.promote_types(weight.dtype, torch.float32)
@@ -493,21 +656,14 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
                 capped = _capped(at_least_float32(hidden[rows] @ head.t()), softcap)
-                logits, mine, place = _local_logits(capped, ids[rows], group, kind)
-                every = logits - normalizers[rows, None]
-                grad = every.exp() * (
-                    offset[rows]
-                    if ge is None
-                    else torch.addcmul(offset[rows], -ge[rows], _finite(every))
-                )
-                del every, logits
-                if g is not None:
-                    grad = grad.scatter_add_(
-                        1, place[:, None], torch.where(mine[:, None], g[rows], 0.0)
-                    )
-                if softcap is not None:
-                    grad = grad * _slope(capped, softcap)
+                every = _local_logits(capped, ids[rows], group, kind) - normalizers[rows, None]
+                slope = None if softcap is None else _slope(capped, softcap)
                 del capped
+                grad = of.logits(every, rows)
+                del every
+                grad = of.add_one_hot(grad, ids[rows], rows)
+                if slope is not None:
+                    grad = grad * slope
                 grad = grad.to(hidden.dtype)
                 grad_hidden[rows] = grad @ head
                 if ctx.needs_input_grad[1]:
@@ -518,24 +674,33 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            *[None] * 6,
+            *[None] * 8,
         )
+
+
+def _likeliest_of_all(local: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
+    """The ids of the k largest logits of all ranks."""
+    size, world = local.shape[1], dist.get_world_size(group)
+    values, ids = _likeliest(local, min(k, size))
+    ids = ids + dist.get_rank(group) * size
+    both = []
+    for mine in (values, ids):
+        parts = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(parts, mine.contiguous(), group=group)
+        both.append(torch.cat(parts, -1))
+    return _first(both[0], both[1], k)[1]
 
 
 def _local_logits(
     local: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's filtered logits of this rank's tokens; which tokens are in it, and where."""
-    size = local.shape[1]
-    first = dist.get_rank(group) * size
-    if kind.filtered:  # needs the whole vocabulary
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        local = _filtered(torch.cat(parts, -1), kind, ids)[:, first : first + size]
-    else:
-        local = _filtered(local, kind, None)
-    place = ids - first
-    return local, (place >= 0) & (place < size), place.clamp(0, size - 1)
+) -> Tensor:
+    """A chunk's filtered logits of this rank's tokens."""
+    if not kind.filtered:
+        return _filtered(local, kind, None)
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local.contiguous(), group=group)  # filters need the whole vocabulary
+    whole = _filtered(torch.cat(parts, -1), kind, ids)
+    return whole.chunk(len(parts), -1)[dist.get_rank(group)]
 
 
 def vocab_parallel_linear_logprobs(
@@ -548,7 +713,9 @@ def vocab_parallel_linear_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
     softcap: float | None = None,
-) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+    targets: Int[Tensor, "tokens k"] | None = None,
+    top_k: int = 0,
+) -> HeadOutputs:
     """Return `flat_linear_logprobs` where each rank of `group` has equally many rows of the head.
 
     Parts are in the order of ranks; group=None: this process has all. All ranks have the same
@@ -559,10 +726,13 @@ def vocab_parallel_linear_logprobs(
     >>> vocab_parallel_linear_logprobs(states, weight, torch.tensor([1]), None)[0].tolist()
     [-0.6931471824645996]
     """
+    options: dict[str, Any] = {"kind": kind, "chunk": chunk, "with_entropy": with_entropy}
     if group is None:
-        return flat_linear_logprobs(
-            states, weight, ids, kind=kind, chunk=chunk, with_entropy=with_entropy, softcap=softcap
-        )
-    return _VocabParallelLinearLogprobs.apply(
-        states, weight, ids.long(), group, kind, chunk, with_entropy, softcap
+        options |= {"softcap": softcap, "targets": targets, "top_k": top_k}
+        return flat_linear_logprobs(states, weight, ids, **options)
+    _require_sizes(chunk, top_k, len(weight) * dist.get_world_size(group))
+    targets = None if targets is None else targets.long()
+    found = _VocabParallelLinearLogprobs.apply(
+        states, weight, ids.long(), targets, group, *options.values(), softcap, top_k
     )
+    return _head_outputs(found, targets is not None)

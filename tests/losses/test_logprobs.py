@@ -16,6 +16,7 @@ from nemorl.losses.logprobs import (
     LogprobKind,
     entropy,
     filter_logits,
+    flat_linear_logprobs,
     linear_token_logprobs,
     token_logprobs,
 )
@@ -248,6 +249,68 @@ def test_the_chunked_head_is_the_plain_one(
         torch.testing.assert_close(b, a, **EXACT)
 
 
+@given(
+    SEEDS,
+    KINDS,
+    st.integers(1, 7),
+    st.sampled_from([1, 2, 1000]),
+    st.sampled_from([None, 1.5]),
+    st.sets(st.sampled_from(["targets", "rest", "top", "top rest"]), min_size=1),
+)
+def test_sets_of_tokens_and_what_is_outside_them_are_those_of_whole_logits(
+    seed, kind, k, chunk, softcap, used
+):
+    states, weight = 2 * randn(5, 3, seed=seed), randn(7, 3, seed=seed + 1)
+    weight[5] = weight[1]  # equally likely
+    leaves = states.requires_grad_(), weight.requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    ids, targets = (torch.randint(0, 7, (5, *n), generator=generator) for n in ((), (3,)))
+    options = {"kind": kind, "chunk": chunk, "softcap": softcap}
+    found = flat_linear_logprobs(states, weight, ids, targets=targets, top_k=k, **options)
+
+    logits = states @ weight.T
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = filter_logits(logits, keep=ids, **vars(kind))
+    every = logits.log_softmax(-1)
+    top = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(found.top_ids, top)
+
+    def rest(ids):
+        others = every.masked_fill(torch.zeros_like(every).scatter(1, ids, 1.0) > 0, -INF)
+        none = (others == -INF).all(-1)
+        return torch.where(none, -INF, torch.where(none[:, None], 0.0, others).logsumexp(-1))
+
+    expected = {
+        "targets": (found.target_logprobs, every.gather(1, targets)),
+        "rest": (found.target_rest_logprobs, rest(targets)),
+        "top": (found.top_logprobs, every.gather(1, top)),
+        "top rest": (found.top_rest_logprobs, rest(top)),
+    }
+    for got, value in expected.values():
+        torch.testing.assert_close(got, value, **EXACT)
+    mass = found.top_logprobs.exp().sum(-1) + found.top_rest_logprobs.exp()
+    torch.testing.assert_close(mass, torch.ones_like(mass))
+    assert k < 7 or (found.top_rest_logprobs == -INF).all()
+    cotangents = randn(4, 5, 7, seed=seed + 2)
+    losses = [0.0, 0.0]
+    for name, cotangent in zip(sorted(used), cotangents, strict=False):
+        for i, values in enumerate(expected[name]):
+            finite = torch.where(values.isfinite(), values, 0.0).view(5, -1)
+            losses[i] += (finite * cotangent[:, : finite.shape[1]]).sum()
+    for got, value in zip(*(torch.autograd.grad(x, leaves) for x in losses), strict=True):
+        torch.testing.assert_close(got, value, **EXACT)
+
+
+def test_what_is_outside_a_set_is_exact_however_little_it_is():
+    states = torch.ones(1, 1)
+    weight = torch.tensor([[0.0], [-200.0], [-201.0]]).requires_grad_()
+    rest = flat_linear_logprobs(states, weight, torch.tensor([0]), top_k=1).top_rest_logprobs
+    assert rest is not None and rest.item() == pytest.approx(-200 + math.log1p(math.exp(-1)))
+    (gradient,) = torch.autograd.grad(rest, weight)
+    shares = torch.tensor([-1.0, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))])
+    torch.testing.assert_close(gradient[:, 0], shares)
+
+
 @pytest.mark.parametrize("chunk", [2, 100])
 def test_gradients_for_several_cotangents_at_once_are_those_for_each(chunk):
     """A gradient may have a batch dimension where hidden states and weight have none."""
@@ -271,6 +334,21 @@ def test_law_8_gradcheck_also_of_the_second_derivative(kind, softcap):
 
     def chunked(h, w):
         return linear_token_logprobs(h, w, IDS, segment_ids=SEGMENTS, **options)
+
+    assert torch.autograd.gradcheck(chunked, leaves)
+    assert torch.autograd.gradgradcheck(chunked, leaves)
+
+
+@pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3)])
+def test_gradcheck_of_sets_also_of_the_second_derivative(kind):
+    leaves = randn(2, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_()
+    ids = torch.tensor([4, 0])
+    targets = torch.stack([ids, ids], -1)  # repeated, and in each support
+    options = {"kind": kind, "chunk": 1, "with_entropy": True, "softcap": 1.5}
+
+    def chunked(h, w):
+        found = flat_linear_logprobs(h, w, ids, targets=targets, top_k=2, **options)
+        return found.target_logprobs, found.top_logprobs, found.target_rest_logprobs
 
     assert torch.autograd.gradcheck(chunked, leaves)
     assert torch.autograd.gradgradcheck(chunked, leaves)

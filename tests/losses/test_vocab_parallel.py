@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from nemorl.losses.logprobs import (
+    HeadOutputs,
     LogprobKind,
     flat_linear_logprobs,
     vocab_parallel_linear_logprobs,
@@ -18,32 +19,36 @@ KINDS = {
     "capped top_k": (LogprobKind(top_k=5), 2.0),
 }
 """Distributions, and caps of the logits."""
+TOP = 8
+"""More than the rows of the head that one of two ranks has."""
 
 
 def problem() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    states, weight = (
+    states, weight, scale = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((11, 6), (12, 6))
+        for shape in ((11, 6), (12, 6), (11,))
     )
-    ids = torch.randint(0, 12, (11,), generator=generator)
-    return (
-        2 * states,
-        weight,
-        ids,
-        *(torch.randn(11, generator=generator, dtype=torch.float64) for _ in range(2)),
-    )
+    weight[7] = weight[2]  # equally likely, on different ranks
+    ids, targets = (torch.randint(0, 12, (11, *k), generator=generator) for k in ((), (3,)))
+    return 2 * states, weight, ids, targets, scale
+
+
+def outcome(found: HeadOutputs, scale: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    """All outputs, and the gradients of a sum of all."""
+    numbers = [x for x in found if x.is_floating_point()]
+    finite = [torch.where(x.isfinite(), x, 0.0).view(len(scale), -1).sum(-1) for x in numbers]
+    sum((i + scale) @ x for i, x in enumerate(finite)).backward()
+    assert found.top_ids is not None
+    return [*(x.detach() for x in numbers), found.top_ids, *(leaf.grad.clone() for leaf in leaves)]
 
 
 def whole(kind: LogprobKind, softcap: float | None) -> list[torch.Tensor]:
-    states, weight, ids, a, b = problem()
+    states, weight, ids, targets, scale = problem()
     states.requires_grad_(), weight.requires_grad_()
-    logprobs, entropy = flat_linear_logprobs(
-        states, weight, ids, kind=kind, with_entropy=True, softcap=softcap
-    )
-    (a @ logprobs + b @ entropy).backward()
-    assert states.grad is not None and weight.grad is not None
-    return [logprobs.detach(), entropy.detach(), states.grad, weight.grad]
+    options = {"kind": kind, "softcap": softcap, "targets": targets, "top_k": TOP}
+    found = flat_linear_logprobs(states, weight, ids, with_entropy=True, **options)
+    return outcome(found, scale, states, weight)
 
 
 def split() -> dict[str, list[torch.Tensor]]:
@@ -51,24 +56,19 @@ def split() -> dict[str, list[torch.Tensor]]:
     for name, (kind, softcap) in KINDS.items():
         options = {"kind": kind, "softcap": softcap}
         for chunk in (3, 100):
-            states, weight, ids, a, b = problem()
+            states, weight, ids, targets, scale = problem()
             part = weight.chunk(2)[rank].clone().requires_grad_()
             states.requires_grad_()
-            logprobs, entropy = vocab_parallel_linear_logprobs(
-                states, part, ids, group, chunk=chunk, with_entropy=True, **options
+            more = {"targets": targets, "top_k": TOP, "with_entropy": True}
+            both = vocab_parallel_linear_logprobs(
+                states, part, ids, group, chunk=chunk, **options, **more
             )
-            (a @ logprobs + b @ entropy).backward()
-            found[f"{name}, {chunk}"] = [
-                logprobs.detach(),
-                entropy.detach(),
-                states.grad,
-                part.grad.clone(),
-            ]
+            found[f"{name}, {chunk}"] = outcome(both, scale, states, part)
             alone = vocab_parallel_linear_logprobs(
                 states.detach(), part, ids, group, chunk=chunk, **options
             )[0]
-            (a @ alone).backward()  # without the entropy
-            assert torch.allclose(alone.detach(), logprobs.detach(), atol=1e-12)
+            (scale @ alone).backward()  # without anything else
+            assert torch.allclose(alone.detach(), both[0].detach(), atol=1e-12)
     return found
 
 
@@ -78,8 +78,8 @@ def test_a_split_head_is_what_a_whole_one_gives():
         expected = whole(*how)
         for chunk in (3, 100):
             first, second = (found[f"{name}, {chunk}"] for found in parts)
-            for i, wanted in enumerate(expected[:2]):
+            for i, wanted in enumerate(expected[:-2]):
                 torch.testing.assert_close(first[i], wanted, **EXACT)
                 torch.testing.assert_close(second[i], wanted, **EXACT)
-            torch.testing.assert_close(first[2] + second[2], expected[2], **EXACT)
-            torch.testing.assert_close(torch.cat([first[3], second[3]]), expected[3], **EXACT)
+            torch.testing.assert_close(first[-2] + second[-2], expected[-2], **EXACT)
+            torch.testing.assert_close(torch.cat([first[-1], second[-1]]), expected[-1], **EXACT)

@@ -40,35 +40,51 @@ class Needs:
     """The entropy of each token's distribution, too."""
     values: bool = False
     """The values of a scalar head (`BackendConfig.head`), in place of log-probabilities."""
+    top_k: int = 0
+    """Of how many of the likeliest tokens at each place their ids, log-probabilities and the log of
+    the mass outside them, too.
+    """
+    targets: bool = False
+    """The log-probabilities of `TokenBatch.target_ids` [batch, seq, k] and the log of the mass
+    outside them, too.
+    """
 
     def __post_init__(self) -> None:
-        require(
-            not (self.entropy and self.values),
-            "needs.entropy",
-            "can't be given together with values",
-            True,
-            "a scalar head has no distribution of tokens",
-        )
+        for name in ("entropy", "top_k", "targets"):
+            value = getattr(self, name)
+            remedy = "a scalar head has no distribution of tokens"
+            requirement = "can't be given together with values"
+            require(not (value and self.values), f"needs.{name}", requirement, value, remedy)
+        requirement, remedy = "must be a number of tokens, at least 0", "0 asks for none"
+        require(self.top_k >= 0, "needs.top_k", requirement, self.top_k, remedy)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the tensors that a loss with these needs gets."""
         if self.values:
             return ("values",)
-        return ("token_logprobs", "entropy") if self.entropy else ("token_logprobs",)
+        wanted = {
+            ("token_logprobs",): True,
+            ("entropy",): self.entropy,
+            ("top_ids", "top_logprobs", "top_rest_logprobs"): self.top_k > 0,
+            ("target_logprobs", "target_rest_logprobs"): self.targets,
+        }
+        return tuple(name for names, is_wanted in wanted.items() if is_wanted for name in names)
 
 
-def needs(*, entropy: bool = False, values: bool = False) -> Callable[[Function], Function]:
+def needs(
+    *, entropy: bool = False, values: bool = False, top_k: int = 0, targets: bool = False
+) -> Callable[[Function], Function]:
     """Declare what a loss reads besides, or in place of, log-probabilities: set its attribute
     `needs`, in place. A loss without the attribute gets log-probabilities alone.
 
     >>> @needs(entropy=True)
     ... def loss(output, batch):
     ...     return entropy_bonus(output.entropy, batch.loss_weights, coef=1.0)
-    >>> needs_of(loss)
-    Needs(entropy=True, values=False)
+    >>> needs_of(loss).outputs
+    ('token_logprobs', 'entropy')
     """
-    wanted = Needs(entropy=entropy, values=values)
+    wanted = Needs(entropy=entropy, values=values, top_k=top_k, targets=targets)
 
     def declare(loss_fn: Function) -> Function:
         try:
@@ -87,7 +103,7 @@ def needs_of(loss_fn: Callable[..., Any]) -> Needs:
     """Return what a loss reads of the model's output: its attribute `needs`, or the default.
 
     >>> needs_of(lambda output, batch: LossOutput(output.token_logprobs.sum(), {}))
-    Needs(entropy=False, values=False)
+    Needs(entropy=False, values=False, top_k=0, targets=False)
     """
     while isinstance(loss_fn, partial) and not hasattr(loss_fn, "needs"):
         loss_fn = loss_fn.func

@@ -269,13 +269,25 @@ def outline_of(config: BackendConfig, given: Any) -> tuple[Any, Any, Path | None
     return on_meta(source, head=config.head, **trust), given, folder
 
 
-def require_head(needs: Needs, head: str) -> None:
-    """Raise ValueError unless a model with this head has the outputs that `needs` names."""
+def require_needs(needs: Needs, batch: TokenBatch, *, head: str, vocab_size: int) -> None:
+    """Raise ValueError unless a model with this head has the outputs that `needs` names for a
+    batch, and its targets are right.
+    """
     wanted, remedy = "scalar", "load the backend with that head"
     if not needs.values:
         wanted, remedy = "lm", f"{remedy}, or declare @nemorl.needs(values=True)"
     requirement = f"must be {wanted} for {' and '.join(needs.outputs)}"
     require(head == wanted, "the model's head", requirement, head, remedy)
+    requirement, remedy = f"must be at most the vocabulary's {vocab_size}", "ask for fewer tokens"
+    require(needs.top_k <= vocab_size, "needs.top_k", requirement, needs.top_k, remedy)
+    ids = batch.target_ids
+    shape = None if ids is None else tuple(ids.shape)
+    requirement = "must be [batch, seq, k] for a loss that needs targets"
+    remedy = "give each token k ids, as a teacher's likeliest ones, or leave targets=True out"
+    require(
+        not needs.targets or len(shape or ()) == 3, "batch.target_ids", requirement, shape, remedy
+    )
+    check_targets(batch, vocab_size=vocab_size)
 
 
 def require_training(config: BackendConfig) -> None:
@@ -289,14 +301,19 @@ def whole_outputs(
     found: Sequence[ForwardOutput], layout: Layout, needs: Needs, world: World
 ) -> ForwardOutput:
     """Return a batch's outputs from the microbatches' that ranks have; a collective call."""
-    outputs = {}
+    outputs, rows = {}, layout.rows
+    k = {"top_ids": [needs.top_k], "top_logprobs": [needs.top_k]}
+    if needs.targets and rows.target_ids is not None:
+        k["target_logprobs"] = [rows.target_ids.shape[2]]
     for name in needs.outputs:
-        placed = torch.zeros(layout.rows.input_ids.shape, device=world.device)
+        dtype = torch.int64 if name == "top_ids" else torch.float32
+        shape = (*rows.input_ids.shape, *k.get(name, ()))
+        placed = torch.zeros(shape, dtype=dtype, device=world.device)
         if found:
             placed = layout.place([getattr(each, name) for each in found], world.data_rank)
         if world.size > 1:
             placed = world.total(placed)
-        outputs[name] = layout.restore(placed.to(layout.rows.input_ids.device))
+        outputs[name] = layout.restore(placed.to(rows.input_ids.device))
     return ForwardOutput(**outputs)
 
 
@@ -449,8 +466,8 @@ class Accumulating(InTurns, ABC):
         """Clip the gradient of this norm and change the weights."""
 
     def compute(self, batch: TokenBatch, needs: Needs, *, reference: bool = False) -> ForwardOutput:
-        require_head(needs, self.config.head)
-        check_targets(batch, vocab_size=self._loaded().config.vocab_size)
+        vocab_size = self._loaded().config.vocab_size
+        require_needs(needs, batch, head=self.config.head, vocab_size=vocab_size)
         self._away.restore()
         # The reference model's routers choose by themselves: the sampler's were others.
         layout = self.cutting.own_layout(batch, self.place, replay=not reference)
@@ -485,11 +502,11 @@ class Accumulating(InTurns, ABC):
         require_training(self.config)
         self._away.restore()
         require_loss_weights(batch)
-        check_targets(batch, vocab_size=self._loaded().config.vocab_size)
         needs, kept = needs_of(loss_fn), list[ForwardOutput]()
-        require_head(needs, self.config.head)
+        vocab_size = self._loaded().config.vocab_size
+        for each in (needs, Needs())[: 1 + token_logprobs]:
+            require_needs(each, batch, head=self.config.head, vocab_size=vocab_size)
         if token_logprobs:
-            require_head(Needs(), self.config.head)
             loss_fn = recorded(loss_fn, kept)
         if not self._batches:
             self.meter.begin()

@@ -8,6 +8,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nemorl.checks import has_own
@@ -21,12 +22,15 @@ REMEDIES = {
     "token_logprobs": "remove values=True from its needs, or read output.values",
     "entropy": "declare it with @nemorl.needs(entropy=True)",
     "values": "declare them with @nemorl.needs(values=True)",
+    **dict.fromkeys(Needs(top_k=1).outputs[1:], "declare it with @nemorl.needs(top_k=…)"),
+    **dict.fromkeys(Needs(targets=True).outputs[1:], "declare it with @nemorl.needs(targets=True)"),
 }
 """How a loss gets each output of a model."""
 
 
 class ForwardOutput:
-    """A model's outputs for a batch, each of shape (batch, seq): what a loss reads.
+    """A model's outputs for a batch, each of shape (batch, seq) or (batch, seq, k): what a loss
+    reads.
 
     Index t belongs to token t of `input_ids`; 0 where nothing was computed. Reading an output that
     the loss's `Needs` does not name raises AttributeError, which says how to declare it.
@@ -37,20 +41,33 @@ class ForwardOutput:
     """
 
     token_logprobs: PerToken
-    """log p(x_t | x_<t) under the batch's `logprob_kind`."""
+    """log p(x_t | x_<t) under the batch's `logprob_kind`; of a batch with targets, theirs."""
     entropy: PerToken
     """Entropy of the distribution that token t is drawn from, in nats."""
     values: PerToken
     """Value of the text before token t, x_<t, by a scalar head."""
+    top_ids: Int[Tensor, "batch seq k"]
+    """The k likeliest tokens in the place of token t, likeliest first, equal ones by their id."""
+    top_logprobs: Float[Tensor, "batch seq k"]
+    """Their log-probabilities."""
+    top_rest_logprobs: PerToken
+    """Log of the probability of all other tokens; -inf, with gradient 0, where there are none."""
+    target_logprobs: Float[Tensor, "batch seq k"]
+    """Log-probabilities of the batch's `target_ids`; -inf, with gradient 0, outside a filter's
+    support.
+    """
+    target_rest_logprobs: PerToken
+    """Log of the probability of all tokens but the `target_ids`, as `top_rest_logprobs`."""
 
     def __init__(
         self,
         token_logprobs: PerToken | None = None,
         entropy: PerToken | None = None,
-        *,
-        values: PerToken | None = None,
+        **others: Tensor | None,
     ) -> None:
-        found = {"token_logprobs": token_logprobs, "entropy": entropy, "values": values}
+        found = {"token_logprobs": token_logprobs, "entropy": entropy, **others}
+        if unknown := found.keys() - REMEDIES.keys():
+            raise TypeError(f"ForwardOutput has no outputs {sorted(unknown)}: use {list(REMEDIES)}")
         vars(self).update({name: each for name, each in found.items() if each is not None})
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +168,8 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """Return the outputs that `needs` names for each token in `response_mask`, without
         gradient. `get_logprobs` is the case `Needs()`.
 
-        Raises: ValueError for log-probabilities of a scalar head and values of a language model.
+        Raises: ValueError for log-probabilities of a scalar head, values of a language model, top_k
+        above the vocabulary, and targets of a batch without k `target_ids` at each place.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -65,24 +65,28 @@ class Layout:
         return experts.cpu()[own][segments[own] > 0]
 
     def place(
-        self, values: Sequence[Shaped[Tensor, "_ _"]], rank: int = 0
-    ) -> Shaped[Tensor, "rows width"]:
+        self, values: Sequence[Shaped[Tensor, "_ _ *rest"]], rank: int = 0
+    ) -> Shaped[Tensor, "rows width *rest"]:
         """Put a rank's values of its microbatches in the rows' places; 0 elsewhere."""
         length, width = self.rows.input_ids.shape
-        placed = values[0].new_zeros(length, width)
+        placed = values[0].new_zeros(length, width, *values[0].shape[2:])
         plan = self.microbatches[rank]
-        own = [
-            pad(v, (0, width - v.shape[1])) for v, rows in zip(values, plan, strict=True) if rows
-        ]
+        own = [_widened(v, width) for v, rows in zip(values, plan, strict=True) if rows]
         if not own:
             return placed
         rows = torch.tensor([row for part in plan for row in part])
         return placed.index_copy(0, to_device(rows, placed.device), torch.cat(own))
 
-    def restore(self, placed: Shaped[Tensor, "rows width"]) -> Shaped[Tensor, "batch seq"]:
+    def restore(
+        self, placed: Shaped[Tensor, "rows width *rest"]
+    ) -> Shaped[Tensor, "batch seq *rest"]:
         if self.packing is not None:
             return unpack(placed, self.packing, self.lengths, length=self.width)
-        return pad(placed, (0, self.width - placed.shape[1]))
+        return _widened(placed, self.width)
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    return pad(values, (0, 0) * (values.ndim - 2) + (0, width - values.shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from nemorl.data.batch import TokenBatch, round_up
-from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs, vocab_parallel_linear_logprobs
+from nemorl.losses.logprobs import LogprobKind, vocab_parallel_linear_logprobs
 from nemorl.losses.types import Needs, TokenIds, at_least_float32, register_pytree, same_segment
 from nemorl.models.causal_lm import decoder_of, head_of, is_scalar, logits_of
 from nemorl.parallel.attention import (
@@ -52,6 +52,9 @@ class Work:
     """Indices, in the flattened `input_ids`, of the hidden states that predict them."""
     next_ids: Int[Tensor, "tokens"]
     """The tokens whose log-probability is computed: `predicted`."""
+    target_ids: Int[Tensor, "tokens k"] | None = None
+    """Of soft targets."""
+    target_weights: Float[Tensor, "tokens k"] | None = None
     copied: int = 0
     """Repeated tokens, which are not computed again."""
     split: RowSplit | None = None
@@ -59,9 +62,11 @@ class Work:
     shared: tuple[Tensor, Tensor] | None = None
     """With shared tokens, what `once` returns; it stays in main memory."""
 
-    def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
-        empty = values.new_zeros(like.numel())
-        return empty.scatter(0, self.targets, values).view(like.shape)
+    def rows(
+        self, values: Shaped[Tensor, "tokens *rest"], like: Tensor
+    ) -> Shaped[Tensor, "batch seq *rest"]:
+        empty = values.new_zeros(like.numel(), *values.shape[1:])
+        return empty.index_copy(0, self.targets, values).view(*like.shape, *values.shape[1:])
 
     def computed(
         self, values: Shaped[Tensor, "batch seq *rest"], *, free: int
@@ -101,10 +106,13 @@ def work_of(
     )
     targets = (wanted.cpu() & same_segment(segment_ids)).flatten().nonzero()[:, 0]
     next_ids = predicted(batch).flatten()[targets]
+    soft: dict[str, Any] = {
+        name: x.flatten(0, 1)[targets] for name, x in soft_targets(batch).items()
+    }
     found = once(batch) if share else None
     if found is None:
         segments = segments_of(segment_ids, kernel)
-        return Work(ids, positions, segments, targets, targets - 1, next_ids)
+        return Work(ids, positions, segments, targets, targets - 1, next_ids, **soft)
     kept, place = found
     width = round_up(len(kept), multiple_of)
     return Work(
@@ -116,7 +124,16 @@ def work_of(
         next_ids=next_ids,
         copied=int((segment_ids > 0).sum()) - len(kept),
         shared=found,
+        **soft,
     )
+
+
+def soft_targets(batch: TokenBatch) -> dict[str, Any]:
+    """Return the fields of a batch with k targets at each place, in main memory."""
+    if batch.target_ids is None or batch.target_ids.ndim < 3:
+        return {}
+    found = {"target_ids": batch.target_ids, "target_weights": batch.target_weights}
+    return {name: values.cpu() for name, values in found.items() if values is not None}
 
 
 def predicted(batch: TokenBatch) -> TokenIds:
@@ -149,6 +166,8 @@ def split_work(
         split.take(shift(wanted & same_segment(segment_ids))),
     )
     states = predicts.flatten().nonzero()[:, 0]
+    soft: dict[str, Any] = soft_targets(batch)
+    soft = {name: split.take(shift(x)).flatten(0, 1)[states] for name, x in soft.items()}
     return Work(
         input_ids=split.take(ids),
         position_ids=split.take(positions),
@@ -157,6 +176,7 @@ def split_work(
         states=states,
         next_ids=next_ids.flatten()[states],
         split=split,
+        **soft,
     )
 
 
@@ -173,7 +193,7 @@ def _comparable_routes(batch: TokenBatch) -> np.ndarray | None:
 
 def shift(values: Tensor) -> Tensor:
     """Return at each token the next one's value; 0 at the last."""
-    return pad(values[:, 1:], (0, 1))
+    return pad(values[:, 1:], (0, 0) * (values.ndim - 2) + (0, 1))
 
 
 def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]] | None:
@@ -222,6 +242,42 @@ class HeadInputs:
     chunk: int
     """Tokens whose logits are in memory at a time."""
     needs: Needs
+    target_ids: Int[Tensor, "tokens k"] | None = None
+    """Given if `needs` or `target_weights` ask for them."""
+    target_weights: Float[Tensor, "tokens k"] | None = None
+
+    @classmethod
+    def of(cls, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs) -> HeadInputs:
+        ids, weights = work.target_ids, work.target_weights
+        ids = ids if needs.targets or weights is not None else None
+        return cls(work.states, work.next_ids, batch.logprob_kind, chunk, needs, ids, weights)
+
+    def outputs(
+        self,
+        states: Float[Tensor, "tokens hidden"],
+        weight: Float[Tensor, "shard hidden"],
+        group: dist.ProcessGroup | None,
+        *,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of a language model's head that `needs` names."""
+        found = vocab_parallel_linear_logprobs(
+            states,
+            weight,
+            self.next_ids,
+            group,
+            kind=self.kind,
+            chunk=self.chunk,
+            with_entropy=self.needs.entropy,
+            softcap=softcap,
+            targets=self.target_ids,
+            top_k=self.needs.top_k,
+        )
+        weights, logprobs = self.target_weights, found.target_logprobs
+        if weights is not None and logprobs is not None:
+            each = torch.where(weights > 0, weights * logprobs, 0.0)
+            found = found._replace(token_logprobs=each.sum(-1))
+        return tuple(getattr(found, name) for name in self.needs.outputs)
 
 
 @dataclass(frozen=True)
@@ -235,7 +291,7 @@ class RankInputs:
     def of(
         cls, batch: TokenBatch, work: Work, world: World, *, chunk: int, needs: Needs
     ) -> RankInputs:
-        head = HeadInputs(work.states, work.next_ids, batch.logprob_kind, chunk, needs)
+        head = HeadInputs.of(batch, work, chunk=chunk, needs=needs)
         values: dict[str, Any] = {"input_ids": work.input_ids, "position_ids": work.position_ids}
         if work.split is None:
             return cls({**values, "head_inputs": head, "segments": work.segments}, work)
@@ -247,8 +303,8 @@ class RankInputs:
         return cls({**values, "head_inputs": head, "context": context}, work)
 
     def whole(
-        self, found: Iterable[Float[Tensor, "tokens"]], batch: TokenBatch
-    ) -> Iterator[Float[Tensor, "batch seq"]]:
+        self, found: Iterable[Shaped[Tensor, "tokens *rest"]], batch: TokenBatch
+    ) -> Iterator[Shaped[Tensor, "batch seq *rest"]]:
         """Yield the model's outputs in the microbatch's layout, 0 where none was asked for; with
         cp a collective call.
         """
@@ -260,7 +316,7 @@ class RankInputs:
             # Every rank computes the same loss of whole rows, as a sequence's ratio needs all its
             # tokens; outputs are gathered one by one, so that unused ones get no gradient.
             whole = all_gather_same(part, 1, split.group).index_select(1, split.back)
-            yield nn.functional.pad(whole[:, :-1], (1, 0))
+            yield pad(whole[:, :-1], (0, 0) * (whole.ndim - 2) + (1, 0))
 
 
 def values_of(
@@ -294,7 +350,9 @@ def planned(
 
 
 Outputs = Callable[[TokenBatch, Work, Needs], Iterable[Tensor]]
-"""Computes the outputs that `needs` names, each `[batch, seq]`, as `work` says; 0 elsewhere."""
+"""Computes the outputs that `needs` names, each `[batch, seq]` or `[batch, seq, k]`, as `work`
+says; 0 elsewhere.
+"""
 
 
 def plain_outputs(model: Any, chunk: int) -> Outputs:
@@ -314,16 +372,10 @@ def plain_outputs(model: Any, chunk: int) -> Outputs:
         if needs.values:
             found = (values_of(states, head.weight, head.bias),)
         else:
-            found = flat_linear_logprobs(
-                logits.scaled(states),
-                head.weight,
-                work.next_ids,
-                kind=batch.logprob_kind,
-                chunk=chunk,
-                with_entropy=needs.entropy,
-                softcap=logits.softcap,
-            )
-        return (work.rows(each, batch.input_ids) for each in found[: len(needs.outputs)])
+            inputs = HeadInputs.of(batch, work, chunk=chunk, needs=needs)
+            scaled = logits.scaled(states)
+            found = inputs.outputs(scaled, head.weight, None, softcap=logits.softcap)
+        return (work.rows(each, batch.input_ids) for each in found)
 
     return outputs
 
@@ -343,7 +395,7 @@ def sharded_outputs(model: nn.Module, world: World, chunk: int) -> Outputs:
 def install_head(
     model: Any, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
 ) -> None:
-    """Have `model(input_ids, position_ids, head_inputs, …)` return the outputs, `[tokens]`, that
+    """Have `model(input_ids, position_ids, head_inputs, …)` return the outputs, of each token, that
     `head_inputs.needs` names. The head stays a module, so that FSDP2 gathers its weight.
     """
 
@@ -354,17 +406,8 @@ def install_head(
             hidden = all_gather(hidden, 1, tp_group)
         elif tp_group is not None:
             hidden = sum_backward(hidden, tp_group)
-        found = vocab_parallel_linear_logprobs(
-            logits.scaled(hidden.flatten(0, 1).index_select(0, inputs.states)),
-            _local(self.weight),
-            inputs.next_ids,
-            tp_group,
-            kind=inputs.kind,
-            chunk=inputs.chunk,
-            with_entropy=inputs.needs.entropy,
-            softcap=logits.softcap,
-        )
-        return found[: len(inputs.needs.outputs)]
+        states = logits.scaled(hidden.flatten(0, 1).index_select(0, inputs.states))
+        return inputs.outputs(states, _local(self.weight), tp_group, softcap=logits.softcap)
 
     def values(
         self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 import nemorl
+from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, finalize
 from nemorl.losses.value import value_loss
 from nemorl.models.causal_lm import load_causal_lm, on_meta
@@ -61,6 +62,64 @@ def test_a_loss_gets_what_it_declares():
 
     with pytest.raises(AttributeError, match=r"needs entropy: .* @nemorl.needs\(entropy=True\)"):
         backend(tiny_model()).train_step(batch, undeclared)
+
+
+@nemorl.needs(top_k=2)
+def topmost(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
+    assert batch.loss_weights is not None
+    return nll(output.top_logprobs.logsumexp(-1), batch.loss_weights)
+
+
+@nemorl.needs(targets=True)
+def cross_entropy(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
+    assert batch.loss_weights is not None and batch.target_weights is not None
+    each = (output.target_logprobs * batch.target_weights).sum(-1)
+    assert torch.equal(each, output.token_logprobs)
+    return nll(each, batch.loss_weights)
+
+
+def with_targets(batch: nemorl.TokenBatch) -> nemorl.TokenBatch:
+    """Of each token 0.75 of itself and, twice named, 0.25 of the token 2."""
+    ids, real = batch.input_ids, (batch.segment_ids > 0).long()
+    weights = torch.tensor([0.75, 0.25, 0.0]) * real[..., None]
+    targets = torch.stack([ids, 2 * real, 2 * real], -1)
+    return replace(batch, target_ids=targets, target_weights=weights)
+
+
+def test_a_loss_of_targets_is_the_cross_entropy_with_them():
+    batch = with_targets(random_batch(LENGTHS))
+    twos = replace(batch, target_ids=batch.target_ids[..., 1], target_weights=None)
+    plain = replace(batch, target_ids=None, target_weights=None)
+    found = [
+        weights(made) | {"loss": torch.tensor(finalize(made.train_step(part, loss))["loss"])}
+        for part, loss in (
+            (batch, cross_entropy),
+            (batch, nll_loss),
+            (twos, nll_loss),
+            (plain, nll_loss),
+        )
+        for made in [backend(tiny_model())]
+    ]
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+    mixed = 0.75 * found[3]["loss"] + 0.25 * found[2]["loss"]
+    torch.testing.assert_close(found[0]["loss"], mixed)
+    top = finalize(backend(tiny_model()).train_step(plain, topmost))["loss"]
+    assert 0 < top < found[3]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        ({"top_k": -1}, r"needs.top_k must be a number of tokens, at least 0, but it is -1"),
+        ({"top_k": 3, "values": True}, "needs.top_k can't be given together with values"),
+        ({"targets": True, "values": True}, "needs.targets can't be given together with values"),
+        ({"top_k": 10**6}, "needs.top_k must be at most the vocabulary's .* ask for fewer"),
+        ({"targets": True}, r"batch.target_ids must be \[batch, seq, k\] .* but it is None: give"),
+    ],
+)
+def test_needs_that_nothing_fulfills_are_errors(needs, message):
+    with pytest.raises(ValueError, match=message):
+        backend(tiny_model()).compute(random_batch([3, 4]), nemorl.Needs(**needs))
 
 
 def plain_values(model: Any, batch: nemorl.TokenBatch) -> Tensor:

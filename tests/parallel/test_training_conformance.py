@@ -234,8 +234,10 @@ def test_compute_gives_what_is_needed_and_nothing_else(make):
     batch, model = random_batch(LENGTHS), tiny_model(scale=2.0)
     backend = make(tiny_model(scale=2.0), sequence_packing=True)
     plain, both = backend.compute(batch, Needs()), backend.compute(batch, Needs(entropy=True))
+    pairs = torch.stack([batch.input_ids, batch.input_ids.clamp(max=1)], -1)
+    sets = backend.compute(replace(batch, target_ids=pairs), Needs(top_k=5, targets=True))
     logprobs = backend.get_logprobs(batch).values
-    for output in (plain, both):
+    for output in (plain, both, sets):
         torch.testing.assert_close(output.token_logprobs, logprobs, atol=0, rtol=0)
     for row, length in enumerate(LENGTHS):
         with torch.no_grad():
@@ -243,6 +245,13 @@ def test_compute_gives_what_is_needed_and_nothing_else(make):
         expected = -(every.softmax(-1) * every.log_softmax(-1)).sum(-1)
         torch.testing.assert_close(both.entropy[row, 1:length], expected, atol=ATOL, rtol=0)
         assert (both.entropy[row, length:] == 0).all() and both.entropy[row, 0] == 0
+        mass, top = every.softmax(-1), sets.top_ids[row, 1:length]
+        assert torch.equal(top, mass.topk(5).indices) and not sets.top_ids[row, length:].any()
+        for name, ids in {"top": top, "target": pairs[row, 1:length]}.items():
+            inside, rest = (vars(sets)[f"{name}{x}_logprobs"][row, 1:length] for x in ("", "_rest"))
+            torch.testing.assert_close(inside, mass.gather(-1, ids).log(), atol=ATOL, rtol=0)
+            others = mass.scatter(-1, ids, 0.0).sum(-1).log()
+            torch.testing.assert_close(rest, others, atol=ATOL, rtol=0)
 
 
 def test_bfloat16_is_close_and_keeps_float32_weights(make):

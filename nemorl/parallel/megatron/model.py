@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nemorl.accelerator import is_accelerator
-from nemorl.losses.logprobs import vocab_parallel_linear_logprobs
 from nemorl.models.attention import Rule
 from nemorl.parallel.attention import ContextState, Segments, context_attention, segment_attention
 from nemorl.parallel.megatron import core
@@ -234,16 +233,8 @@ class Stage(core.GPTModel):
         return hidden.transpose(0, 1).flatten(0, 1).index_select(0, states)
 
     def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, ...]:
-        found = vocab_parallel_linear_logprobs(
-            self._read(hidden, inputs.states),
-            self._head_weight(),
-            inputs.next_ids,
-            self.world.tp_group,
-            kind=inputs.kind,
-            chunk=inputs.chunk,
-            with_entropy=inputs.needs.entropy,
-        )
-        return found[: len(inputs.needs.outputs)]
+        states = self._read(hidden, inputs.states)
+        return inputs.outputs(states, self._head_weight(), self.world.tp_group)
 
 
 def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> Any:

@@ -98,9 +98,9 @@ class Pipeline:
         rows, work, routing = to_device((part, work, routing), self.world.device)
         inputs = RankInputs.of(rows, work, self.world, chunk=trainer.chunk, needs=needs)
         found = model(**inputs.values, **routing)
-        if stage.post_process and loss_fn is None:
-            found = torch.stack(found)  # as the schedule wants it for experts
-        return found, partial(self._finish, inputs, rows, needs, loss_fn)
+        finish = partial(self._finish, inputs, rows, needs, loss_fn, found)
+        # The schedule wants one tensor for experts; `finish` has all.
+        return found[0] if stage.post_process else found, finish
 
     def _finish(
         self,
@@ -109,6 +109,7 @@ class Pipeline:
         needs: Needs,
         loss_fn: LossFn | None,
         found: Any,
+        output_tensor: torch.Tensor,
         non_loss_data: bool = False,
     ) -> Any:
         whole = inputs.whole(found, rows)

@@ -271,6 +271,7 @@ def varlen(plan: str, layout: str, problem: Problem, recomputed: str = "none") -
 
 UNTIED = Problem(tied=False)
 REPLAYED = Problem(layers=4, model="qwen3_moe", replay=True)
+SOFT = Problem(loss="soft")
 QUICK = (
     Case(plan="one process", layout="packed"),
     Case(
@@ -287,6 +288,8 @@ QUICK = (
     Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=5)),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="qwen3_moe")),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="mixtral", replay=True)),
+    Case(plan="one process", layout="packed", problem=SOFT),
+    Case(plan="TP 2 + SP", layout="microbatched", problem=SOFT),
     varlen("one process", "packed", Problem(loss="nll", dtype="bfloat16")),
     varlen("one process", "token budget", Problem(loss="pairs")),
     varlen("one process", "packed", Problem(lora=True), "full"),
@@ -299,6 +302,22 @@ QUICK = (
 
 OTHERS = (
     Case(plan="FSDP2 2", layout="packed", compile=True),
+    *(
+        Case(plan=plan, layout=layout, problem=replace(SOFT, **options))
+        for plan, layout, options in (
+            ("FSDP2 2", "padded", {"tied": False}),
+            ("TP 2", "packed", {"logprobs": "temperature"}),
+            ("CP 2 ulysses", "packed", {}),
+            ("CP 2 allgather", "padded", {}),
+            ("FSDP2 2 × CP 2 ulysses × TP 2 + SP", "packed", {}),
+            ("megatron 1", "packed", {}),
+            ("megatron TP 2 + SP", "packed", {"tied": False}),
+            ("megatron PP 2", "microbatched", {"layers": 4}),
+            ("megatron CP 2 ulysses", "packed", {}),
+            ("megatron DP 2 × PP 2", "padded", {"layers": 4}),
+            ("megatron EP 2", "packed", {"model": "mixtral"}),
+        )
+    ),
     Case(plan="megatron PP 2", problem=REPLAYED, **of_modules("core_attn", "moe")),
     Case(plan="megatron TP 2 + SP", layout="packed", **of_modules("core_attn", "mlp")),
     varlen("FSDP2 1", "packed", Problem(loss="nll", dtype="bfloat16")),

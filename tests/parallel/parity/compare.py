@@ -109,7 +109,7 @@ def arrays(outcome: Outcome) -> dict[str, Tensor]:
         return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
     return {
-        "logprobs": outcome.logprobs,
+        "logprobs": flat({"": outcome.logprobs, **outcome.sets}),
         "logprobs in the loss": outcome.token_logprobs,
         "entropy": outcome.entropy,
         "gradient": flat(outcome.gradients),
@@ -148,6 +148,6 @@ def metric_error(found: Mapping[str, float], expected: Mapping[str, float]) -> f
 def expected_metrics(problem: Problem) -> dict[str, float]:
     exact, batch = reference(problem), golden_batch(problem)
     output = watched(problem.loss, lambda *_: None)(
-        ForwardOutput(exact.token_logprobs, exact.entropy), batch
+        ForwardOutput(exact.token_logprobs, exact.entropy, **exact.sets), batch
     )
     return finalize(output.metrics)

@@ -36,7 +36,7 @@ KINDS = {
     "filtered": LogprobKind(temperature=1.3, top_k=20, top_p=0.9),
     "min-p": LogprobKind(temperature=0.8, top_p=0.95, min_p=0.03),
 }
-LOSSES = ("policy", "pairs", "nll")
+LOSSES = ("policy", "pairs", "nll", "soft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class Problem:
     loss: str = "policy"
     """policy: token-level clipping, sequence-level clipping, KL and entropy at once; pairs:
 
-    DPO on two sequences of a row; nll: NLL.
+    DPO on two sequences of a row; nll: NLL; soft: NLL of soft targets, and what is known of them
+    and of the likeliest tokens.
     """
     logprobs: str = ""
     """What the logprobs are of, a name in KINDS."""
@@ -110,12 +111,16 @@ def golden_batch(problem: Problem) -> TokenBatch:
         with torch.no_grad():
             now = sequence_logprobs(model, ids, kind, experts)[0]
         near = [now + scale * torch.randn(length, generator=generator) for scale in (0.15, 0.3)]
-        columns = {
+        columns: dict[str, Any] = {
             "prev_logprobs": near[0].tolist(),
             "reference_logprobs": near[1].tolist(),
             "advantages": [1.0 if i % 3 else -1.5] * length,
         }
         columns["generation_logprobs"] = (1000.0 * i + torch.arange(length)).tolist()
+        if problem.loss == "soft":
+            columns["target_ids"] = torch.randint(0, VOCAB, (length, 3), generator=drawing)
+            weights = torch.rand(length, 2, generator=drawing).softmax(-1)
+            columns["target_weights"] = torch.nn.functional.pad(weights, (0, 1))
         response = (torch.arange(length) >= prompt).tolist()
         examples.append(
             Example(

@@ -9,8 +9,8 @@ from nemorl.data.packing import num_segments
 from nemorl.losses.policy import clipped, entropy_bonus, gspo, kl_loss
 from nemorl.losses.preference import dpo, sequence_logprobs
 from nemorl.losses.supervised import nll
-from nemorl.losses.types import LossOutput, Sum, needs
-from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.losses.types import LossOutput, Needs, Sum
+from nemorl.parallel.backend import REMEDIES, ForwardOutput, LossFn
 from tests.parallel.parity.golden import LENGTHS
 
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, SEQUENCE_CLIP = 0.2, 0.28, 3.0, 0.05
@@ -60,12 +60,31 @@ def likelihood(output: ForwardOutput, part: TokenBatch) -> LossOutput:
     return nll(output.token_logprobs, part.loss_weights)
 
 
-FUNCTIONS: dict[str, LossFn] = {"policy": policy, "pairs": pairs, "nll": likelihood}
+def soft(output: ForwardOutput, part: TokenBatch) -> LossOutput:
+    found = likelihood(output, part)
+    assert part.loss_weights is not None
+    for i, name in enumerate(SETS):
+        values = getattr(output, name).view(*part.input_ids.shape, -1).sum(-1)
+        found = found + LossOutput(0.02 * (i + 1) * (part.loss_weights * values).sum(), {})
+    return found
+
+
+SETS = tuple(name for name in REMEDIES if name.endswith("_logprobs") and name != "token_logprobs")
+TOP = 4
+FUNCTIONS: dict[str, LossFn] = {
+    "policy": policy,
+    "pairs": pairs,
+    "nll": likelihood,
+    "soft": soft,
+}
+
+
+def needs_in(loss: str) -> Needs:
+    return Needs(entropy=True, **{"top_k": TOP, "targets": True} if loss == "soft" else {})
 
 
 def watched(loss: str, seen: Callable[[ForwardOutput, TokenBatch], None]) -> LossFn:
 
-    @needs(entropy=True)
     def loss_fn(output: ForwardOutput, part: TokenBatch) -> LossOutput:
         seen(output, part)
         result = FUNCTIONS[loss](output, part)
@@ -74,4 +93,5 @@ def watched(loss: str, seen: Callable[[ForwardOutput, TokenBatch], None]) -> Los
             {**result.metrics, "tokens_seen": Sum((part.segment_ids > 0).sum().float())},
         )
 
+    loss_fn.needs = needs_in(loss)  # type: ignore[attr-defined]
     return loss_fn

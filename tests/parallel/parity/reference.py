@@ -17,7 +17,14 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.models.tensor_files import as_stored, stored_names
 from tests.parallel.parity import losses
-from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, Problem, golden_batch, make_model
+from tests.parallel.parity.golden import (
+    LORA_ALPHA,
+    LORA_RANK,
+    VOCAB,
+    Problem,
+    golden_batch,
+    make_model,
+)
 
 STEPS = 3
 LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-4
@@ -45,6 +52,8 @@ class Outcome:
     """After the last step."""
     after: Tensor
     """`logprobs` after the last step."""
+    sets: dict[str, Tensor]
+    """Of the likeliest and of target tokens, as `logprobs`."""
 
 
 def forced(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
@@ -59,8 +68,10 @@ def forced(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
 
 def sequence_logprobs(
     model: nn.Module, ids: Tensor, kind: LogprobKind, experts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """log p and entropy of each token of a sequence, 0 for the first, under `kind`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p, entropy and log p of all tokens in the place of each one of a sequence, 0 for the
+    first, under `kind`.
+    """
     with ExitStack() as stack:
         if experts is not None:
             routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
@@ -83,13 +94,15 @@ def sequence_logprobs(
     logprobs = torch.where(allowed, logits, -torch.inf).log_softmax(-1)
     finite = torch.where(allowed, logprobs, 0.0)
     entropy = -torch.where(allowed, finite.exp() * finite, 0.0).sum(-1)
-    zero = logits.new_zeros(1)
-    return torch.cat([zero, logprobs.gather(-1, ids[1:, None])[:, 0]]), torch.cat([zero, entropy])
+    found = logprobs.gather(-1, ids[1:, None])[:, 0], entropy, logprobs
+    first, second, third = (torch.cat([x.new_zeros(1, *x.shape[1:]), x]) for x in found)
+    return first, second, third
 
 
-def forward(model: nn.Module, batch: TokenBatch, dtype: str) -> tuple[Tensor, Tensor]:
-    """The same for all sequences of a batch, one after the other."""
-    logprobs, entropies = torch.zeros(batch.input_ids.shape), torch.zeros(batch.input_ids.shape)
+def forward(model: nn.Module, batch: TokenBatch, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for all sequences of a batch, one after the other; log p is of its targets."""
+    shape = batch.input_ids.shape
+    found: Any = torch.zeros(shape), torch.zeros(shape), torch.zeros(*shape, VOCAB)
     autocast: AbstractContextManager[Any] = (
         torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
     )
@@ -103,14 +116,30 @@ def forward(model: nn.Module, batch: TokenBatch, dtype: str) -> tuple[Tensor, Te
                     batch.logprob_kind,
                     None if batch.routed_experts is None else batch.routed_experts[row, places],
                 )
-            logprobs, entropies = (
+            found = [
                 old.index_put((torch.tensor(row), places), new)
-                for old, new in zip((logprobs, entropies), values, strict=True)
-            )
-    return logprobs, entropies
+                for old, new in zip(found, values, strict=True)
+            ]
+    logprobs, entropies, every = found
+    if batch.target_weights is not None:
+        logprobs = (batch.target_weights * every.gather(-1, batch.target_ids)).sum(-1)
+    return logprobs, entropies, every
 
 
-def _policy(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+def sets_of(every: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+    """What `Needs` of the loss soft gives, from all log-probabilities."""
+    if batch.target_ids is None:
+        return {}
+    top, found = every.detach().sort(dim=-1, descending=True, stable=True).indices, {}
+    found["top_ids"] = top[..., : losses.TOP]
+    for name, ids in (("top", found["top_ids"]), ("target", batch.target_ids)):
+        inside = torch.zeros_like(every).scatter(-1, ids, 1.0) > 0
+        found[f"{name}_logprobs"] = every.gather(-1, ids)
+        found[f"{name}_rest_logprobs"] = every.masked_fill(inside, -torch.inf).logsumexp(-1)
+    return found
+
+
+def _policy(logprobs: Tensor, entropy: Tensor, batch: TokenBatch, _: Tensor) -> Tensor:
     mask, weight = batch.loss_mask, 1 / batch.loss_mask.sum()
     ratio = (logprobs - batch.prev_logprobs).exp()
     a = batch.advantages
@@ -129,7 +158,7 @@ def _policy(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
     )
 
 
-def _pairs(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+def _pairs(logprobs: Tensor, entropy: Tensor, batch: TokenBatch, _: Tensor) -> Tensor:
     difference = torch.where(batch.loss_mask, logprobs - batch.reference_logprobs, 0.0)
     chosen, rejected = (
         torch.where(batch.segment_ids == segment, difference, 0.0).sum(-1) for segment in (1, 2)
@@ -137,11 +166,17 @@ def _pairs(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
     return -logsigmoid(losses.BETA * (chosen - rejected)).mean()
 
 
-def _nll(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+def _nll(logprobs: Tensor, entropy: Tensor, batch: TokenBatch, _: Tensor) -> Tensor:
     return -logprobs[batch.loss_mask].mean()
 
 
-LOSSES = {"policy": _policy, "pairs": _pairs, "nll": _nll}
+def _soft(logprobs: Tensor, entropy: Tensor, batch: TokenBatch, every: Tensor) -> Tensor:
+    mask, sets = batch.loss_mask, sets_of(every, batch)
+    more = [(i + 1) * sets[name][mask].sum() for i, name in enumerate(losses.SETS)]
+    return -logprobs[mask].mean() + 0.02 * torch.stack(more).sum() / mask.sum()
+
+
+LOSSES = {"policy": _policy, "pairs": _pairs, "nll": _nll, "soft": _soft}
 
 
 @cache
@@ -163,12 +198,17 @@ def reference(problem: Problem) -> Outcome:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     with torch.no_grad():
-        before = torch.where(batch.response_mask, forward(model, batch, problem.dtype)[0], 0.0)
+        logprobs, _, every = forward(model, batch, problem.dtype)
+        before, mask = torch.where(batch.response_mask, logprobs, 0.0), batch.response_mask
+        sets = {
+            name: torch.where(mask.view(*mask.shape, *(1,) * (x.ndim - 2)), x, 0)
+            for name, x in sets_of(every, batch).items()
+        }
     values, norms, first, gradients = [], [], None, {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        logprobs, entropy = forward(model, batch, problem.dtype)
-        loss = LOSSES[problem.loss](logprobs, entropy, batch)
+        logprobs, entropy, every = forward(model, batch, problem.dtype)
+        loss = LOSSES[problem.loss](logprobs, entropy, batch, every)
         loss.backward()
         if step == 0:
             first = [torch.where(batch.loss_mask, x.detach(), 0.0) for x in (logprobs, entropy)]
@@ -193,4 +233,5 @@ def reference(problem: Problem) -> Outcome:
         gradients=dict(as_stored(gradients.items(), stored)),
         weights=dict(as_stored(weights.items(), stored)),
         after=after,
+        sets=sets,
     )

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.backend import MegatronBackend
 from tests.parallel.parity.cases import LAYOUTS, Case
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, golden_batch
-from tests.parallel.parity.losses import watched
+from tests.parallel.parity.losses import needs_in, watched
 from tests.parallel.parity.reference import (
     BETAS,
     EPS,
@@ -112,7 +113,9 @@ def config_of(case: Case, folder: Path, device: str) -> BackendConfig:
 def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
     batch = golden_batch(case.problem)
     seen = Seen(batch)
-    before = backend.get_logprobs(batch).values
+    before, needs = backend.get_logprobs(batch).values, needs_in(case.problem.loss)
+    sets = vars(backend.compute(batch, replace(needs, entropy=False)))
+    torch.testing.assert_close(sets.pop("token_logprobs"), before, atol=0, rtol=0)
     losses, norms, gradients, metrics = [], [], {}, {}
     (part, *_) = backend.optimizer.parts
     adamw = part if isinstance(part, torch.optim.AdamW) else part.optimizer
@@ -136,6 +139,7 @@ def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
         gradients={name: gradient / clipped for name, gradient in gradients.items()},
         weights=stored(backend, backend.weights()),
         after=backend.get_logprobs(batch).values,
+        sets=sets,
     )
     first = not dist.is_initialized() or dist.get_rank() == 0
     return outcome if first else None, metrics, seen.spread

@@ -285,13 +285,34 @@ class HeadOutputs(NamedTuple):
     top_rest_logprobs: Float[Tensor, "tokens"] | None = None
 
 
+BLOCK = 64
+
+
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    values, ids = logits.topk(k, dim=-1)  # which of equal ones, and in which order, is undefined
-    last = values[..., -1:]
-    ties = (logits == last).int().cumsum_(-1)
-    place = torch.arange(1, k + 1, device=ids.device) - (values > last).sum(-1, keepdim=True)
-    lowest = torch.searchsorted(ties, place.clamp(min=1).int())
-    return _first(values, torch.where(values > last, ids, lowest), k)
+    """The k largest logits and their ids, of equal ones the lowest id first."""
+    size = logits.shape[-1]
+    count = size // BLOCK
+    if count <= 2 * k:
+        return _largest(logits, k)
+    # Outside the k blocks with the largest maxima, k others come before every logit.
+    blocks = logits[..., : count * BLOCK].unflatten(-1, (count, BLOCK))
+    found = _largest(blocks.amax(-1), k)[1].sort(-1).values[..., None]
+    near = blocks.gather(-2, found.expand(*found.shape[:-1], BLOCK)).flatten(-2)
+    ids = (found * BLOCK + torch.arange(BLOCK, device=found.device)).flatten(-2)
+    tail = torch.arange(count * BLOCK, size, device=found.device)
+    ids = torch.cat([ids, tail.expand(*ids.shape[:-1], len(tail))], -1)
+    values, place = _largest(torch.cat([near, logits[..., count * BLOCK :]], -1), k)
+    return values, ids.gather(-1, place)
+
+
+def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values and their places, of equal ones the first."""
+    top, places = values.topk(k, dim=-1)  # which of equal ones, and in which order, is undefined
+    last = top[..., -1:]
+    ties = (values == last).cumsum(-1, dtype=torch.int32)
+    number = torch.arange(1, k + 1, device=top.device) - (top > last).sum(-1, keepdim=True)
+    first = torch.searchsorted(ties, number.clamp(min=1).int())
+    return _first(top, torch.where(top > last, places, first), k)
 
 
 def _first(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -301,6 +301,18 @@ def test_sets_of_tokens_and_what_is_outside_them_are_those_of_whole_logits(
         torch.testing.assert_close(got, value, **EXACT)
 
 
+@pytest.mark.parametrize("vocab", [1000, 1024, 1999])
+@pytest.mark.parametrize("k", [1, 7])
+def test_of_a_large_vocabulary_equal_tokens_are_taken_in_their_order(vocab, k):
+    logits = randn(6, vocab).mul(2).round()  # many are equal
+    logits[1:3] = 0
+    logits[2, 5:] = -1
+    ids = torch.zeros(6, dtype=torch.long)
+    found = flat_linear_logprobs(torch.eye(6, dtype=torch.float64), logits.T, ids, top_k=k)
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(found.top_ids, expected)
+
+
 def test_what_is_outside_a_set_is_exact_however_little_it_is():
     states = torch.ones(1, 1)
     weight = torch.tensor([[0.0], [-200.0], [-201.0]]).requires_grad_()

@@ -3,6 +3,9 @@ and time, forward and backward.
 
     python benchmarks/logprobs_memory.py
 
+Also, what the likeliest tokens at each place (`Needs(top_k=…)`) cost besides, with a gradient
+through them and without one.
+
 Naive: `log_softmax` of `hidden @ weight.T` for all tokens at once, and `gather`. Peak memory is
 what is allocated at the most beyond the arguments: on a GPU as its allocator counts it, on a CPU as
 a process of its own grows.
@@ -20,7 +23,7 @@ import torch
 from common import command, interleaved, median_ratio, synchronize
 from torch.nn import functional
 
-from nemorl.losses.logprobs import linear_token_logprobs
+from nemorl.losses.logprobs import flat_linear_logprobs, linear_token_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,9 @@ class Options:
     """Turns of each; the median of their ratios counts."""
     entropy: bool = False
     """Entropy besides."""
+    top_k: int = 64
+    """Of the likeliest tokens."""
+    backward: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of hidden states and weight."""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,6 +87,16 @@ def measured(
     return logprobs
 
 
+def likeliest(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, options: Options
+) -> torch.Tensor:
+    how: Any = {"chunk": options.chunk, "top_k": options.top_k}
+    found = flat_linear_logprobs(hidden[0, :-1], weight, ids[0, 1:], **how)
+    if found.top_logprobs is None:
+        return found.token_logprobs
+    return found.token_logprobs + found.top_logprobs.sum(-1) + found.top_rest_logprobs
+
+
 def liger(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, options: Options
 ) -> torch.Tensor:
@@ -100,6 +116,7 @@ CANDIDATES = {
     "naive": naive,
     "chunked": chunked,
     "measured": measured,
+    "likeliest": likeliest,
     "Liger": liger,
     "PyTorch": pytorch,
 }
@@ -111,7 +128,10 @@ def forward_and_backward(which: str, args: tuple[torch.Tensor, ...], options: Op
     for arg in args[:2]:
         arg.grad = None
     start = time.perf_counter()
-    CANDIDATES[which](*args, options).sum().backward()
+    with torch.set_grad_enabled(options.backward):
+        total = CANDIDATES[which](*args, options).sum()
+    if options.backward:
+        total.backward()
     synchronize()
     return time.perf_counter() - start
 
@@ -159,6 +179,12 @@ def main(options: Options) -> None:
     # All peaks before the times: a process counts its parent's peak as its own.
     peaks = {which: peak_of(which, options) for which in ("naive", "chunked")}
     peaks |= {name: peak_of("measured", kind) for name, kind in kinds.items()}
+    sets = [
+        replace(options, top_k=k, backward=backward)
+        for backward in (True, False)
+        for k in (0, options.top_k)
+    ]
+    of_sets = [peak_of("likeliest", kind) for kind in sets]
 
     # What a loss that does not need the entropy saves; no gradient goes through it.
     args = arguments(options)
@@ -166,6 +192,15 @@ def main(options: Options) -> None:
         [partial(forward_and_backward, "measured", args, kind) for kind in kinds.values()],
         options.rounds,
     )
+    for i, passes in enumerate(("forward and backward", "forward alone")):
+        both = sets[2 * i : 2 * i + 2]
+        runs = [partial(forward_and_backward, "likeliest", args, kind) for kind in both]
+        plain, more = interleaved(runs, options.rounds)
+        memory = of_sets[2 * i + 1] / of_sets[2 * i]
+        print(
+            f"top_k={options.top_k} / without, {passes}: peak memory {memory:.3f}, time"
+            f" {median_ratio(more, plain):.3f}"
+        )
     memory, seconds = peaks["without"] / peaks["with"], median_ratio(times[1], times[0])
     print(f"without entropy / with it as a metric: peak memory {memory:.3f}, time {seconds:.3f}")
 

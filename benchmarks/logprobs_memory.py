@@ -55,7 +55,8 @@ def arguments(options: Options) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     torch.manual_seed(0)
     kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
     hidden = torch.randn(1, options.tokens + 1, options.hidden, **kind, requires_grad=True)
-    weight = (0.05 * torch.randn(options.vocabulary, options.hidden, **kind)).requires_grad_()
+    # In place: growth below an earlier peak of the process would not be seen.
+    weight = torch.randn(options.vocabulary, options.hidden, **kind).mul_(0.05).requires_grad_()
     ids = torch.randint(0, options.vocabulary, (1, options.tokens + 1), device=options.device)
     return hidden, weight, ids
 

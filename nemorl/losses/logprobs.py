@@ -290,19 +290,16 @@ BLOCK = 64
 
 def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits and their ids, of equal ones the lowest id first."""
-    size = logits.shape[-1]
-    count = size // BLOCK
+    count = logits.shape[-1] // BLOCK
     if count <= 2 * k:
         return _largest(logits, k)
     # Outside the k blocks with the largest maxima, k others come before every logit.
     blocks = logits[..., : count * BLOCK].unflatten(-1, (count, BLOCK))
-    found = _largest(blocks.amax(-1), k)[1].sort(-1).values[..., None]
-    near = blocks.gather(-2, found.expand(*found.shape[:-1], BLOCK)).flatten(-2)
-    ids = (found * BLOCK + torch.arange(BLOCK, device=found.device)).flatten(-2)
-    tail = torch.arange(count * BLOCK, size, device=found.device)
-    ids = torch.cat([ids, tail.expand(*ids.shape[:-1], len(tail))], -1)
+    found = _largest(blocks.amax(-1), k)[1].sort(-1).values
+    near = blocks.gather(-2, found[..., None].expand(*found.shape, BLOCK)).flatten(-2)
     values, place = _largest(torch.cat([near, logits[..., count * BLOCK :]], -1), k)
-    return values, ids.gather(-1, place)
+    found = torch.cat([found, torch.full_like(found[..., :1], count)], -1)
+    return values, found.gather(-1, place // BLOCK) * BLOCK + place % BLOCK
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,8 @@ class Rollouts:
         """Return one row per conversation, all that was sampled trained on, with
         `generation_logprobs`, and `policy_versions` where all completions have them.
 
-        Where a prompt rewrites what was before, a row has several segments.
+        Where a prompt rewrites what was before, and where a conversation branches, a row has
+        several segments; what those of a conversation share is trained on in the first of them.
 
         Args:
             advantage: per conversation or token, or a function of rewards and group_id, such as
@@ -321,9 +322,9 @@ def sampled_hashes(conversations: Sequence[Conversation]) -> Int[Tensor, "tokens
     """Return `token_hashes` of all tokens of conversations, 0 of those that were not sampled."""
     ids, places, logprobs, sampled = list[int](), list[int](), list[float](), list[bool]()
     for conversation in conversations:
-        for turns in segments_of(conversation.turns):
+        for segment in segments_of(conversation.turns):
             begin = len(ids)
-            for turn in turns:
+            for turn in segment.turns:
                 given, said = turn.prompt[len(ids) - begin :], turn.completion
                 ids += [*given, *said.token_ids]
                 logprobs += [*[0.0] * len(given), *said.logprobs]

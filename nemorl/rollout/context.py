@@ -18,8 +18,6 @@ CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>((?:(?!<\|).)*)", re.
 """A channel's name, and what is said in it."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas."""
-Asked = tuple[list[Message], Tools]
-"""What the prompt of an answer was made of."""
 Call = dict[str, Any]
 """{"type": "function", "function": {"name": text, "arguments": {name: value}}}; of a call that
 can't be read {"type": "error", "error": why, "text": what was said}.
@@ -46,12 +44,45 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass
+class Asked:
+    """What a prompt was made of."""
+
+    place: int
+    """Of the messages in `Context._places`."""
+    messages: list[Message]
+    """The messages, answers among them as they were sampled."""
+    tools: Tools
+    after: "Answered | None"
+    """The answer that the prompt goes on with, to the token."""
+    text: str | None = None
+    """The messages as rendered, once that is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """An answer, and all that it continues."""
+
+    asked: Asked
+    message: Message
+    """As it was returned."""
+    sampled: Message
+    """As it was sampled."""
+    tokens: tuple[int, ...]
+    """Up to its end."""
+    said: str
+    end: str
+    """Text of its end token."""
+
+
+@dataclass
 class Context:
     """Renders messages to token ids, and keeps what was sampled.
 
-    A prompt goes on with the tokens before it wherever the chat template renders earlier messages
-    as it did then, but for white space around what was sampled. Otherwise it is the template's own
-    rendering, which begins another segment.
+    A prompt goes on with the tokens of the answer whose messages, with itself and under the same
+    tools, are the longest beginning of the prompt's, whatever was asked in between: of equal
+    answers that whose dict is passed, else the latest. Where the chat template renders them
+    otherwise than then, but for white space around what was sampled, it goes on with the last
+    answer before for which it does not; without one it is the template's own rendering.
     """
 
     tokenizer: Any
@@ -62,43 +93,68 @@ class Context:
     plain: bool = False
     """The prompt is text without a chat template; what follows is appended."""
     tools: Tools = ()
-    _asked: Asked = ([], ())
-    _said: list[tuple[Message, str]] = field(default_factory=list)
-    """Answers as they were returned, and their text as it was sampled."""
-    _last: tuple[tuple[int, ...], str, str] | None = None
-    """Tokens up to the last answer's end, its text, and the text of its end token."""
+    _places: dict[tuple[int, str], int] = field(default_factory=dict)
+    """A tree: the place of messages that end with one, from that of those before it."""
+    _answers: dict[int, list[Answered]] = field(default_factory=dict)
+    """By the place of the messages with the answer, and by that of the answer alone."""
 
     def prompt_of(
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[tuple[int, ...], Asked]:
         """Return the token ids of messages, and what `add` needs."""
         usable = list(tools or self.tools)
-        known = self._as_sampled([dict(message) for message in messages])
-        prompt = self._prompt(known, usable)
+        place, number, found = self._below(0, usable), 0, None
+        for count, message in enumerate(messages, 1):
+            place = self._below(place, message)
+            if place in self._answers:
+                number, found = count, self._answer(place, message)
+        new = [self._as_sampled(message) for message in messages[number:]]
+        before = [*found.asked.messages, found.sampled] if found else []
+        asked = Asked(place, before + new, usable, found)
+        prompt = self._prompt(asked, new)
         if tools and self.tokenizer is not None:
             require_readable(self._template(tools).source())
-        return prompt, (known, usable)
+        return prompt, asked
 
-    def _prompt(self, known: list[Message], tools: Tools) -> tuple[int, ...]:
-        asked = self._asked
-        if known == list(self.messages) and tools == list(self.tools):
+    def _prompt(self, asked: Asked, new: Sequence[Message]) -> tuple[int, ...]:
+        if asked.messages == list(self.messages) and asked.tools == list(self.tools):
             return tuple(self.prompt)
         remedy = "give Prompts the tokenizer, or use sample"
         there = self.tokenizer is not None
         require(there, "chat", "needs the prompts' tokenizer", self.tokenizer, remedy)
-        if self._last is None or (self.plain and known[: len(asked[0])] != asked[0]):
-            options: dict[str, Any] = {"tools": tools} if tools else {}
+        answer = asked.after
+        if answer is None:
+            options: dict[str, Any] = {"tools": asked.tools} if asked.tools else {}
             if self.plain:
                 options["chat_template"] = "passthrough"
-            return tuple(tokenize_prompt(self.tokenizer, known, **options))
-        before, text = self._rendered(*asked), self._rendered(known, tools)
-        for message in (each for each in known if each not in asked[0]):
-            self._require_said(message, text)
-        tokens, said, end = self._last
-        rest = following(text, before, said, end, plain=self.plain)
-        if rest is None:
-            return tuple(_ids(self.tokenizer, text))
-        return (*tokens, *_ids(self.tokenizer, rest))
+            return tuple(tokenize_prompt(self.tokenizer, asked.messages, **options))
+        text, rest = self._text(asked), None
+        while answer:
+            before = self._text(answer.asked)
+            rest = following(text, before, answer.said, answer.end, plain=self.plain)
+            if rest is not None:
+                break
+            answer = answer.asked.after
+        asked.after = answer
+        given = text if rest is None else rest
+        for message in new:
+            self._require_said(message, given)
+        return (*(answer.tokens if answer else ()), *_ids(self.tokenizer, given))
+
+    def _below(self, place: int, part: Any) -> int:
+        key = place, json.dumps(part, sort_keys=True, default=repr)
+        return self._places.setdefault(key, len(self._places) + 1)
+
+    def _answer(self, place: int, message: Message) -> Answered:
+        answers = self._answers[place]
+        return next((each for each in answers if each.message is message), answers[-1])
+
+    def _as_sampled(self, message: Message) -> Message:
+        if message.get("role") == "assistant" and message not in self.messages:
+            place = self._below(-1, message)
+            if place in self._answers:
+                return self._answer(place, message).sampled
+        return dict(message)
 
     def _require_said(self, message: Message, text: str) -> None:
         said = message.get("content")
@@ -124,15 +180,20 @@ class Context:
         if self.tokenizer is None:
             return {"role": "assistant", "content": completion.text}
         said, end = self._spoken(prompt, completion)
-        self._asked, self._last = asked, ((*prompt, *completion.token_ids), said, end)
-        tools = asked[1]
-        source = self._template(tools).source() if tools else ""
-        message = read_message(said, completion.text, tools, source)
-        if self._in_channels(said):
+        source = self._template(asked.tools).source() if asked.tools else ""
+        message = read_message(said, completion.text, asked.tools, source)
+        sampled: Message = {"role": "assistant", "content": said.strip() or said}
+        if self._in_channels(said):  # the template takes the parts
             message = {**message, **channels(text_before(stop_strings, said))}
+            sampled = dict(message)
         if stop := first_stop(stop_strings, said):
             message = {**message, "stop_string": stop}
-        self._said.append((message, said))
+        tokens = (*prompt, *completion.token_ids)
+        answer = Answered(
+            asked=asked, message=message, sampled=sampled, tokens=tokens, said=said, end=end
+        )
+        for before in (asked.place, -1):
+            self._answers.setdefault(self._below(before, message), []).append(answer)
         return message
 
     def _spoken(self, prompt: tuple[int, ...], completion: Completion) -> tuple[str, str]:
@@ -154,25 +215,13 @@ class Context:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return self.tokenizer.decode(list(ids), **options)
 
-    def _as_sampled(self, messages: Sequence[Message]) -> list[Message]:
-        left, found = list(self._said), []
-        for message in reversed(messages):  # the first ones may be of the row, or left out
-            spoken = message.get("role") == "assistant"
-            places = reversed(range(len(left) if spoken else 0))
-            place = next((i for i in places if left[i][0] == message), None)
-            if place is not None:
-                text = left[place][1]
-                del left[place:]
-                if not self._in_channels(text):  # else the template takes the parts
-                    text = text.strip() if text.strip() else text
-                    message = {"role": "assistant", "content": text}
-            found.append(message)
-        return found[::-1]
-
-    def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
-        if self.plain:
-            return "".join(str(message.get("content") or "") for message in messages)
-        return self._template(tools).render(messages, add_generation_prompt=True)
+    def _text(self, asked: Asked) -> str:
+        if asked.text is None and self.plain:
+            asked.text = "".join(str(message.get("content") or "") for message in asked.messages)
+        elif asked.text is None:
+            template = self._template(asked.tools)
+            asked.text = template.render(asked.messages, add_generation_prompt=True)
+        return asked.text
 
     def _template(self, tools: Tools) -> Template:
         return Template(self.tokenizer, None, [dict(tool) for tool in tools] or None, {})

@@ -143,9 +143,11 @@ class Policy(Protocol):
         """Return the model's answer to messages: `role`, `content`, `stop_string` if one ended it,
         and `tool_calls` if it calls any of the `tools` (JSON schemas; none: those of the row).
 
-        To go on, pass the messages so far, answers as they were returned, and the new ones: token
-        ids of earlier turns stay as the engine made them wherever the chat template renders earlier
-        messages as before. Raises: ContextFull as `sample`.
+        To go on from any earlier answer, pass the messages up to it, answers as they were returned,
+        and the new ones: token ids of earlier turns stay as the engine made them wherever the chat
+        template renders earlier messages as before under the same tools, whatever was asked in
+        between. Of equal answers to equal messages it goes on with the one whose dict is passed,
+        else with the latest. Raises: ContextFull as `sample`.
         """
 
 
@@ -153,54 +155,119 @@ Episode = Callable[[Mapping[str, Any], Policy], Awaitable[Outcome]]
 """`async def episode(row, policy) -> Outcome`: one conversation about a row of the data."""
 
 
+@dataclass
+class Segment:
+    """Turns of a conversation each of which goes on with all tokens of the one before."""
+
+    numbers: list[int]
+    """Of the turns, from 1."""
+    turns: list[Turn]
+    shared: list[Turn]
+    """Those that the first one goes on with, each turn of an earlier segment."""
+
+    @property
+    def tokens(self) -> list[int]:
+        last = self.turns[-1]
+        return [*last.prompt, *last.completion.token_ids]
+
+
 def examples_of(turns: Sequence[Turn]) -> list[Example]:
     """Return the tokens of a conversation, sampled ones trained on, with `generation_logprobs`, and
     `policy_versions` where the completions have them; an example for each of `segments_of`.
+
+    What several segments begin with is trained on in the first of them alone.
     """
     return [_example(segment) for segment in segments_of(turns)]
 
 
-def segments_of(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return turns in segments: a prompt that does not go on with all tokens before begins one."""
-    segments: list[list[Turn]] = []
-    tokens: list[int] = []
-    for turn in turns:
-        if not segments or list(turn.prompt[: len(tokens)]) != tokens:
-            segments.append([])
-        segments[-1].append(turn)
-        tokens = [*turn.prompt, *turn.completion.token_ids]
+def segments_of(turns: Sequence[Turn]) -> list[Segment]:
+    """Return turns in segments: each goes on with the longest earlier turn whose tokens its prompt
+    begins with. Where there is none, or another turn goes on with it already, a segment begins.
+    """
+    segments, last = list[Segment](), dict[int, Segment]()
+    before = _continued(turns)
+    for number, turn in enumerate(turns):
+        segment = last.pop(before[number], None)
+        if segment is None:
+            shared, above = list[Turn](), before[number]
+            while above >= 0:
+                shared.append(turns[above])
+                above = before[above]
+            segments.append(segment := Segment([], [], shared[::-1]))
+        segment.numbers.append(number + 1)
+        segment.turns.append(turn)
+        last[number] = segment
     return segments
+
+
+@dataclass
+class _Node:
+    """A place in a tree of tokens, which branches where two turns differ."""
+
+    tokens: tuple[int, ...]
+    """Of a turn that has come by."""
+    end: int
+    """Tokens up to here."""
+    turn: int = -1
+    """Index of the turn that ends here."""
+    below: "dict[int, _Node]" = field(default_factory=dict)
+    """By their first tokens."""
+
+
+def _continued(turns: Sequence[Turn]) -> list[int]:
+    """Return the index of the turn that each goes on with, −1: none, in time linear in tokens."""
+    root, found = _Node((), 0), list[int]()
+    for number, turn in enumerate(turns):
+        tokens, given = (*turn.prompt, *turn.completion.token_ids), len(turn.prompt)
+        node, longest = root, root.turn
+        while (begin := node.end) < len(tokens):
+            below = node.below.get(tokens[begin])
+            if below is None:
+                below = _Node(tokens, len(tokens))
+            else:
+                part = slice(begin, min(below.end, len(tokens)))
+                ours, theirs, same = tokens[part], below.tokens[part], part.stop
+                if ours != theirs:
+                    pairs = enumerate(zip(ours, theirs, strict=True), begin)
+                    same = next(place for place, (one, other) in pairs if one != other)
+                if same < below.end:
+                    below = _Node(tokens, same, below={below.tokens[same]: below})
+            node.below[tokens[begin]] = node = below
+            if node.end <= given and node.turn >= 0:
+                longest = node.turn
+        node.turn = number
+        found.append(longest)
+    return found
 
 
 def turns_of(turns: Sequence[Turn]) -> list[int]:
     """Return the turn, from 1, that sampled each token of `examples_of`; 0 of other tokens."""
-    found, number = list[int](), 0
+    found = list[int]()
     for segment in segments_of(turns):
         begin = len(found)
-        for turn in segment:
-            number += 1
+        for number, turn in zip(segment.numbers, segment.turns, strict=True):
             given = len(turn.prompt) - (len(found) - begin)
             found += [0] * given + [number] * len(turn.completion.token_ids)
     return found
 
 
-def _example(turns: Sequence[Turn]) -> Example:
-    first, last = len(turns[0].prompt), turns[-1]
-    said = [turn.completion for turn in turns]
+def _example(segment: Segment) -> Example:
+    first = len([*segment.shared, *segment.turns][0].prompt)
+    said = [turn.completion for turn in segment.turns]
     known = all(len(each.policy_versions) == len(each.token_ids) for each in said)
     sampled, logprobs, versions = list[bool](), list[float](), list[int]()
-    for turn in turns:
+    for turn in segment.turns:
         given = len(turn.prompt) - len(sampled)
         sampled += [False] * given + [True] * len(turn.completion.token_ids)
         logprobs += [0.0] * given + list(turn.completion.logprobs)
         versions += [-1] * given + list(turn.completion.policy_versions)
     return Example(
-        input_ids=[*last.prompt, *last.completion.token_ids],
+        input_ids=segment.tokens,
         loss_mask=sampled,
         response_mask=[place >= first for place in range(len(sampled))],
         generation_logprobs=logprobs,
         policy_versions=versions if known else None,
-        routed_experts=with_last(_experts(turns)),
+        routed_experts=with_last(_experts([*segment.shared, *segment.turns])),
     )
 
 

@@ -49,13 +49,15 @@ def text_of(name: str) -> str:
 
 
 def tokenizer_of(name: str, *, listed: bool = True) -> PreTrainedTokenizerFast:
-    """A token a character, and one for each special token of the template, `listed` or not."""
+    """A token a character, one for ab, and one for each special token of the template, `listed` or
+    not.
+    """
     template, end = text_of(name), NAMES.get(name, "<|im_end|>" if name != "mistral" else "</s>")
     special = sorted({end, "<|im_start|>", "<bos>", "<pad>", *SPECIAL.findall(template)})
-    letters = dict.fromkeys([*special, *string.printable, "é", "–"])
+    letters = dict.fromkeys([*special, *string.printable, "é", "–", "ab"])
     vocabulary = {token: number for number, token in enumerate(letters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"ab|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(special)
     named = ("<pad>", "<bos>", end)

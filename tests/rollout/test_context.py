@@ -1,14 +1,19 @@
-"""A law over chat templates: what is trained on was sampled, and its context is the template's."""
+"""Laws over chat templates: what is trained on was sampled, and its context is the template's."""
 
 import string
+from copy import deepcopy
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from transformers import PreTrainedTokenizerFast
 
+from nemorl.data.messages import tokenize_prompt
+from nemorl.data.templates import PASSTHROUGH
 from nemorl.rollout.context import Context
-from nemorl.rollout.conversation import Turn, examples_of
+from nemorl.rollout.conversation import Turn, examples_of, turns_of
 from nemorl.rollout.generation import Completion
 from tests.rollout.chats import NAMES, OURS, tokenizer_of
 
@@ -26,8 +31,12 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {name: tokenizer_of(name) for name in (*NAMES, *OURS)}
 
 
-def said(tokenizer, text: str, *, ended: bool, stopped: bool = False) -> Completion:
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+def said(
+    tokenizer, text: str, *, ended: bool, stopped: bool = False, apart: bool = False
+) -> Completion:
+    """apart: each character is a token, which the tokenizer would not make of ab."""
+    found = [tokenizer(each, add_special_tokens=False) for each in (text if apart else [text])]
+    ids = tuple(token for each in found for token in each["input_ids"])
     ids += (tokenizer.eos_token_id,) * ended
     return Completion(
         token_ids=ids,
@@ -63,39 +72,153 @@ def bare(text: str) -> str:
 TEXTS = st.text(SAFE, min_size=1, max_size=12)
 ANSWERS = st.one_of(
     TEXTS,
+    st.sampled_from(["ab", " ab", "abab", written(1)]),
     TEXTS.map(lambda text: f"  {text}\n"),
     st.tuples(TEXTS, TEXTS).map(lambda two: f"<think>\n{two[0].strip()}\n</think>\n\n{two[1]}"),
 )
-TALKS = st.lists(st.tuples(TEXTS, ANSWERS, st.booleans()), min_size=2, max_size=4)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OURS])
-@given(talk=TALKS)
-def test_what_is_trained_on_was_sampled_in_the_templates_own_context(tokenizers, name, talk):
-    """Up to white space around what was sampled. A segment goes on wherever the template renders
-    what was before as it did then, and only there.
+class Counting:
+    """A tokenizer that counts the tokens it makes of text, and the renderings of its template."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens, self.renderings = tokenizer, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text, **options):
+        found = self.tokenizer(text, **options)
+        self.tokens += len(found["input_ids"])
+        return found
+
+    def apply_chat_template(self, *given, **options):
+        self.renderings += 1
+        return self.tokenizer.apply_chat_template(*given, **options)
+
+
+@dataclass(eq=False)
+class Said:
+    """An answer of the model."""
+
+    turn: Turn
+    log: list[dict]
+    """As it is passed on."""
+    plain: list[dict]
+    """As a template sees it."""
+    tools: list
+    end: str
+    """What is rendered up to its end, without spaces."""
+    after: "Said | None"
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.turn.prompt, *self.turn.completion.token_ids)
+
+
+class Tree(RuleBasedStateMachine):
+    """Chats that go on from any answer, with retries, tools and other conversations between."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.plain = tokenizer.chat_template == PASSTHROUGH
+        self.tokenizer, self.said = Counting(tokenizer), list[Said]()
+        self.prompt = tokenize_prompt(tokenizer, [ASKED])
+        self.context = Context(self.tokenizer, [ASKED], self.prompt, plain=self.plain)
+        try:
+            begun(tokenizer, TOOLS)
+            self.tools = TOOLS
+        except ValueError:
+            self.tools = []
+
+    @rule(
+        place=st.integers(0, 5),
+        question=st.sampled_from([None, None, "why?", "B?"]) | TEXTS,
+        answer=ANSWERS,
+        ended=st.booleans(),
+        apart=st.booleans(),
+        copied=st.booleans(),
+        tools=st.booleans(),
+    )
+    def chat(self, place, question, answer, ended, apart, copied, tools):
+        """place: of the answer that the chat goes on from, from the last; 0: it begins. question:
+        None asks the same again, and hears the same. copied: other dicts are passed than those
+        returned.
+        """
+        usable, log, plain = (self.tools if tools else []), list[dict](), list[dict]()
+        if place and self.said:
+            before = self.said[-1 - (place - 1) % len(self.said)]
+            cut = None if question else -1
+            log, plain = before.log[:cut], before.plain[:cut]
+            answer = answer if question else before.turn.completion.text
+        if question or not log:
+            asked = {"role": "user", "content": question} if question else ASKED
+            log, plain = [*log, asked], [*plain, asked]
+        log = deepcopy(log) if copied else log
+        made = self.tokenizer.tokens
+        tokens, asked = self.context.prompt_of(log, usable)
+        made, rendered = self.tokenizer.tokens - made, self.rendered(plain, usable)
+        assert bare(self.tokenizer.decode(tokens, skip_special_tokens=self.plain)) == rendered
+        after = self.longest(log, usable)
+        while after and not rendered.startswith(after.end):
+            after = after.after
+        if log == [ASKED] and not usable:
+            assert tokens == tuple(self.prompt)
+        elif after:
+            assert tokens[: len(after.tokens)] == after.tokens
+            assert made == len(tokens) - len(after.tokens), "sampled tokens were made again"
+        completion = said(self.tokenizer.tokenizer, answer, ended=ended, apart=apart)
+        message = self.context.add(tokens, asked, completion)
+        log = [*log, message]
+        end = rendered + bare(answer)
+        end += self.tokenizer.eos_token if ended and not self.plain else ""
+        plain = [*plain, {"role": "assistant", "content": answer.strip() or answer}]
+        turn = Turn(prompt=tokens, completion=completion)
+        self.said.append(Said(turn, log, plain, usable, end, after))
+
+    def rendered(self, plain, tools):
+        if self.plain:
+            return bare("".join(each["content"] for each in plain))
+        options = {"tools": tools} if tools else {}
+        whole = self.tokenizer.tokenizer.apply_chat_template(
+            plain, add_generation_prompt=True, tokenize=False, **options
+        )
+        return bare(whole)
+
+    def longest(self, log, tools):
+        found = [
+            each for each in self.said if each.tools == tools and log[: len(each.log)] == each.log
+        ]
+        most = max((len(each.log) for each in found), default=0)
+        found = [each for each in found if len(each.log) == most]
+        same = (each for each in found if each.log[-1] is log[most - 1])
+        return next(same, found[-1] if found else None)
+
+    def teardown(self):
+        turns = [each.turn for each in self.said]
+        rows, numbers = examples_of(turns), turns_of(turns)
+        assert self.tokenizer.renderings <= 5 * len(turns)
+        trained = dict[int, list[int]]()
+        for row in rows:
+            own, numbers = numbers[: row.num_tokens], numbers[row.num_tokens :]
+            assert [number > 0 for number in own] == row.loss_mask
+            for number, token in zip(own, row.input_ids, strict=True):
+                trained.setdefault(number, []).append(token)
+        for number, each in enumerate(self.said, 1):
+            assert tuple(trained[number]) == each.turn.completion.token_ids
+            assert any(tuple(row.input_ids[: len(each.tokens)]) == each.tokens for row in rows)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OURS, "plain"])
+def test_what_was_sampled_stays_in_every_tree_of_chats(tokenizers, name):
+    """And is trained on once, in the template's own context up to white space around it. A segment
+    goes on wherever the template renders what was before as it did then, and only there.
     """
-    tokenizer = tokenizers[name]
-    log, turns = [{"role": "user", "content": talk[0][0]}], list[Turn]()
-    context, plain, before = begun(tokenizer, log=[*log])[0], [*log], ""
-    for number, (question, answer, ended) in enumerate(talk):
-        if number:
-            log.append({"role": "user", "content": question})
-            plain.append({"role": "user", "content": question})
-        tokens, asked = context.prompt_of(log)
-        rendered = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-        assert bare(tokenizer.decode(list(tokens))) == bare(rendered)
-        if turns:
-            last = (*turns[-1].prompt, *turns[-1].completion.token_ids)
-            unchanged = bare(rendered).startswith(before)
-            assert unchanged == (tokens[: len(last)] == last)
-        completion = said(tokenizer, answer, ended=ended)
-        turns.append(Turn(prompt=tokens, completion=completion))
-        log.append(context.add(tokens, asked, completion))
-        plain.append({"role": "assistant", "content": answer.strip()})
-        before = bare(rendered + answer + (tokenizer.eos_token if ended else ""))
-    sampled = [token for turn in turns for token in turn.completion.token_ids]
-    assert [token for each in trained(turns) for token in each] == sampled
+    tokenizer = tokenizers[name] if name != "plain" else tokenizer_of("chatml")
+    if name == "plain":
+        tokenizer.chat_template = PASSTHROUGH
+    options = settings(max_examples=12, stateful_step_count=12)
+    run_state_machine_as_test(lambda: Tree(tokenizer), settings=options)
 
 
 def test_a_template_that_forgets_reasoning_opens_a_segment(tokenizers):
@@ -196,8 +319,24 @@ def test_answers_that_come_in_another_order_belong_to_their_own_prompts(tokenize
         after, _ = context.prompt_of(log)
         text = tokenizer.decode(list(after))
         assert log[0]["content"] in text and text.count("yes") == 1
-        if log is logs[0]:  # the last that was answered goes on; the other is rendered again
-            assert after[: len(tokens)] == tokens
+        kept = (*tokens, *answer.token_ids)
+        assert after[: len(kept)] == kept
+
+
+def test_a_conversation_goes_on_with_its_own_tokens_after_another(tokenizers):
+    """A, B, A. Of equal answers that whose dict comes back, or else the latest."""
+    tokenizer = tokenizers["qwen2_5"]
+    context, tokens, asked = begun(tokenizer)
+    kept = []
+    for apart in (True, False):
+        answer = said(tokenizer, "ab", ended=True, apart=apart)
+        kept.append(((*tokens, *answer.token_ids), context.add(tokens, asked, answer)))
+        other, about = context.prompt_of([{"role": "user", "content": "B?"}])
+        context.add(other, about, said(tokenizer, "B", ended=True))
+    (first, message), (second, equal) = kept
+    assert message == equal and first != second
+    for passed, ids in ((message, first), (equal, second), ({**message}, second)):
+        assert context.prompt_of([ASKED, passed, AGAIN])[0][: len(ids)] == ids
 
 
 def test_a_prompt_that_was_not_answered_changes_nothing(tokenizers):

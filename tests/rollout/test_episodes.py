@@ -5,12 +5,18 @@ import gc
 import inspect
 import pickle
 from dataclasses import replace
+from random import Random
+from typing import ClassVar
 
 import pytest
 import torch
 
+from nemorl.data.packing import segments_apart
+from nemorl.losses import masks
+from nemorl.parallel.tokens import once
+from nemorl.rollout.collect import turn_numbers
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of
+from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of, segments_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion, checked_requests
 from nemorl.rollout.random import derive_seed
@@ -212,6 +218,80 @@ def test_tokens_of_a_conversation_keep_the_experts_that_computed_them_first():
     assert [each[:, 0, 0].tolist() for each in found] == [[0, 0, 0, 1, 1, 1, -1], [2, 2, -1]]
     unrecorded = turn([1, 2], (3, 4), None)
     assert examples_of([unrecorded, second])[0].routed_experts is None
+
+
+class Token(int):
+    """One that counts how often it is compared."""
+
+    compared: ClassVar[int] = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        Token.compared += 1
+        return int(self) == int(other)
+
+    def __ne__(self, other):
+        return not self == other
+
+
+def test_segments_are_those_of_comparing_all_turns_by_few_comparisons():
+    random, turns, whole = Random(1), list[Turn](), list[list[int]]()
+    for _ in range(300):
+        before = random.choice([[], *whole[-20:]])
+        given, own = (random.choices(range(3), k=random.randrange(4)) for _ in range(2))
+        prompt, ids = [*map(Token, before + given)], tuple(map(Token, own))
+        said = Completion(token_ids=ids, logprobs=(0.0,) * len(own), finish_reason="stop", text="")
+        turns.append(Turn(prompt=prompt, completion=said))
+        whole.append(before + given + own)
+    segments = segments_of(turns)
+    assert Token.compared < 3 * sum(map(len, whole))
+    begins, continued = [], set[int]()
+    for number, turn in enumerate(turns):
+        found = [i for i in range(number) if turn.prompt[: len(whole[i])] == whole[i]]
+        before = max(found, key=lambda i: (len(whole[i]), i), default=None)
+        if before is None or before in continued:
+            begins.append((number + 1, () if before is None else tuple(whole[before])))
+        continued.add(before)
+    for (number, shared), segment in zip(begins, segments, strict=True):
+        assert segment.numbers[0] == number
+        last = segment.shared[-1:]
+        assert shared == sum(((*each.prompt, *each.completion.token_ids) for each in last), ())
+    assert sorted(n for each in segments for n in each.numbers) == [*range(1, 301)]
+
+
+async def branches(row, policy) -> Outcome:
+    """Three answers go on with the first, of which the second goes on with itself."""
+    first = await policy.sample(policy.prompt)
+    begun = [*policy.prompt, *first.token_ids]
+    for given in ("1+", "2+", "3+"):
+        prompt = [*begun, *TOKENIZER(given)["input_ids"]]
+        said = await policy.sample(prompt)
+        if given == "2+":
+            await policy.sample([*prompt, *said.token_ids, *TOKENIZER("=")["input_ids"]])
+    return Outcome(reward=float(len(said.text)))
+
+
+def test_what_branches_share_is_trained_on_once(generator):
+    found = collected(generator, branches)
+    weights = masks.sequence_mean_weights
+    batch = found.to_batch(torch.arange(1.0, 10.0), weights)
+    assert batch.segment_ids.amax(-1).tolist() == [3] * 9
+    assert batch.loss_mask.sum(-1).tolist() == found.lengths.tolist()
+    assert torch.equal(batch.sampled_hashes != 0, batch.loss_mask)
+    torch.testing.assert_close(batch.loss_weights.sum(-1), torch.full((9,), 1 / 9))
+    advantages = batch.advantages[batch.loss_mask].unique_consecutive()
+    assert advantages.tolist() == [*range(1, 10)], "one of all segments"
+    apart, _ = segments_apart(replace(batch, sampled_hashes=None))
+    for number, each in enumerate(found.conversations):
+        first = each.turns[0]
+        given, end = len(first.prompt), len(first.prompt) + len(first.completion.token_ids)
+        trained = apart.loss_mask[3 * number : 3 * number + 3, given:end]
+        assert trained.all(-1).tolist() == [True, False, False] and not trained[1:].any()
+        assert apart.response_mask[3 * number : 3 * number + 3, given:end].all()
+    kept, _ = once(apart)
+    assert len(kept) <= batch.loss_mask.sum() + sum(map(len, PROMPTS.token_ids)) + 9 * 7
+    (numbers,) = turn_numbers(found, batch)[:1]
+    assert numbers[numbers > 0].unique_consecutive().tolist() == [1, 2, 3, 4, 5]
 
 
 def test_groups_of_one_number_keep_their_own_prompts(generator):

@@ -372,8 +372,8 @@ class Step:
         most = generation.settings.max_staleness
         self._ages.add(found.conversations, self.number, generation.synced_at, most=most)
         self._found.append(found)
-        ends = [part[-1] for each in found.conversations for part in segments_of(each.turns)]
-        self._tokens += sum(len(end.prompt) + len(end.completion.token_ids) for end in ends)
+        for each in found.conversations:
+            self._tokens += sum(len(segment.tokens) for segment in segments_of(each.turns))
         return found
 
     def drop(self, rollouts: Rollouts, reason: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.advantages import informative_groups
 from nemorl.rollout.collect import Rollouts, select, turn_returns
-from nemorl.rollout.conversation import Conversation, Failure, examples_of
+from nemorl.rollout.conversation import Conversation, Failure, examples_of, segments_of
 from nemorl.runtime.config.base import BaseConfig
 
 Samples = list[dict[str, Any]]
@@ -204,27 +204,27 @@ def _row(conversation: Conversation) -> dict[str, Any]:
 
 
 def said(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return for each turn what was given since the last (`rewritten`: the whole prompt), the
-    response, its reward and tokens.
+    """Return for each turn what was given since the one that it goes on with (`rewritten`: the
+    whole prompt), the response, its reward and tokens.
     """
-    rewards = getattr(conversation.outcome, "turn_rewards", ()) or [None] * len(conversation.turns)
-    turns, before, end = list[dict[str, Any]](), list[int](), -len(conversation.turns[0].prompt)
-    for turn, reward in zip(conversation.turns, rewards, strict=True):
-        goes_on = list(turn.prompt[: len(before)]) == before
-        given = turn.prompt[len(before) :] if goes_on else turn.prompt
-        begin, tokenizer = end + len(given), turn.completion.tokenizer
-        end = begin + len(turn.completion.token_ids)
-        turns.append(
-            {
-                "given": tokenizer.decode(list(given)) if tokenizer else "",
+    turns = conversation.turns
+    rewards = getattr(conversation.outcome, "turn_rewards", ()) or [None] * len(turns)
+    found, start = dict[int, dict[str, Any]](), -len(turns[0].prompt)
+    for segment in segments_of(turns):
+        before = segment.shared[-1:]
+        for number, turn in zip(segment.numbers, segment.turns, strict=True):
+            known = sum(len(each.prompt) + len(each.completion.token_ids) for each in before)
+            begin, tokenizer = start + len(turn.prompt), turn.completion.tokenizer
+            found[number] = {
+                "given": tokenizer.decode(list(turn.prompt[known:])) if tokenizer else "",
                 "response": turn.completion.text,
-                "reward": reward,
-                "rewritten": not goes_on,
-                "tokens": [begin, end],
+                "reward": rewards[number - 1],
+                "rewritten": number > 1 and not before,
+                "tokens": [begin, begin + len(turn.completion.token_ids)],
             }
-        )
-        before = [*turn.prompt, *turn.completion.token_ids]
-    return turns
+            before = [turn]
+        start += len(segment.tokens)
+    return [found[number] for number in sorted(found)]
 
 
 def worst_tokens(

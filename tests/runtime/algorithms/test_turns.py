@@ -120,15 +120,13 @@ def test_a_run_of_turns_goes_on_bit_for_bit(tmp_path):
     assert [numbers(line) for line in of_phase(parts, "train")] == expected
 
 
-class Forgetful:
-    """A template that removes earlier thoughts gives a conversation's row two segments."""
-
-    def reset(self) -> None:
-        self.turn = 0
-
-    def step(self, response: str) -> nemorl.TurnResult:
-        self.turn += 1
-        return nemorl.TurnResult(observation="1", reward=float(len(response)), done=self.turn == 2)
+async def three_ways(row: Any, policy: nemorl.Policy) -> nemorl.Outcome:
+    """Goes on, goes another way, and begins anew: three segments."""
+    said = await policy.sample(policy.prompt)
+    begun = [*policy.prompt, *said.token_ids]
+    for prompt in ([*begun, 4], [*begun, 5], policy.prompt[1:]):
+        said = await policy.sample(prompt)
+    return nemorl.Outcome(reward=float(len(said.text)))
 
 
 def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp_path, monkeypatch):
@@ -136,11 +134,6 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
     microbatches that hold all, and compute what rows begin with once or not.
     """
     batches, rollouts = watched(monkeypatch)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content if m.role != 'assistant' else '' }}{% endfor %}"
-    )
-    rows = chat_rows()
     found = []
     for size, share in ((16, True), (400, True), (400, False)):
         config = grpo_config(
@@ -153,23 +146,26 @@ def test_segments_of_a_conversation_are_compared_together_and_computed_apart(tmp
                 device="cpu", micro_batch_tokens=size, share_prompts=share
             ),
         )
-        given = {"tokenizer": tokenizer, "train": rows, "reward": Forgetful}
-        found.append(of_phase(run(config, **given), "train"))
+        found.append(of_phase(run(config, reward=None, environment=three_ways), "train"))
     assert len(batches) == 12 and len(rollouts) == 6
     for number, batch in enumerate(batches):
         rolled = rollouts[number // 2]
-        assert len(batch) == 2 * len(rolled) and batch.segment_ids.max() == 1
+        assert len(batch) == 3 * len(rolled) and batch.segment_ids.max() == 1
         assert batch.loss_mask.sum() == rolled.lengths.sum()
         both = rolled.to_batch()
-        assert both.segment_ids.amax(-1).tolist() == [2] * len(rolled)
+        assert both.segment_ids.amax(-1).tolist() == [3] * len(rolled)
         assert both.lengths.max() > 12
-        weights = batch.loss_weights.view(-1, 2, batch.loss_weights.shape[1]).sum((1, 2))
+        weights = batch.loss_weights.view(-1, 3, batch.loss_weights.shape[1]).sum((1, 2))
         torch.testing.assert_close(weights, torch.full((len(rolled),), 1 / len(rolled)))
+    for sample in samples_at(tmp_path / "16-True", 1):
+        places = [place for turn in sample["turns"] for place in range(*turn["tokens"])]
+        assert places == [place for place, own in enumerate(sample["sampled"]) if own]
+        assert [turn["rewritten"] for turn in sample["turns"]] == [False, False, False, True]
     for one, both, alone in zip(*found, strict=True):
         for other in (both, alone):
             assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
             assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        # A segment and its prompt's others share four tokens of at most twelve.
+        # Segments begin with four tokens of at most twelve that others have, or with eight.
         assert both["trainer/shared_fraction"] > 0.3 > alone["trainer/shared_fraction"] == 0
 
 

@@ -47,7 +47,12 @@ if TYPE_CHECKING:
     )
     from nemorl.rollout.environments.classes import TurnResult
     from nemorl.rollout.environments.openenv import openenv
-    from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+    from nemorl.rollout.generation import (
+        Completion,
+        GenerationBackend,
+        SamplingParams,
+        Scores,
+    )
     from nemorl.rollout.judge import Judge, RewardServer
     from nemorl.rollout.processes import judged_in_processes
     from nemorl.runtime.algorithms.policy_loss import at_version, policy_loss
@@ -169,6 +174,7 @@ __all__ = [
     "SFTConfig",
     "SFTTrainer",
     "SamplingParams",
+    "Scores",
     "SimPOLoss",
     "Step",
     "StopTraining",
@@ -245,7 +251,7 @@ _NAMES = {
     ],
     "nemorl.parallel.plan": ["ParallelPlan"],
     "nemorl.parallel.proving": ["prove"],
-    "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
+    "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams", "Scores"],
     "nemorl.rollout.judge": ["Judge", "RewardServer"],
     "nemorl.rollout.processes": ["judged_in_processes"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],

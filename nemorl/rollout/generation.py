@@ -8,8 +8,11 @@ from nemorl.checks import at_least, require, short, valid_seed
 
 if TYPE_CHECKING:
     import torch
+    from numpy import float32, int32
+    from numpy.typing import NDArray
     from torch import Tensor
 
+    from nemorl.losses.logprobs import LogprobKind
 
 FinishReason = Literal["stop", "length"]
 InFlight = Literal["keep", "wait"]
@@ -102,6 +105,22 @@ class Completion:
         return self.finish_reason == "length"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """Log-probabilities of given tokens. Index t of an array is about token t of its sequence,
+    given all before.
+    """
+
+    token_logprobs: "tuple[NDArray[float32], ...]"
+    """`[length]` of each sequence; 0 at its first token."""
+    top_ids: "tuple[NDArray[int32], ...]" = ()
+    """`[length, k]` of each sequence, likeliest first; () where top_k is 0."""
+    top_logprobs: "tuple[NDArray[float32], ...]" = ()
+    """`[length, k]`, of `top_ids`; -inf at the first token, and outside the support."""
+    policy_version: int | None
+    """Version of the weights that computed all of them."""
+
+
 def check_in_flight(in_flight: str) -> None:
     """Raise ValueError for another word."""
     fits, remedy = in_flight in ("keep", "wait"), "keep changes the weights at once"
@@ -137,22 +156,45 @@ def checked_requests(
             f"sampling_params must be one for all or one per prompt, but there are {len(params)}"
             f" for {len(prompts)} prompts: pass one, or {len(prompts)}"
         )
-    for index, prompt in enumerate(prompts):
-        if not len(prompt):
+    _check_ids("prompts", "prompt", prompts, vocab_size, max_positions, room=1)
+    return params
+
+
+def check_scored(
+    token_ids: Sequence[Sequence[int]], top_k: int, *, vocab_size: int, max_positions: int
+) -> None:
+    """Raise ValueError for what no engine can score."""
+    fits, must = 0 <= top_k <= vocab_size, f"must be from 0 to the model's {vocab_size} tokens"
+    require(fits, "top_k", must, top_k, "0 gives the log-probabilities of token_ids alone")
+    _check_ids("token_ids", "sequence", token_ids, vocab_size, max_positions, room=0)
+
+
+def _check_ids(
+    field_name: str,
+    name: str,
+    sequences: Sequence[Sequence[int]],
+    vocab_size: int,
+    max_positions: int,
+    *,
+    room: int,
+) -> None:
+    for index, ids in enumerate(sequences):
+        if not hasattr(ids, "__len__"):
+            must, but = "be a list of token ids each", f"is {ids!r}: put a single one into a list"
+        elif not len(ids):
             must, but = "have at least one token", "is empty: begin it with a special token"
-        elif isinstance(prompt[0], str):
+        elif isinstance(ids[0], str):
             must = "be token ids"
-            but = f'is {short(prompt)}: tokenizer(text)["input_ids"] gives those of a text'
-        elif not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            but = f'is {short(ids)}: tokenizer(text)["input_ids"] gives those of a text'
+        elif not 0 <= min(ids) <= max(ids) < vocab_size:
             must = f"be of the model's {vocab_size} tokens"
-            but = f"has {max(prompt)}: use the model's own tokenizer"
-        elif len(prompt) >= max_positions:
-            must = f"leave room in the model's {max_positions} positions"
-            but = f"has {len(prompt)} tokens: shorten it"
+            but = f"has {min(min(ids), 0) or max(ids)}: use the model's own tokenizer"
+        elif len(ids) + room > max_positions:
+            must = f"{'leave room' if room else 'fit'} in the model's {max_positions} positions"
+            but = f"has {len(ids)} tokens: shorten it"
         else:
             continue
-        raise ValueError(f"prompts must {must}, but prompt {index} {but}")
-    return params
+        raise ValueError(f"{field_name} must {must}, but {name} {index} {but}")
 
 
 def seeded(params: SamplingParams, tokenizer: Any) -> SamplingParams:
@@ -266,6 +308,20 @@ class GenerationBackend(Protocol):
     ) -> list[Completion]:
         """Return `n` completions for each prompt, in order: `sample` for scripts. Blocks, also
         where an event loop runs, as in a notebook.
+        """
+
+    async def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        top_k: int = 0,
+        kind: "LogprobKind | None" = None,
+    ) -> Scores:
+        """Return log π(x_t | x_<t) of every token of some sequences, and of the `top_k` likeliest
+        at its place.
+
+        kind: the distribution, whose support includes x_t (None: temperature 1, all tokens). It may
+        run beside other requests. Raises: as `sample`; ValueError from `check_scored`.
         """
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:

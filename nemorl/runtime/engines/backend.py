@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemorl.checks import require
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.models.capabilities import Proof
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.source import ModelSource
@@ -24,15 +25,23 @@ from nemorl.rollout.generation import (
     Completion,
     InFlight,
     SamplingParams,
+    Scores,
     Weights,
     WeightSource,
     check_in_flight,
     check_ready,
+    check_scored,
     checked_requests,
     seeded,
     text_before,
 )
-from nemorl.runtime.engines.spec import check_arguments, check_machine, engine_spec
+from nemorl.runtime.engines.spec import (
+    Scored,
+    Scoring,
+    check_arguments,
+    check_machine,
+    engine_spec,
+)
 from nemorl.runtime.engines.weights import Place, Transport, current_device, started
 
 if TYPE_CHECKING:
@@ -106,7 +115,7 @@ class VLLMGenerationBackend:
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         requests = self._requests([prompt], params)
-        return self._completions(requests, [await self._running.sample(*requests[0])])
+        return self._completions(requests, await self._running.answers(requests))
 
     def generate(
         self,
@@ -141,6 +150,44 @@ class VLLMGenerationBackend:
             )
             for (params, sample), text in zip(made, texts, strict=True)
         ]
+
+    async def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        top_k: int = 0,
+        kind: LogprobKind | None = None,
+    ) -> Scores:
+        """Score on all engines; what older weights than the last ones scored is scored again."""
+        self._check()
+        vocab, positions = self._source.config.vocab_size, self._positions
+        check_scored(token_ids, top_k, vocab_size=vocab, max_positions=positions)
+        scoring = Scoring(top_k=top_k, kind=kind or LogprobKind())
+        found, version = dict[int, Scored](), self.policy_version
+        left: Sequence[int] = range(len(token_ids))
+        for _ in range(4):
+            asked = [(tuple(map(int, token_ids[i])), scoring) for i in left]
+            answers = await self._running.answers(asked)
+            for i, (one,) in zip(left, answers, strict=True):
+                found[i], version = one, one.policy_version
+            left = [i for i, one in found.items() if one.policy_version != version]
+            if not left:
+                break
+        else:
+            raise RuntimeError(
+                "the weights changed 4 times while token_ids were scored: score fewer at once"
+            )
+        # Copies: Ray's arrays are read-only. A single token was its own target.
+        each = [
+            (one.token_ids[: len(ids)], one.logprobs[: len(ids)])
+            for ids, one in zip(token_ids, found.values(), strict=True)
+        ]
+        return Scores(
+            token_logprobs=tuple(logprobs[:, 0].copy() for _, logprobs in each),
+            top_ids=tuple(ids[:, 1:].copy() for ids, _ in each if top_k),
+            top_logprobs=tuple(logprobs[:, 1:].copy() for _, logprobs in each if top_k),
+            policy_version=version,
+        )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
         """Send the newest weights on a thread, and compare checksums of what arrives.

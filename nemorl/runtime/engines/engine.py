@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -32,7 +34,14 @@ from nemorl.openmp import spinning_variables
 from nemorl.rollout.config import VLLM_RANKS
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import (
+    Answer,
+    EngineSpec,
+    Sample,
+    Scored,
+    Scoring,
+    vocabulary_hash,
+)
 from nemorl.runtime.engines.weights import Bucket, Place, unpacked
 from nemorl.runtime.store.files import temporary_folder
 from nemorl.runtime.workers.worker import begin_worker, free_port
@@ -84,7 +93,7 @@ class _Tokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     name: str = ""
-    sample: Sample | None = None
+    sample: Sample | Scored | None = None
 
 
 class VLLMEngine:
@@ -114,6 +123,7 @@ class VLLMEngine:
                 self._llm.collective_rpc("nemorl_record_experts")
             elif self._records:
                 self._expert_layers = self._llm.collective_rpc("nemorl_expert_layers")[0]
+            self._llm.collective_rpc("nemorl_score_tokens")
             if cpu and spec.pipeline_parallel_size > 1:
                 self._llm.collective_rpc("nemorl_take_stage")
             if _is_split(spec):
@@ -139,12 +149,33 @@ class VLLMEngine:
     def busy(self) -> bool:
         return self.usable and not self.asleep and bool(self._requests)
 
-    def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
+    def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams | Scoring) -> None:
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
-        assert params.seed is not None
+        common: Any = {
+            "ignore_eos": True,
+            "output_kind": RequestOutputKind.DELTA,
+            "skip_clone": True,
+        }
         self._requests[id] = [_Tokens() for _ in range(params.n)]
+        if isinstance(params, Scoring):
+            # The last token is a target alone: there may be no position for one behind it.
+            targets = torch.tensor(prompt[1:] or prompt)
+            own = EngineParams(
+                temperature=0.0,
+                max_tokens=1,
+                detokenize=False,
+                prompt_logprobs=0,
+                extra_args={"scoring": params, "targets": targets},
+                **common,
+            )
+            name = self._add(f"{id}/0", prompt[:-1] or prompt, own)
+            processor: Any = self._llm.output_processor.request_states[name].logprobs_processor
+            # Or vLLM makes lists of Python's numbers.
+            processor._update_prompt_logprobs = partial(setattr, processor, "prompt_logprobs")
+            return
+        assert params.seed is not None
         # One engine request per sample: vLLM's own n samples have their neighbors' seeds.
         for j in range(params.n):
             own = EngineParams(
@@ -154,23 +185,22 @@ class VLLMEngine:
                 min_p=params.min_p,
                 max_tokens=params.max_new_tokens,
                 stop=list(params.stop_strings),
-                stop_token_ids=list(params.stop_token_ids),
-                ignore_eos=True,  # stop_token_ids has the end tokens that count
+                stop_token_ids=list(params.stop_token_ids),  # with the end tokens that count
                 detokenize=bool(params.stop_strings),
                 seed=derive_seed(params.seed, j),
                 logprobs=0,
                 flat_logprobs=True,
-                output_kind=RequestOutputKind.DELTA,
                 stream_interval=REPORT_TOKENS,
-                skip_clone=True,
+                **common,
             )
-            tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-            adapters = self._adapters
-            name = self._llm.add_request(f"{id}/{j}", tokens, own, lora_request=adapters)
-            self._requests[id][j].name = name
+            self._requests[id][j].name = self._add(f"{id}/{j}", prompt, own)
 
-    def step(self) -> dict[int, tuple[Sample, ...]]:
-        """Compute the next tokens; return the samples of prompts that are finished now, by id.
+    def _add(self, name: str, prompt: tuple[int, ...], params: Any) -> str:
+        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        return self._llm.add_request(name, tokens, params, lora_request=self._adapters)
+
+    def step(self) -> dict[int, tuple[Any, ...]]:
+        """Compute the next tokens; return the answers to prompts that are finished now, by id.
 
         Raises FloatingPointError where logits are not finite, and drops all requests.
         """
@@ -178,9 +208,14 @@ class VLLMEngine:
         for output in self._llm.step():
             id, j = map(int, output.request_id.split("/"))
             request, part = self._requests[id], output.outputs[0]
-            request[j].token_ids += part.token_ids
-            request[j].logprobs += part.logprobs.logprobs
-            if not math.isfinite(part.cumulative_logprob):
+            scores: Any = output.prompt_logprobs
+            if scores is None:
+                request[j].token_ids += part.token_ids
+                request[j].logprobs += part.logprobs.logprobs
+                fine = math.isfinite(part.cumulative_logprob)
+            else:
+                fine = not scores.logprobs.isnan().any()
+            if not fine:
                 self.abort_all()
                 self._llm.collective_rpc(_clear_cache)
                 raise FloatingPointError(
@@ -188,7 +223,7 @@ class VLLMEngine:
                     " load others, or lower optimizer.lr"
                 )
             if part.finish_reason:
-                request[j].sample = self._sample(request[j], part)
+                request[j].sample = self._sample(request[j], part, scores)
                 self.partial += 1
                 samples = tuple(one.sample for one in request if one.sample)
                 if len(samples) == len(request):
@@ -197,12 +232,17 @@ class VLLMEngine:
                     del self._requests[id]
         return finished
 
-    def _sample(self, tokens: _Tokens, part: Any) -> Sample:
+    def _sample(self, tokens: _Tokens, part: Any, scores: Any) -> Sample | Scored:
         if part.finish_reason not in ("stop", "length"):
             raise RuntimeError(
                 "a response must end with a stop or its length, but it ended with"
                 f" {part.finish_reason!r}: see the engine's log"
             )
+        if scores is not None:
+            ids, logprobs = (np.pad(each.numpy(), ((1, 0), (0, 0))) for each in scores[:2])
+            logprobs[0, 1:] = -np.inf
+            version = int(part.weight_versions[0].version)
+            return Scored(token_ids=ids, logprobs=logprobs, policy_version=version)
         experts = None
         if self._expert_layers is not None:
             experts = part.routed_experts[:, self._expert_layers].astype("int16")
@@ -465,7 +505,7 @@ class EngineActor:
     def __init__(self, name: str, log: str) -> None:
         begin_worker(name, Path(log))
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._waiting: dict[int, asyncio.Future[tuple[Sample, ...]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
         self._ids = itertools.count()
         self._stepping, self._progress, self._partial, self._busy_s = False, 0, 0, 0.0
 
@@ -491,8 +531,8 @@ class EngineActor:
             uuids=self._engine.uuids,
         )
 
-    async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-        """Return the samples of a prompt.
+    async def sample(self, prompt: tuple[int, ...], params: SamplingParams | Scoring) -> Answer:
+        """Return the samples of a prompt, or the scores of its tokens.
 
         params: with a seed, every token that ends a response, and a length that fits.
         """

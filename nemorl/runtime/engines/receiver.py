@@ -1,5 +1,5 @@
-"""How vLLM's workers take new weights and, on CPUs, record experts. Imported in the engines'
-processes only.
+"""How vLLM's workers take new weights, score tokens and, on CPUs, record experts. Imported in the
+engines' processes only.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
@@ -26,8 +29,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.v1.outputs import LogprobsTensors
 
+from nemorl.losses.logprobs import filter_logits
 from nemorl.models.tensor_files import tensor_checksum
+from nemorl.runtime.engines.spec import Scoring
 from nemorl.runtime.engines.weights import Bucket, unpacked, uuid_of
 
 
@@ -83,6 +89,96 @@ class ExpertRecorder:
             end = begin + scheduled.num_scheduled_tokens[id]
             record.extend(rows[begin + len(record) - first : end])
             begin = end
+
+
+class TokenScorer:
+    """Computes the prompt log-probabilities of requests whose `extra_args` have a `scoring`, and as
+    `targets` the token after each of theirs.
+
+    vLLM's own code, in whose place it is, knows no temperature and no filters, and may hold the
+    logits of a whole prompt.
+    """
+
+    rows = 256
+    """Tokens whose logits are in memory at a time."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._worker: Any = getattr(runner, "prompt_logprobs_worker", None)
+        if self._worker is None:
+            runner._get_prompt_logprobs_dict = self.of_first_runner
+        else:
+            self._add, self._worker.add_request = self._worker.add_request, self.add_request
+            self._worker.compute_prompt_logprobs = self.of_second_runner
+        for layer in runner.get_model().modules():
+            # It would take each row for a request's; no adapter is of the output layer.
+            if isinstance(layer, LogitsProcessorWithLoRA):
+                layer.punica_wrapper = SimpleNamespace(add_lora_logits=lambda logits, *_: logits)
+
+    def of_first_runner(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
+        runner, spans = self._runner, []
+        for id in filter(scheduled.__contains__, runner.num_prompt_logprobs):
+            request, row = runner.requests[id], runner.input_batch.req_id_to_index[id]
+            first = int(runner.query_start_loc.np[row])
+            states = hidden[first : first + scheduled[id]]
+            asked = request.sampling_params.extra_args
+            spans.append((id, asked, request.num_computed_tokens, states))
+        found = {id: each.to_cpu_nonblocking() for id, each in self._finished(spans).items()}
+        for id in found:
+            del runner.num_prompt_logprobs[id]
+        if found:
+            runner._sync_device()
+        return found
+
+    def add_request(self, id: str, row: int, params: Any) -> None:
+        self._add(id, row, params)
+        if params.prompt_logprobs is not None:
+            self._worker.in_progress_prompt_logprobs[id] = params.extra_args
+
+    def of_second_runner(self, logits_of: Any, hidden: Tensor, batch: Any, *_: Any) -> Any:
+        asked, ends = self._worker.in_progress_prompt_logprobs, batch.query_start_loc_np
+        begins = batch.num_computed_prefill_tokens_np
+        return self._finished(
+            [
+                (id, asked[id], int(begins[i]), hidden[ends[i] : ends[i + 1]])
+                for i, id in enumerate(batch.req_ids)
+                if id in asked
+            ]
+        )
+
+    def _finished(self, spans: list[tuple[Any, ...]]) -> dict[str, LogprobsTensors]:
+        """Score a pass's tokens; return the requests that need no other pass.
+
+        spans: of each request its id, `extra_args`, number of tokens before, and states.
+        """
+        found = {}
+        for scoring, group in groupby(spans, lambda span: span[1]["scoring"]):
+            ids, asked, begins, states = zip(*group, strict=True)
+            counts = [len(each) for each in states]
+            targets = [
+                one["targets"][begin : begin + count]
+                for one, begin, count in zip(asked, begins, counts, strict=True)
+            ]
+            hidden, tokens = torch.cat(states), torch.cat(targets).to(states[0].device)
+            chunks = [
+                _scores(self._runner.model.compute_logits(rows), own, scoring)
+                for rows, own in zip(hidden.split(self.rows), tokens.split(self.rows), strict=True)
+            ]
+            columns = [torch.cat(each).split(counts) for each in zip(*chunks, strict=True)]
+            for id, one, begin, *own in zip(ids, asked, begins, *columns, strict=True):
+                if begin:
+                    own = [torch.cat(both) for both in zip(one["scores"], own, strict=True)]
+                one["scores"] = own
+                if len(own[0]) == len(one["targets"]):
+                    found[id] = LogprobsTensors(*own, own[0][:, 0])
+        return found
+
+
+def _scores(logits: Tensor, targets: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    ids = targets[:, None]
+    every = filter_logits(logits.float(), keep=targets, **vars(scoring.kind)).log_softmax(-1)
+    top, likeliest = every.topk(scoring.top_k)
+    return torch.cat([ids, likeliest], 1).int(), torch.cat([every.gather(-1, ids), top], 1)
 
 
 def expert_layers(model: nn.Module) -> list[Any]:
@@ -242,6 +338,9 @@ class WorkerExtension:
                 dtype=runner.model_config.dtype,
                 device=runner.device,
             )
+
+    def nemorl_score_tokens(self: Any) -> None:
+        self.nemorl_scorer = TokenScorer(self.model_runner)
 
     def nemorl_record_experts(self: Any) -> None:
         self.nemorl_recorder = ExpertRecorder(self.model_runner)

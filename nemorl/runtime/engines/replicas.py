@@ -22,7 +22,7 @@ import torch
 from nemorl.checks import require, warn
 from nemorl.models.tensor_files import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
-from nemorl.rollout.generation import InFlight, SamplingParams, Weights, WeightSource
+from nemorl.rollout.generation import InFlight, Weights, WeightSource
 from nemorl.runtime.engines.engine import EngineActor, environment
 from nemorl.runtime.engines.routing import (
     TICK_S,
@@ -48,7 +48,7 @@ from nemorl.runtime.engines.routing import (
     Warn,
     routing,
 )
-from nemorl.runtime.engines.spec import EngineSpec, Sample, check_shares
+from nemorl.runtime.engines.spec import EngineSpec, check_shares
 from nemorl.runtime.engines.weights import (
     Place,
     Transport,
@@ -432,7 +432,8 @@ class Supply:
         return {} if last is None else {"weights/proved": float(last.num_weights)}
 
 
-Request = tuple[tuple[int, ...], SamplingParams]
+Request = tuple[tuple[int, ...], Any]
+"""A prompt, and SamplingParams or a `Scoring`."""
 
 
 class Replicas:
@@ -448,7 +449,7 @@ class Replicas:
         self, config: GenerationConfig, spec: EngineSpec, beside: Sequence[Place] = ()
     ) -> None:
         self.config, self.spec = config, spec
-        self._open: dict[int, tuple[Request, asyncio.Future[tuple[Sample, ...]]]] = {}
+        self._open: dict[int, tuple[Request, asyncio.Future[Any]]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._device = current_device()
         self._tending: asyncio.Task[None] | None = None
@@ -474,15 +475,15 @@ class Replicas:
         up = [one.process for one in self._router.state.replicas if one.status == "up"]
         return [found for id in up if (found := self._processes.running.get(id))]
 
-    def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
+    def generate(self, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
         self.supply.now()
         return self._router.do(self._answers(requests))
 
-    async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
-        """Return the samples of a prompt. Called on any event loop."""
-        answers = self._answers([(prompt, params)])
+    async def answers(self, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+        """Return each prompt's samples, or its one `Scored`. Called on any event loop."""
+        answers = self._answers(requests)
         future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
-        return (await asyncio.wrap_future(future))[0]
+        return await asyncio.wrap_future(future)
 
     async def _begin(self) -> None:
         self._tending = asyncio.create_task(self._tend())
@@ -509,7 +510,7 @@ class Replicas:
                 said = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 router.note(Stopped(said))
 
-    async def _answers(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
+    async def _answers(self, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
         """On the router's event loop, as all below."""
         futures = [self._ask(request) for request in requests]
         try:
@@ -518,17 +519,17 @@ class Replicas:
             for future in futures:
                 future.cancel()
 
-    def _ask(self, request: Request) -> asyncio.Future[tuple[Sample, ...]]:
+    def _ask(self, request: Request) -> asyncio.Future[Any]:
         if not self._open:
             self._since = time.monotonic()
         number = self._router.state.arrived
-        future: asyncio.Future[tuple[Sample, ...]] = self._router.loop.create_future()
+        future: asyncio.Future[Any] = self._router.loop.create_future()
         self._open[number] = request, future
         future.add_done_callback(partial(self._settled, number))
         self._router.note(Arrived(request[1].n))
         return future
 
-    def _settled(self, number: int, future: asyncio.Future[tuple[Sample, ...]]) -> None:
+    def _settled(self, number: int, future: asyncio.Future[Any]) -> None:
         del self._open[number]
         if not self._open:
             self._seconds += time.monotonic() - self._since
@@ -559,7 +560,7 @@ class Replicas:
                 warn_softly(message)
 
     async def _call(
-        self, process: EngineProcess, number: int, prompt: tuple[int, ...], params: SamplingParams
+        self, process: EngineProcess, number: int, prompt: tuple[int, ...], params: Any
     ) -> None:
         call = process.actor.sample.remote(prompt, params)
         event: Event

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nemorl.checks import require, warn
 from nemorl.models.hub import copy_code, has_own_code, max_positions
@@ -21,6 +21,7 @@ from nemorl.runtime.store.files import temporary_folder, writing
 if TYPE_CHECKING:
     import numpy as np
 
+    from nemorl.losses.logprobs import LogprobKind
     from nemorl.models.source import ModelSource
 
 
@@ -95,11 +96,29 @@ class Sample:
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """In the place of SamplingParams: what a prompt's tokens are scored by."""
+
+    top_k: int
+    kind: "LogprobKind"
+    n: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scored:
+    """A prompt's tokens, each before the likeliest in its place: `[length, 1 + top_k]`."""
+
+    token_ids: "np.ndarray"
+    logprobs: "np.ndarray"
+    policy_version: int
+
+
 @dataclass(frozen=True)
 class Answer:
-    """A prompt's samples, and how busy their engine is."""
+    """A prompt's samples or its one `Scored`, and how busy their engine is."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[Any, ...]
     partial: int
     """Finished samples of unanswered prompts."""
     busy_s: float

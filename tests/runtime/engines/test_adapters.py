@@ -8,6 +8,7 @@ from nemorl.models.adapters import adapted_layers
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors, adapters_off
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.collect import collect
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Prompts
@@ -44,6 +45,10 @@ def gaps(made: DTensorBackend, generator: Any, seed: int) -> tuple[float, float]
     batch = collect(generator, reward, prompts, sampling, seed=seed).to_batch()
     found = [made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values]
     mask = batch.loss_mask
+    rows = [ids[:end].tolist() for ids, end in zip(batch.input_ids, batch.lengths, strict=True)]
+    scored = blocking(generator.score(rows)).token_logprobs
+    for scores, own, ours in zip(scored, found[0], mask.numpy(), strict=True):
+        assert scores[ours[: len(scores)]] == pytest.approx(own[ours].numpy(), abs=1e-4)
     own, reference = ((each - batch.generation_logprobs)[mask].abs().max() for each in found)
     return float(own), float(reference)
 

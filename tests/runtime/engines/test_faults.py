@@ -9,7 +9,9 @@ import pytest
 import ray
 import torch
 
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.generation import WeightSource
+from nemorl.runtime.engines.spec import Scoring
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.toys import MODEL, Toys, process, requests, toys
 from tests.runtime.workers.processes import eventually, soon_gone
@@ -57,6 +59,16 @@ def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message
     assert soon_gone(lost)
 
 
+def test_what_a_lost_replica_had_to_score_is_scored_by_the_other(whole):
+    asked = [((2, 3 + i), Scoring(top_k=0, kind=LogprobKind())) for i in range(40)]
+    whole.fault("step", 0, "die")
+    with pytest.warns(UserWarning, match="replica 0 is started again"):
+        found = whole.replicas.generate(asked)
+    assert [one.token_ids[:, 0].tolist() for (one,) in found] == [[*ids] for ids, _ in asked]
+    measured = whole.replicas.metrics()
+    assert [measured[f"replica_{rank}/restarts"] for rank in (0, 1)] == [1, 0]
+
+
 @pytest.mark.slow
 def test_interrupted_it_drops_everything_and_can_go_on(whole):
     expected = whole.replicas.generate(requests(10))
@@ -74,7 +86,7 @@ def sampled(made: Toys, asked, begin=lambda: None):
     """The answers to requests that come from an event loop, or their errors."""
 
     async def main():
-        tasks = [asyncio.ensure_future(made.replicas.sample(*one)) for one in asked]
+        tasks = [asyncio.ensure_future(made.replicas.answers([one])) for one in asked]
         await asyncio.sleep(0.1)
         begin()
         return await asyncio.gather(*tasks, return_exceptions=True)

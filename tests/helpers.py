@@ -19,7 +19,7 @@ ZERO_IN_PADDING = (
     *("group_id", "token_group_id", "input_ids", "top_ids", "sequence"),
 )
 """Arrays with zeros in padding, where all others have garbage."""
-SHIFTED = ("logits", "teacher_logits", "hidden")
+SHIFTED = ("logits", "hidden")
 """Arrays of a model's output, whose index t is about token t + 1."""
 
 

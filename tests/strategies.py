@@ -101,7 +101,9 @@ def _token_arrays(
     per_sequence = torch.repeat_interleave(normal(len(lengths)), torch.tensor(lengths))
     teacher = normal(count, VOCAB)
     top_logprobs, top_ids = torch.log_softmax(teacher, -1).topk(TOP_K, -1)
-    values = normal(count)
+    values, logits = normal(count), normal(count, VOCAB)
+    student = torch.log_softmax(logits, -1)
+    inside = torch.zeros_like(student).scatter(-1, top_ids, 1.0) > 0
     return {
         "token_logprobs": logprobs,
         "prev_logprobs": logprobs + noise * normal(count),
@@ -125,10 +127,12 @@ def _token_arrays(
         "returns": values + normal(count),
         "token_rewards": torch.where(mask, normal(count), 0.0),
         "kl": normal(count).abs(),
-        "logits": normal(count, VOCAB),
-        "teacher_logits": teacher,
+        "logits": logits,
         "top_logprobs": top_logprobs,
+        "some_top_logprobs": torch.where(top_ids == 0, float("-inf"), top_logprobs),
         "top_ids": top_ids,
+        "target_logprobs": student.gather(-1, top_ids),
+        "target_rest_logprobs": torch.where(inside, float("-inf"), student).logsumexp(-1),
         "hidden": normal(count, HIDDEN),
         "input_ids": torch.randint(0, VOCAB, (count,), generator=generator),
         "cotangent": normal(count),

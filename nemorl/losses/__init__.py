@@ -25,7 +25,7 @@ from nemorl.losses.advantages import (
 )
 from nemorl.losses.distillation import distillation_topk
 from nemorl.losses.importance import importance_weights, interpolated_logprobs, sampler_gap
-from nemorl.losses.kl import divergence, full_kl
+from nemorl.losses.kl import divergence
 from nemorl.losses.logprobs import (
     LogprobKind,
     LogprobKindError,
@@ -112,7 +112,6 @@ __all__ = [
     "filter_logits",
     "finalize",
     "flat_linear_logprobs",
-    "full_kl",
     "gae",
     "gdpo",
     "group_mean_weights",

@@ -1,14 +1,13 @@
-"""Distillation of a teacher's distributions p into a student's q, from whole logits or a top-k.
+"""Distillation of a teacher's distributions p into a student's q, from the teacher's top-k.
 
-D per token, in nats, is `kl.divergence` with the teacher as reference, a constant. Distributions
-are taken at `temperature` T and the loss is multiplied by T², which keeps the gradient's size.
-Logits are unshifted: the loss at token t reads the logits at t − 1, and the first token of each
-segment must have weight 0 (docs/numerics.md, Conventions).
+D per token, in nats, is `kl.divergence` with the teacher as reference, a constant. Index t of every
+array is about token t (docs/numerics.md, Conventions).
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemorl.checks import require
 from nemorl.losses.kl import divergence
@@ -24,7 +23,8 @@ from nemorl.losses.types import (
 )
 
 OUTSIDE = ("renormalize", "rest_mass", "zero")
-LOG_NOTHING = -100.0
+NOTHING = float("-inf")
+LOG_ZERO = -100.0
 """The teacher's off its top-k with `outside="zero"` (NeMo RL's number)."""
 LOG_HIDDEN = -16.0
 """The teacher's rest in the reverse direction where its top-k sums to 1 within rounding: float32's
@@ -32,150 +32,128 @@ log-softmax shows no rest below 6e-8 = e^-16.6.
 """
 
 
-def distillation(
-    student_logits: Float[Tensor, "batch seq vocab"],
-    teacher_logits: Float[Tensor, "batch seq vocab"],
-    loss_weights: PerToken,
-    *,
-    direction: str = "forward",
-    mix: float = 0.5,
-    temperature: float = 1.0,
-) -> LossOutput:
-    """Return T² · Σ w · D(p, q) over the whole vocabulary.
-
-    Metrics over the trained tokens: `divergence` (mean D in nats, without T²), `top1_agreement`
-    (share whose most likely tokens are the same).
-    Raises: ValueError as `kl.divergence`, and unless temperature > 0.
-    Source: Hinton et al. 2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix
-    of jensen_shannon; NeMo RL `kl_type`, `mixed_kl_weight` = mix.
-
-    >>> student = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log()
-    >>> teacher = torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]).log()
-    >>> loss = distillation(student, teacher, torch.tensor([[0.0, 1.0]])).loss
-    >>> round(loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
-    0.1308
-    """
-    _require_temperature(temperature)
-    weights = loss_weights[:, 1:]
-    mask = (weights != 0).unsqueeze(-1)
-    student = masked(mask.expand_as(student_logits[:, :-1]), student_logits[:, :-1])
-    teacher = masked(mask.expand_as(teacher_logits[:, :-1]), teacher_logits[:, :-1].detach())
-    log_p, log_q = (teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1)
-    return _output(
-        divergence(log_q, log_p, direction=direction, mix=mix),
-        student.argmax(-1) == teacher.argmax(-1),
-        weights,
-        temperature,
-    )
-
-
 def distillation_topk(
-    student_logits: Float[Tensor, "batch seq vocab"],
+    target_logprobs: Float[Tensor, "batch seq k"],
+    target_rest_logprobs: PerToken,
+    target_ids: Int[Tensor, "batch seq k"],
     teacher_logprobs: Float[Tensor, "batch seq k"],
-    teacher_ids: Int[Tensor, "batch seq k"],
     loss_weights: PerToken,
     *,
+    entropy: PerToken | None = None,
     direction: str = "forward",
     mix: float = 0.5,
     outside: str = "renormalize",
     temperature: float = 1.0,
 ) -> LossOutput:
-    """Return the loss of `distillation` where only the teacher's k most likely tokens are known.
+    """Return T² · Σ w · D(p, q) from both distributions at k tokens, or at the whole vocabulary.
 
     Args:
-        student_logits: unshifted.
-        teacher_logprobs, teacher_ids: at index t about token t itself: log-probabilities at
-            `temperature` over the whole vocabulary. -inf: an empty place, whatever its id. Ids must
-            differ.
+        target_logprobs, target_rest_logprobs: the student's, at `target_ids` and the log of its
+            mass off them, -inf where there is no other token (`nemorl.needs(targets=True)`).
+        target_ids, teacher_logprobs: the teacher's tokens. -inf: an empty place, whose token is
+            outside unless another place has it. The ids of the others must differ.
         loss_weights: w.
+        entropy: the student's, over the whole vocabulary: read, and required, by `zero` in the
+            reverse and mixed directions.
         outside: off the top-k. `renormalize`: both distributions are restricted to it and
             renormalized; `rest_mass`: all other tokens are one more outcome (whose probability for
             the teacher, where its top-k sums to 1 within rounding, is 0, and e^-16 in the reverse
             direction); `zero`: the teacher is renormalized and 0 outside (e^-100 in the reverse
             direction), the student is its whole distribution.
-    Metrics: as `distillation`. Raises: as `distillation`, and for k = 0 and ids that repeat.
-    Source: NeMo RL `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
+        temperature: T, at which both distributions were taken. T² keeps the gradient's size.
+    Metrics over the trained tokens: `divergence` (mean D in nats, without T²), `student_mass` and
+    `teacher_mass` (mean Σ q and Σ p at the teacher's tokens), `topk_top1_agreement` (share whose
+    likeliest of the teacher's tokens are the same).
+    Raises: ValueError as `kl.divergence`; unless temperature > 0; for k = 0, ids that repeat,
+    trained tokens without log-probabilities of a teacher, or a missing entropy.
+    Source: Hinton et al. 2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix
+    of jensen_shannon; NeMo RL `kl_type`, `mixed_kl_weight` = mix, `zero_outside_topk=False` is
+    `renormalize`, `True` is `zero`.
 
-    >>> student = torch.tensor([[[0.25, 0.25, 0.5], [1.0, 1.0, 1.0]]]).log()
-    >>> logprobs = torch.tensor([[[0.0, 0.0], [0.6, 0.2]]]).log()
-    >>> ids, weights = torch.tensor([[[0, 0], [0, 1]]]), torch.tensor([[0.0, 1.0]])
-    >>> loss = distillation_topk(student, logprobs, ids, weights).loss
-    >>> round(loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
+    >>> student, rest = torch.tensor([[[1.0, 0.0], [0.25, 0.25]]]), torch.tensor([[0.0, 0.5]])
+    >>> ids, teacher = torch.tensor([[[0, 1], [7, 4]]]), torch.tensor([[[0.0, 0.0], [0.6, 0.2]]])
+    >>> arrays = student.log(), rest.log(), ids, teacher.log(), torch.tensor([[0.0, 1.0]])
+    >>> round(distillation_topk(*arrays).loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
     0.1308
     """
-    _require_temperature(temperature)
+    require(temperature > 0, "temperature", "must be above 0", temperature, "1 changes nothing")
     require_one_of("outside", outside, OUTSIDE)
-    weights = loss_weights[:, 1:]
-    mask = (weights != 0).unsqueeze(-1)
-    scaled = masked(mask.expand_as(student_logits[:, :-1]), student_logits[:, :-1]) / temperature
-    teacher = masked(mask.expand_as(teacher_logprobs[:, 1:]), teacher_logprobs[:, 1:].detach())
-    present = teacher > float("-inf")
-    used = mask & present
-    ids = torch.where(used, teacher_ids[:, 1:], 0).long()
-    k = ids.shape[-1]
-    require(k > 0, "teacher_ids", "must name at least one token each", k, "use nll without them")
-    _require_distinct(ids, used)
-
-    floor: float | Tensor = float("-inf")
-    if outside == "renormalize":
-        log_p, log_q = teacher.log_softmax(-1), _gather(scaled, ids, present).log_softmax(-1)
-    else:
-        log_q = scaled.log_softmax(-1)
-        support = torch.zeros_like(scaled).scatter_add(-1, ids, present.to(scaled.dtype)) > 0
-        if outside == "zero":
-            floor = LOG_NOTHING
-            known = torch.where(present, teacher.log_softmax(-1), 0.0)
-            log_p = torch.where(support, 0.0, float("-inf")).to(scaled.dtype)
-            log_p = log_p.scatter_add(-1, ids, known.to(scaled.dtype))
-        else:
-            rest = _log_rest(teacher, ~support)
-            hidden = torch.where(rest == float("-inf"), LOG_HIDDEN, rest)
-            log_p = torch.cat([teacher, rest], -1)
-            log_q = torch.cat([_gather(log_q, ids, present), _log_sum(log_q, ~support)], -1)
-            floor = torch.cat([teacher, hidden], -1)
-    top1 = ids.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1)
-    return _output(
-        divergence(log_q, log_p, direction=direction, mix=mix, floor=floor),
-        scaled.argmax(-1) == top1,
-        weights,
-        temperature,
-    )
+    mask = loss_weights != 0
+    trained = mask.unsqueeze(-1).expand_as(target_ids)
+    student = masked(trained, target_logprobs)
+    teacher = masked(trained, teacher_logprobs.detach())
+    _require_teacher(teacher, target_ids.shape[-1])
+    present = teacher > NOTHING
+    inside = torch.where(present, student, NOTHING)
+    empty = _empty_places(target_ids.long(), present, trained)
+    off_ids = masked(mask, target_rest_logprobs).unsqueeze(-1)
+    rest = _log_sum(torch.cat([torch.where(empty, student, NOTHING), off_ids], -1))
+    log_p, log_q, floor = _outcomes(teacher, inside, rest, outside)
+    found = divergence(log_q, log_p, direction=direction, mix=mix, floor=floor)
+    reverse = {"reverse": 1.0, "mixed": 1 - mix}.get(direction, 0.0)
+    if outside == "zero" and reverse:
+        if entropy is None:
+            raise ValueError(
+                f"entropy must be given for outside='zero' in the direction {direction!r}, but it"
+                " is None: declare @nemorl.needs(targets=True, entropy=True)"
+            )
+        # the tokens outside were one outcome
+        one_outcome = divergence(torch.zeros_like(log_q), log_q, direction="forward")
+        found = found - reverse * (masked(mask, entropy) + one_outcome)
+    metrics = {
+        "divergence": mean_of(found, mask),
+        "student_mass": mean_of(inside.exp().sum(-1), mask),
+        "teacher_mass": mean_of(teacher.exp().sum(-1), mask),
+        "topk_top1_agreement": share_of(inside.argmax(-1) == teacher.argmax(-1), mask),
+    }
+    return LossOutput(temperature**2 * weighted_sum(loss_weights, found), metrics)
 
 
-def _output(divergences: Tensor, agree: Tensor, weights: Tensor, temperature: float) -> LossOutput:
-    mask = weights != 0
-    metrics = {"divergence": mean_of(divergences, mask), "top1_agreement": share_of(agree, mask)}
-    return LossOutput(temperature**2 * weighted_sum(weights, divergences), metrics)
-
-
-def _require_distinct(ids: Tensor, used: Tensor) -> None:
-    empty = torch.arange(-ids.shape[-1], 0, device=ids.device)
-    places = torch.where(used, ids, empty).sort(-1).values
-    remedy = "give each once, and -inf as the logprob of an empty place"
+def _require_teacher(logprobs: Tensor, k: int) -> None:
+    require(k > 0, "target_ids", "must name at least one token each", k, "use nll without them")
     require_all(
-        places.diff() != 0, f"teacher_ids must differ at a token, but some repeat: {remedy}"
+        (logprobs > NOTHING).any(-1) & (logprobs < 0.01).all(-1),
+        "teacher_logprobs must be log-probabilities, at least one above -inf, at every trained"
+        " token, but some are not: give those tokens no loss weight",
     )
 
 
-def _gather(values: Tensor, ids: Tensor, present: Tensor) -> Tensor:
-    return torch.where(present, values.gather(-1, ids), float("-inf"))
+def _outcomes(
+    teacher: Tensor, student: Tensor, rest: Tensor, outside: str
+) -> tuple[Tensor, Tensor, float | Tensor]:
+    """Both sides' log-probabilities of what is compared, and the teacher's least in reverse."""
+    if outside == "renormalize":
+        return teacher.log_softmax(-1), student.log_softmax(-1), NOTHING
+    log_q = torch.cat([student, rest], -1)
+    if outside == "zero":
+        return pad(teacher.log_softmax(-1), (0, 1), value=NOTHING), log_q, LOG_ZERO
+    teacher_rest = _log_rest(teacher, rest)
+    hidden = torch.where(teacher_rest == NOTHING, LOG_HIDDEN, teacher_rest)
+    return torch.cat([teacher, teacher_rest], -1), log_q, torch.cat([teacher, hidden], -1)
+
+
+def _empty_places(ids: Tensor, present: Tensor, trained: Tensor) -> Tensor:
+    """True at one empty place of each id that no present place has; present ids must differ."""
+    keys, order = (2 * ids + ~present).sort(-1)
+    first = (keys >> 1).diff(prepend=torch.full_like(keys[..., :1], -1)) != 0
+    require_all(
+        first | (keys % 2 == 1) | ~trained,
+        "target_ids must differ at a token, but some repeat: give each once, and -inf as the"
+        " logprob of an empty place",
+    )
+    return torch.zeros_like(first).scatter(-1, order, first & (keys % 2 == 1))
 
 
 def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
-    """log(1 − Σ exp), -inf within rounding; 1 − p₁, of the largest, is exact."""
+    """log(1 − Σ exp), -inf within rounding or if `outside` is; 1 − p₁, of the largest, is exact."""
     largest_first = logprobs.sort(-1, descending=True).values
     off_largest = -largest_first[..., :1].expm1()
     rest = off_largest - largest_first[..., 1:].exp().sum(-1, keepdim=True)
     rounding = torch.finfo(rest.dtype).eps * (logprobs.shape[-1] + 4) * off_largest.abs()
-    some = (rest > rounding) & outside.any(-1, keepdim=True)
-    return torch.where(some, torch.where(some, rest, 1.0).log(), float("-inf"))
+    some = (rest > rounding) & (outside > NOTHING)
+    return torch.where(some, torch.where(some, rest, 1.0).log(), NOTHING)
 
 
-def _log_sum(logprobs: Tensor, where: Tensor) -> Tensor:
-    """log Σ exp over the last axis where `where`; -inf, with gradient 0, where there is nothing."""
-    finite = where & (logprobs > float("-inf"))
-    return torch.where(finite, logprobs, float("-inf")).logsumexp(-1, keepdim=True)
-
-
-def _require_temperature(temperature: float) -> None:
-    require(temperature > 0, "temperature", "must be above 0", temperature, "1 changes nothing")
+def _log_sum(logprobs: Tensor) -> Tensor:
+    """log Σ exp over the last axis; -inf, with gradient 0, where there is nothing."""
+    return torch.where(logprobs == NOTHING, NOTHING, logprobs).logsumexp(-1, keepdim=True)

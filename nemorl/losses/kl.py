@@ -1,14 +1,12 @@
-"""Kullback-Leibler divergence: estimated per token from log-probabilities, or exact from logits."""
+"""Kullback-Leibler divergence: estimated per token, or exact."""
 
 import math
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
-from nemorl.losses.logprobs import _predictions
-from nemorl.losses.types import PerToken, TokenIds, TokenMask, masked, require_one_of
+from nemorl.losses.types import PerToken, TokenMask, masked, require_one_of
 
 ESTIMATORS = ("k1", "k2", "k3")
 GRADIENTS = ("pathwise", "score", "importance")
@@ -88,8 +86,8 @@ def divergence(
     """Return the divergence of two distributions, in nats, from logprobs over the last axis.
 
     With p_R the reference's and p_S the student's: forward = KL(R‖S) = Σ p_R (log p_R − log p_S);
-    reverse = KL(S‖R); mixed = mix · forward + (1 − mix) · reverse; jensen_shannon = mix · KL(R‖M) +
-    (1 − mix) · KL(S‖M), M = mix · p_R + (1 − mix) · p_S.
+    reverse = KL(S‖R), which `kl` estimates; mixed = mix · forward + (1 − mix) · reverse;
+    jensen_shannon = mix · KL(R‖M) + (1 − mix) · KL(S‖M), M = mix · p_R + (1 − mix) · p_S.
 
     A token that the first argument of KL excludes (-inf) adds nothing to value or gradient; one
     that only the second excludes makes it infinite. `floor`: the least log p_R in reverse, of all
@@ -127,29 +125,3 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     possible = log_p.exp() > 0
     safe_p, safe_q = torch.where(possible, log_p, 0.0), torch.where(possible, log_q, 0.0)
     return torch.where(possible, safe_p.exp() * (safe_p - safe_q), 0.0).sum(-1)
-
-
-def full_kl(
-    student_logits: Float[Tensor, "batch seq vocab"],
-    reference_logits: Float[Tensor, "batch seq vocab"],
-    *,
-    direction: str = "reverse",
-    mix: float = 0.5,
-    segment_ids: TokenIds | None = None,
-    temperature: float = 1.0,
-) -> PerToken:
-    """Return the exact `divergence` over the vocabulary, at index t of token t's distributions.
-
-    Logits are shifted here; 0 and not read where `token_logprobs` is 0 by convention. "reverse" is
-    KL(π‖π_ref), what `kl` estimates.
-
-    >>> student = torch.tensor([[[0.0, 0.0], [9.0, 0.0]]])
-    >>> full_kl(student, torch.tensor([[[0.0, 3.0], [0.0, 9.0]]]).log1p())
-    tensor([[0.0000, 0.2231]])
-    """
-
-    student, reference = (
-        _predictions(logits, segment_ids).div(temperature).log_softmax(-1)
-        for logits in (student_logits, reference_logits)
-    )
-    return pad(divergence(student, reference, direction=direction, mix=mix), (1, 0))

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemorl.losses import advantages as adv
 from nemorl.losses import distillation as distill
 from nemorl.losses import importance, kl, logprobs, masks, policy, preference, supervised, value
-from nemorl.losses.types import LossOutput, Mean, same_segment, segment_starts
+from nemorl.losses.types import LossOutput, Mean, masked, same_segment, segment_starts
 from tests.helpers import Case
 
 
@@ -104,7 +104,11 @@ def _kl_cases() -> list[Case]:
         return tuple({"gradient": gradient, **estimator, **more} for estimator in estimators)
 
     maps = ("token_logprobs", "reference_logprobs", "mask")
-    logits = ("logits", "teacher_logits", "segment_ids", "cotangent")
+
+    def divergence(student: Tensor, reference: Tensor, mask: Tensor, **options: Any) -> Tensor:
+        there = mask[..., None].expand_as(student)
+        found = kl.divergence(masked(there, student), masked(there, reference), **options)
+        return masked(mask, found)
 
     directions = tuple({"direction": direction, "mix": 0.3} for direction in kl.DIRECTIONS)
     return [
@@ -127,13 +131,12 @@ def _kl_cases() -> list[Case]:
             family="map",
         ),
         Case(
-            "full_kl",
-            _mapped(kl.full_kl, "segment_ids"),
-            logits,
-            ("logits", "teacher_logits"),
+            "divergence",
+            _mapped(divergence),
+            ("target_logprobs", "top_logprobs", "mask", "cotangent"),
+            ("target_logprobs", "top_logprobs"),
             directions,
-            family="logits",
-            masked_by="segment",
+            family="map",
         ),
     ]
 
@@ -291,25 +294,28 @@ def _logprob_cases() -> list[Case]:
 
 
 def _distillation_cases() -> list[Case]:
-    directions = (
-        {},
-        {"direction": "reverse", "temperature": 2.0},
-        {"direction": "mixed", "mix": 0.3},
-        {"direction": "jensen_shannon", "mix": 0.3},
-    )
-    top = tuple(
-        {**options, "outside": outside} for outside in distill.OUTSIDE for options in directions
-    )
-    inputs = ("logits", "top_logprobs", "top_ids", "loss_weights")
+    plain = ({}, {"direction": "jensen_shannon", "mix": 0.3})
+    reverse = ({"direction": "reverse", "temperature": 2.0}, {"direction": "mixed", "mix": 0.3})
+    student = ("target_logprobs", "target_rest_logprobs")
+    inputs = (*student, "top_ids", "some_top_logprobs", "loss_weights", "entropy")
+
+    def distillation(*arrays: Tensor, **options: Any) -> LossOutput:
+        return distill.distillation_topk(*arrays[:-1], entropy=arrays[-1], **options)
+
     return [
         Case(
-            "distillation",
-            distill.distillation,
-            ("logits", "teacher_logits", "loss_weights"),
-            ("logits",),
-            directions,
-        ),
-        Case("distillation_topk", distill.distillation_topk, inputs, ("logits",), top),
+            f"distillation_topk {name}",
+            distillation,
+            inputs,
+            grad,
+            tuple({"outside": name.split()[0], **option} for option in options),
+        )
+        for name, grad, options in (
+            ("renormalize", student[:1], plain + reverse),
+            ("rest_mass", student, plain + reverse),
+            ("zero", student, plain),
+            ("zero reverse", (*student, "entropy"), reverse),
+        )
     ]
 
 

@@ -17,7 +17,7 @@ INDUCTOR = (
     "nll",
     "importance_weights",
     "token_logprobs",
-    "distillation",
+    "distillation_topk zero reverse",
     "dpo",
 )
 

@@ -23,9 +23,11 @@ FILTERED = logprobs.Logprobs(ROW, logprobs.LogprobKind(top_p=0.9, temperature=0.
 PLAIN = logprobs.Logprobs(ROW, logprobs.LogprobKind())
 
 
-def topk(ids: torch.Tensor, **options):
-    weights = torch.tensor([[0.0, 0.5, 0.5]])
-    return distillation.distillation_topk(LOGITS, torch.zeros(ids.shape), ids, weights, **options)
+def topk(ids: torch.Tensor, teacher: float = -1.0, **options):
+    logprobs, weights = torch.full(ids.shape, -1.0), torch.tensor([[0.0, 0.5, 0.5]])
+    return distillation.distillation_topk(
+        logprobs, ROW, ids, torch.full(ids.shape, teacher), weights, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,12 +41,16 @@ def topk(ids: torch.Tensor, **options):
         ),
         (lambda: advantages.gdpo(ONE[None], GROUP, weights=()), "one number per reward component"),
         (lambda: advantages.pass_at_k(ONE, GROUP, k=0), "k must be at least 1"),
-        (lambda: distillation.distillation(LOGITS, LOGITS, ROW, mix=2.0, direction="mixed"),
+        (lambda: topk(IDS[..., None], mix=2.0, direction="mixed"),
          r"mix must be in \[0, 1\] for 'mixed', but it is 2.0"),
-        (lambda: distillation.distillation(LOGITS, LOGITS, ROW, temperature=0.0), "temperature"),
+        (lambda: topk(IDS[..., None], temperature=0.0), "temperature"),
         (lambda: topk(IDS[..., None], outside="ignore"), "^outside must be one of"),
-        (lambda: topk(IDS[..., None][..., :0]), "teacher_ids must name at least one token"),
-        (lambda: topk(torch.zeros(1, 3, 2).long()), "teacher_ids must differ at a token"),
+        (lambda: topk(IDS[..., None][..., :0]), "target_ids must name at least one token"),
+        (lambda: topk(torch.zeros(1, 3, 2).long()), "target_ids must differ at a token"),
+        *((lambda x=x: topk(IDS[..., None], x), "^teacher_logprobs must be log-probabilities")
+          for x in (float("nan"), float("-inf"), 1.0)),
+        (lambda: topk(IDS[..., None], outside="zero", direction="mixed"),
+         "^entropy must be given for outside='zero' in the direction 'mixed', but it is None"),
         (lambda: importance.importance_weights(ROW, ROW, MASK, min=3.0), r"\(min, max\) must be"),
         (lambda: importance.importance_weights(ROW, ROW, MASK, token_bounds=(3.0, 2.0)),
          r"^token_bounds must be 0 <= low <= high"),

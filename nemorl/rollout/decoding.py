@@ -19,7 +19,7 @@ from nemorl.losses.logprobs import filter_logits, running_mass
 from nemorl.models.attention import PLAIN, Rule, attend, use_attention, without_cudnn_attention
 from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, text_before
 from nemorl.rollout.random import stream, uniform
-from nemorl.rollout.scheduler import Request
+from nemorl.rollout.scheduler import Request, require_finite
 
 FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -451,11 +451,7 @@ class Decoding:
     def _sample(self, work: Pass, version: int) -> None:
         drawn = self.draw(work)
         tokens, logprobs = drawn.tolist()
-        if not all(map(math.isfinite, logprobs)):
-            raise FloatingPointError(
-                "the model's logits are not finite, as its weights hold NaN or infinity:"
-                " load others, or lower optimizer.lr"
-            )
+        require_finite(all(map(math.isfinite, logprobs)))
         for s, token, logprob in zip(work.slots.slots, map(int, tokens), logprobs, strict=True):
             s.token_ids.append(token)
             s.logprobs.append(logprob)

@@ -179,9 +179,7 @@ def _check_ids(
     room: int,
 ) -> None:
     for index, ids in enumerate(sequences):
-        if not hasattr(ids, "__len__"):
-            must, but = "be a list of token ids each", f"is {ids!r}: put a single one into a list"
-        elif not len(ids):
+        if not len(ids):
             must, but = "have at least one token", "is empty: begin it with a special token"
         elif isinstance(ids[0], str):
             must = "be token ids"

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
+from nemorl.data.batch import TokenBatch, collate
+from nemorl.data.example import Example
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.models.hub import max_positions
 from nemorl.rollout.calls import forget_error
 from nemorl.rollout.generation import (
     Completion,
     SamplingParams,
+    Scores,
     check_in_flight,
     check_ready,
+    check_scored,
     checked_requests,
     seeded,
 )
+
+T = TypeVar("T")
 
 PAUSE_S = 0.01
 """How often a request looks whether a sleeping engine is awake."""
@@ -166,34 +177,40 @@ class Scheduler:
             for request in (*self._open, *self._taken()):
                 request.fail(error)
 
+    async def between_steps(self, compute: Callable[[], T]) -> T:
+        """Return what a function returns that is called between two steps, where these compute."""
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                with self.lock:
+                    self.check()
+                    answer.set_result(compute())
+            except BaseException as error:
+                answer.set_exception(error)
+                if not isinstance(error, Exception):  # an interrupt is this thread's
+                    raise
+
+        try:
+            await _where_steps_compute(call)
+            return answer.result()
+        finally:
+            answer.cancel()
+
     async def _take_turns(self, awaited: list[_Awaited]) -> None:
         """Do steps, and pass on all results of a step at once: they are judged together."""
         loop = asyncio.get_running_loop()
         try:
             while awaited:
-                await self._turn(loop)
+                await _where_steps_compute(self._turn_once)
                 awaited[:] = [each for each in awaited if not _settled(*each)]
                 await asyncio.sleep(PAUSE_S if self.asleep else 0)
         finally:
             del self._loops[loop]
             for each in awaited:  # after an interrupt
                 _settled(*each)
-
-    async def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting = WAITING.get()
-        if waiting is None:
-            self._turn_once()
-            return
-        over = asyncio.Event()
-
-        def turn() -> None:
-            try:
-                self._turn_once()
-            finally:
-                loop.call_soon_threadsafe(over.set)
-
-        waiting(turn)
-        await over.wait()
 
     def _turn_once(self) -> None:
         with self.lock:
@@ -224,6 +241,42 @@ class Scheduler:
         self._open = [request for request in self._open if not request.future.done()]
 
 
+def unmasked(token_ids: Sequence[Sequence[int]], kind: LogprobKind) -> TokenBatch:
+    """Return sequences as a batch, all tokens of which get log-probabilities, and none a loss."""
+    masks = [(len(ids) * [False], len(ids) * [True]) for ids in token_ids]
+    examples = [
+        Example(input_ids=ids, loss_mask=none, response_mask=every)
+        for ids, (none, every) in zip(token_ids, masks, strict=True)
+    ]
+    return collate(examples, logprob_kind=kind)
+
+
+def require_finite(finite: bool) -> None:
+    """Raise FloatingPointError unless a model's log-probabilities are finite."""
+    if not finite:
+        raise FloatingPointError(
+            "the model's logits are not finite, as its weights hold NaN or infinity: load others,"
+            " or lower optimizer.lr"
+        )
+
+
+async def _where_steps_compute(function: Callable[[], None]) -> None:
+    waiting = WAITING.get()
+    if waiting is None:
+        function()
+        return
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> None:
+        try:
+            function()
+        finally:
+            loop.call_soon_threadsafe(over.set)
+
+    waiting(call)
+    await over.wait()
+
+
 def _settled(request: Request, answer: asyncio.Future[list[Completion]]) -> bool:
     """Pass on a request's result. Return whether nobody awaits it any more."""
     if not answer.done() and request.future.done():
@@ -236,7 +289,7 @@ def _settled(request: Request, answer: asyncio.Future[list[Completion]]) -> bool
     return answer.done()
 
 
-class ScheduledBackend:
+class ScheduledBackend(ABC):
     """What `GenerationBackend`s that compute in the threads of their callers have in common."""
 
     vocab_size = max_positions = sys.maxsize
@@ -247,9 +300,19 @@ class ScheduledBackend:
     ) -> None:
         self.tokenizer, self._scheduler = tokenizer, Scheduler(step)
 
+    @abstractmethod
+    def _scored(self, batch: TokenBatch, top_k: int) -> Sequence[Tensor]:
+        """Return `[batch, seq]` log-probabilities of a batch's tokens and, unless `top_k` is 0, ids
+        and log-probabilities `[batch, seq, k]` of the likeliest ones. Called between two steps.
+        """
+
     @property
     def policy_version(self) -> int | None:
         return self._scheduler.policy_version
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"vocab_size": self.vocab_size, "max_positions": self.max_positions}
 
     def limits(self, config: Any) -> None:
         self.vocab_size = getattr(config, "vocab_size", sys.maxsize)
@@ -265,6 +328,38 @@ class ScheduledBackend:
     ) -> list[Completion]:
         return self._scheduler.generate(self._requests(prompts, sampling_params))
 
+    async def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        top_k: int = 0,
+        kind: LogprobKind | None = None,
+    ) -> Scores:
+        """Return `GenerationBackend.score`, of one version of the weights: no step or update comes
+        between its sequences.
+        """
+        self._scheduler.check()
+        check_scored(token_ids, top_k, **self.sizes)
+        if not len(token_ids):
+            return Scores(token_logprobs=(), policy_version=self.policy_version)
+        batch = unmasked(token_ids, kind or LogprobKind())
+        found, version = await self._scheduler.between_steps(
+            lambda: (self._scored(batch, top_k), self.policy_version)
+        )
+        logprobs, *top = found
+        require_finite(bool(logprobs.isfinite().all()))
+        parts = {"token_logprobs": logprobs.float()}
+        if top_k:
+            ids, top_logprobs = top
+            top_logprobs[:, 0] = -math.inf
+            parts |= {"top_ids": ids.int(), "top_logprobs": top_logprobs.float()}
+        lengths = list(map(len, token_ids))
+        rows: dict[str, Any] = {
+            name: tuple(row[:n] for row, n in zip(values.numpy(), lengths, strict=True))
+            for name, values in parts.items()
+        }
+        return Scores(**rows, policy_version=version)
+
     def wake(self) -> None:
         self._scheduler.asleep = False
 
@@ -277,8 +372,7 @@ class ScheduledBackend:
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
         self._scheduler.check()
-        sizes = {"vocab_size": self.vocab_size, "max_positions": self.max_positions}
-        params = checked_requests(prompts, sampling_params, **sizes)
+        params = checked_requests(prompts, sampling_params, **self.sizes)
         return [
             Request(prompt, seeded(p, self.tokenizer))
             for prompt, p in zip(prompts, params, strict=True)

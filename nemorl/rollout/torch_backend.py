@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from nemorl.checks import warn
+from nemorl.data.batch import TokenBatch, to_device
+from nemorl.data.packing import merge, split, split_microbatches
+from nemorl.losses.logprobs import flat_linear_logprobs
+from nemorl.losses.types import same_segment
 from nemorl.models.adapters import has_adapters
 from nemorl.models.capabilities import Proof, known
 from nemorl.models.causal_lm import (
@@ -26,7 +31,7 @@ from nemorl.models.causal_lm import (
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
 from nemorl.models.tensor_files import Stored, as_stored, check_held, misfits, sampled, stored_names
-from nemorl.rollout.decoding import Decoding, Pass, decoding, draw_tokens
+from nemorl.rollout.decoding import PREFILL_TOKENS, Decoding, Pass, decoding, draw_tokens
 from nemorl.rollout.generation import EMBEDDED, InFlight, WeightSource
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 
@@ -113,15 +118,16 @@ class TorchGenerationBackend(ScheduledBackend):
             raise RuntimeError("the generation backend has no model: call setup() first")
         return self._decoding
 
+    def _scored(self, batch: TokenBatch, top_k: int) -> Sequence[Tensor]:
+        assert self.decoding
+        return scored(self.model, batch, top_k, precision=self.precision)
+
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
         end, version = time.monotonic() + STEP_S, self.policy_version
         assert version is not None
-        autocast = torch.autocast(
-            self.decoding.device.type, torch.bfloat16, enabled=self.precision != "float32"
-        )
         try:
             self.decoding.queue(new, dropped)
-            with torch.no_grad(), decoding(self.model), autocast:
+            with sampling_from(self.model, self.precision):
                 while self.decoding.advance(version) and time.monotonic() < end:
                     pass
         except BaseException:
@@ -141,6 +147,49 @@ class TorchGenerationBackend(ScheduledBackend):
             work.keep(torch.stack(experts, 1))
         hidden = hidden.flatten(0, 1)[work.states]
         return draw_tokens(logits_of(self.model.config)(hidden, head_weight(self.model)), work)
+
+
+@contextmanager
+def sampling_from(model: Any, precision: str) -> Iterator[None]:
+    """Compute as the engine samples inside the block: `decoding`, without gradients."""
+    half = torch.autocast(
+        head_weight(model).device.type, torch.bfloat16, enabled=precision != "float32"
+    )
+    with torch.no_grad(), decoding(model), half:
+        yield
+
+
+def scored(model: Any, batch: TokenBatch, top_k: int, *, precision: str) -> Sequence[Tensor]:
+    """Return `ScheduledBackend._scored` by a model of this process, in passes of up to
+    PREFILL_TOKENS.
+    """
+    head, logits = head_weight(model), logits_of(model.config)
+    plan = split_microbatches(batch, token_budget=max(PREFILL_TOKENS, batch.input_ids.shape[1]))
+    parts = []
+    with sampling_from(model, precision):
+        for part in to_device(split(batch, plan), head.device):
+            hidden = decoder_of(model)(
+                input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False
+            )[0]
+            predicted = same_segment(part.segment_ids)
+            found = flat_linear_logprobs(
+                logits.scaled(hidden[:, :-1][predicted[:, 1:]]),
+                head,
+                part.input_ids[predicted],
+                kind=part.logprob_kind,
+                softcap=logits.softcap,
+                top_k=top_k,
+            )
+            top = (found.top_ids, found.top_logprobs) if top_k else ()
+            parts.append([_laid(each, predicted).cpu() for each in (found.token_logprobs, *top)])
+    return [merge(each, plan) for each in zip(*parts, strict=True)]
+
+
+def _laid(values: Tensor, places: Tensor) -> Tensor:
+    """Return rows with `values` in the places that are True, else 0."""
+    rows = values.new_zeros((*places.shape, *values.shape[1:]))
+    rows[places] = values
+    return rows
 
 
 def has_cache(config: Any) -> bool:

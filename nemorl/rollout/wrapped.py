@@ -6,16 +6,17 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nemorl.checks import has_own, require
-from nemorl.losses.logprobs import filter_logits
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.models.source import ModelSource
 from nemorl.rollout.calls import accepted, blocking
 from nemorl.rollout.collect import kind_of
@@ -25,13 +26,15 @@ from nemorl.rollout.generation import (
     GenerationTraits,
     InFlight,
     SamplingParams,
+    Scores,
     WeightSource,
+    check_scored,
     checked_requests,
     text_before,
 )
 from nemorl.rollout.random import derive_seed
-from nemorl.rollout.scheduler import Request, ScheduledBackend
-from nemorl.rollout.torch_backend import copy_weights
+from nemorl.rollout.scheduler import Request, ScheduledBackend, unmasked
+from nemorl.rollout.torch_backend import copy_weights, scored
 
 NEEDED = ("setup", "update_weights", "shutdown")
 ANSWER = ("token_ids", "text", "logprobs", "finish_reason")
@@ -43,8 +46,9 @@ Sample = tuple[Request, int, SamplingParams]
 def as_generation_backend(target: Any) -> Any:
     """Return a class or instance as a whole `GenerationBackend`.
 
-    A class with `sample` gets `generate`, `sleep`, `wake`, `metrics` and `sleeps` if it lacks them;
-    one without is wrapped (`WrappedBackend`). Raises: ValueError that names what is missing.
+    A class with `sample` gets `generate`, `sleep`, `wake`, `metrics` and `sleeps` if it lacks them,
+    and a `score` that raises; one without is wrapped (`WrappedBackend`). Raises: ValueError that
+    names what is missing.
 
     >>> class Half:
     ...     def setup(self, config): ...
@@ -122,6 +126,20 @@ class WrappedBackend(ScheduledBackend):
             if isinstance(self.model, nn.Module):
                 copy_weights(self.model, state.items(), version)
         return version
+
+    async def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        top_k: int = 0,
+        kind: LogprobKind | None = None,
+    ) -> Scores:
+        """Return the class's own `score`, or the scores of the `model` that is here."""
+        if not has_own(self.inner, "score", GenerationBackend):
+            return await super().score(token_ids, top_k=top_k, kind=kind)
+        self._scheduler.check()
+        check_scored(token_ids, top_k, **self.sizes)
+        return await self.inner.score(token_ids, top_k=top_k, kind=kind)
 
     def sleep(self) -> None:
         with self._scheduler.lock:
@@ -203,7 +221,8 @@ class WrappedBackend(ScheduledBackend):
             decoder = self.tokenizer
             text = "" if decoder is None else decoder.decode(ids, skip_special_tokens=True)
         if logprobs is None:
-            logprobs = self._logprobs(prompt, ids, params) if ids else ()
+            batch = unmasked([[*prompt, *ids]], kind_of(params))
+            logprobs = self._scored(batch, 0)[0][0, len(prompt) :].tolist() if ids else ()
         must = f"must return a logprob for each of {len(ids)} tokens"
         remedy = "return None where there is none"
         require(len(logprobs) == len(ids), generate, must, len(logprobs), remedy)
@@ -235,27 +254,14 @@ class WrappedBackend(ScheduledBackend):
         require(there, self.name, f"needs a tokenizer {purpose}", self.tokenizer, remedy)
         return self.tokenizer
 
-    def _logprobs(
-        self, prompt: Sequence[int], response: Sequence[int], params: SamplingParams
-    ) -> list[float]:
+    def _scored(self, batch: TokenBatch, top_k: int) -> Sequence[Tensor]:
         if not isinstance(self.model, nn.Module):
             raise ValueError(
-                f"{self.name}.generate must return logprobs, because there is no model here to"
-                " compute them with: return dicts with token_ids and logprobs, or remove"
-                " shares_model=False from its traits"
+                f"{self.name} must have the method score, or generate return logprobs, because"
+                " there is no model here to compute them with: add score, return dicts with"
+                " token_ids and logprobs, or remove shares_model=False from its traits"
             )
-        model: Any = self.model
-        ids = torch.tensor([[*prompt, *response]], device=model.device)
-        training, half = model.training, self.precision != "float32"
-        model.eval()
-        try:
-            with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, half):
-                logits = model(ids, use_cache=False).logits[0, -len(response) - 1 : -1]
-        finally:
-            model.train(training)
-        values = filter_logits(logits.float(), **asdict(kind_of(params))).log_softmax(-1)
-        found: list[float] = values.gather(-1, ids[0, -len(response) :, None])[:, 0].tolist()
-        return found
+        return scored(self.model, batch, top_k, precision=self.precision)
 
 
 def _nothing(*_: Any) -> None: ...
@@ -271,7 +277,15 @@ def _generate(self: Any, prompts: Any, sampling_params: Any) -> list[Completion]
     return [completion for answer in blocking(all_of_them()) for completion in answer]
 
 
+async def _score(self: Any, token_ids: Any, *, top_k: int = 0, kind: Any = None) -> Scores:
+    raise ValueError(
+        f"{type(self).__name__} must have the method score to give log-probabilities of tokens:"
+        " add async def score(self, token_ids, *, top_k=0, kind=None) -> nemorl.Scores"
+    )
+
+
 _OPTIONAL: dict[str, Any] = {
+    "score": _score,
     "generate": _generate,
     "sleep": _nothing,
     "wake": _nothing,

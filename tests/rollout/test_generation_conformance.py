@@ -5,6 +5,8 @@ from itertools import chain
 import pytest
 import torch
 
+from nemorl.losses.logprobs import LogprobKind, filter_logits
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from tests.rollout import backends
 from tests.rollout.backends import greedy, logprob_bound, of_transformers, reference_logprobs
@@ -14,6 +16,10 @@ from tests.runtime.engines.shared import small_model as tiny_model
 from tests.tiny_models import random_prompts, tiny_tokenizer
 
 make, pytest_generate_tests = backends.make, backends.pytest_generate_tests
+
+
+def score(backend, token_ids, **options):
+    return blocking(backend.score(token_ids, **options))
 
 
 def test_it_keeps_the_protocol(make):
@@ -44,6 +50,50 @@ def test_logprobs_are_those_of_the_sampling_distribution(make, temperature):
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), expected, atol=logprob_bound(temperature), rtol=0
         )
+
+
+@pytest.mark.parametrize("of", [None, LogprobKind(temperature=0.6, top_k=9, top_p=0.8)])
+def test_scores_are_the_models_logprobs(make, of):
+    """Of long and short sequences, of given tokens and of the likeliest, best first."""
+    model, of_model = tiny_model(scale=3.0), of or LogprobKind()
+    sequences = [[5], *random_prompts(12, seed=1), [2, *range(3, 42)] * 6]
+    backend, bound = make(model, 8), logprob_bound(of_model.temperature)
+    found = score(backend, sequences, top_k=5, kind=of)
+    plain = score(backend, sequences, kind=of)
+    assert (found.policy_version, plain.top_ids, plain.top_logprobs) == (0, (), ())
+    for ids, *of_one in zip(
+        sequences,
+        found.token_logprobs,
+        found.top_ids,
+        found.top_logprobs,
+        plain.token_logprobs,
+        strict=True,
+    ):
+        own, top_ids, top, alone = map(torch.from_numpy, of_one)
+        ids = torch.tensor(ids)
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0, :-1].float()
+        every = filter_logits(logits, keep=ids[1:], **vars(of_model)).log_softmax(-1)
+        expected = every.gather(-1, ids[1:, None])[:, 0]
+        for values in (own, alone):
+            torch.testing.assert_close(values[1:], expected, atol=bound, rtol=0)
+            assert values[0] == 0
+        torch.testing.assert_close(top[1:], every.topk(5).values, atol=bound, rtol=0)
+        at_ids = every.gather(-1, top_ids[1:].long())
+        torch.testing.assert_close(top[1:], at_ids, atol=bound, rtol=0)
+        assert (top[0] == -torch.inf).all() and top.shape == top_ids.shape == (len(ids), 5)
+        assert [own.dtype, top_ids.dtype] == [torch.float32, torch.int32]
+
+
+def test_scores_are_of_the_newest_weights(make):
+    model, other = tiny_model(scale=3.0), tiny_model(seed=1, scale=3.0)
+    backend, sequences = make(model), random_prompts(2)
+    expected = score(make(other), sequences).token_logprobs
+    update(backend, [(n, p.detach().clone()) for n, p in other.named_parameters()], version=7)
+    found = score(backend, sequences)
+    assert found.policy_version == 7
+    for ours, theirs in zip(found.token_logprobs, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=logprob_bound(1.0))
 
 
 def test_a_seeded_request_does_not_depend_on_the_batch(make):
@@ -92,8 +142,6 @@ def test_samples_of_a_group_differ_and_seeds_repeat(make):
     ],
 )
 def test_filters_keep_to_their_support(make, params, allowed):
-    from nemorl.losses.logprobs import filter_logits
-
     model = tiny_model(scale=2.0)
     prompt = random_prompts(1, seed=6)[0]
     completions = make(model).generate(
@@ -209,6 +257,8 @@ def test_nothing_is_generated_after_an_update_that_failed(make):
         update(backend, {**weights, last: weights[last][:-1]}.items(), version=1)
     with pytest.raises(RuntimeError, match="call update_weights"):
         backend.generate(prompts, params)
+    with pytest.raises(RuntimeError, match="call update_weights"):
+        score(backend, prompts)
     update(backend, weights.items(), version=0)
     assert backend.generate(prompts, params) == before
 
@@ -247,6 +297,8 @@ def test_sleeping(make):
     backend.sleep()
     with pytest.raises(RuntimeError, match="wake"):
         backend.generate([[2]], SamplingParams(max_new_tokens=2))
+    with pytest.raises(RuntimeError, match="wake"):
+        score(backend, [[2]])
     backend.wake()
     assert len(backend.generate([[2]], SamplingParams(max_new_tokens=2))) == 1
 
@@ -269,3 +321,22 @@ def test_the_models_positions_end_a_response(make):
 def test_requests_that_cannot_work_are_refused(make, prompts, params, message):
     with pytest.raises(ValueError, match=message):
         make().generate(prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "top_k", "message"),
+    [
+        ([[2], []], 0, "token_ids must have at least one token, but sequence 1 is empty"),
+        ([[2, 42]], 0, "of the model's 42 tokens, but sequence 0 has 42"),
+        ([[2, -3]], 0, "of the model's 42 tokens, but sequence 0 has -3"),
+        ([[2] * 257], 0, "fit in the model's 256 positions, but sequence 0 has 257 tokens"),
+        ([[2]], 43, "top_k must be from 0 to the model's 42 tokens, but it is 43"),
+        ([[2]], -1, "top_k must be from 0 to the model's 42 tokens, but it is -1"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(make, token_ids, top_k, message):
+    backend = make()
+    assert len(score(backend, [[2] * 256]).token_logprobs[0]) == 256
+    assert score(backend, []).token_logprobs == ()
+    with pytest.raises(ValueError, match=message):
+        score(backend, token_ids, top_k=top_k)

@@ -223,6 +223,25 @@ def test_requests_in_flight_outlast_a_sleep(make):
     assert tokens(asyncio.run(main())) == tokens(expected)
 
 
+def test_scores_beside_requests_in_flight(make):
+    backend = make(tiny_model(scale=3.0))
+    params = [SamplingParams(seed=n, max_new_tokens=n) for n in (4, 90)]
+    expected = backend.generate(PROMPTS[:2], params)
+    alone = asyncio.run(backend.score(PROMPTS, top_k=2))
+
+    async def main():
+        tasks = begin(backend, PROMPTS[:2], params)
+        await tasks[0]
+        beside = await backend.score(PROMPTS, top_k=2)
+        return await asyncio.gather(*tasks), beside
+
+    answers, beside = asyncio.run(main())
+    assert tokens(answers) == tokens([[one] for one in expected])
+    for name in "token_logprobs", "top_logprobs":
+        for a, b in zip(getattr(alone, name), getattr(beside, name), strict=True):
+            assert a == pytest.approx(b, abs=1e-5)
+
+
 def test_wrong_requests_are_refused_alone(make):
     backend = make(tiny_model(scale=3.0))
     prompts, params = [[5], [42], [6]], [greedy(3)] * 3

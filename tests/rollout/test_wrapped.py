@@ -78,6 +78,23 @@ def test_a_described_class_is_a_whole_backend(cls):
         backend.generate([[5]], PARAMS)
 
 
+class Scoring(Described):
+    async def score(self, token_ids, *, top_k=0, kind=None):
+        return "its own"
+
+
+def test_the_model_scores_where_the_class_does_not():
+    model = tiny_model(scale=2.0)
+    (found,) = asyncio.run(made(Described, model=model).score([[5, 6, 7]])).token_logprobs
+    expected = reference_logprobs(model, [5], (6, 7), 1.0)
+    torch.testing.assert_close(torch.from_numpy(found)[1:], expected, atol=1e-5, rtol=0)
+    assert asyncio.run(made(Scoring).score([[5, 6]])) == "its own"
+    with pytest.raises(ValueError, match="must have the method score"):
+        asyncio.run(made(Described, model=None).score([[5]]))
+    with pytest.raises(ValueError, match="sequence 0 is empty"):
+        asyncio.run(made(Scoring).score([[]]))
+
+
 def test_the_trainers_generator_is_left_alone():
     backend = made(Described)
     torch.manual_seed(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from torch import Tensor
 
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.types import Needs
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.tensor_files import check_held, sampled
 from nemorl.parallel.megatron.engine import Order
@@ -74,6 +77,10 @@ class RankedGenerator(ScheduledBackend):
         with self._scheduler.lock:
             self.trainer.decode(Order(asleep=True))
             self._scheduler.asleep = True
+
+    def _scored(self, batch: TokenBatch, top_k: int) -> Sequence[Tensor]:
+        found = self.trainer.compute(batch, Needs(top_k=top_k))
+        return (found.token_logprobs, *((found.top_ids, found.top_logprobs) if top_k else ()))
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
         """Have the ranks decode for about STEP_S."""

@@ -16,8 +16,8 @@ from nemorl.data.sources import as_known, known_set, read_rows, shards_of, sourc
 from nemorl.data.templates import PASSTHROUGH, RENAMED, Message
 
 
-def parts_of(template: str) -> list[tuple[str, str | None]]:
-    """Return a prompt template as texts, each with the column that follows it.
+def parts_of(template: str, setting: str = "data.prompt_template") -> list[tuple[str, str | None]]:
+    """Return a template as texts, each with the column that follows it.
 
     >>> parts_of("Q: {prompt} {{A}}")
     [('Q: ', 'prompt'), (' {', None), ('A}', None)]
@@ -29,7 +29,7 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
     names = [part[1:] for part in parts if part[1] is not None]
     require(
         bool(names) and all(name and not spec and not how for name, spec, how in names),
-        "data.prompt_template",
+        setting,
         "must name the column of the prompt as {prompt}, or others in the same way",
         template,
         'write one like "Question: {prompt}", and {{ }} for braces that are text',

@@ -1,7 +1,8 @@
 """The tables of an evaluation, and of two compared, from records of answers.
 
 A record has `data` (the set's name), `group` (the prompt's number in it), `prompt`, `reward`,
-and maybe `correct`, `extracted_answer`, `category` and `cut_by` (the limit that cut the response).
+and maybe `correct`, `correct_norm` (by likelihood per byte), `extracted_answer`, `category` and
+`cut_by` (the limit that cut the response).
 """
 
 import math
@@ -19,6 +20,8 @@ EXACT = 16
 """Differences up to which `paired` counts all assignments of signs."""
 FLIPS = 10_000
 """Random ones that it draws for more."""
+METRICS = {"accuracy": "correct", "accuracy_norm": "correct_norm", "reward": "reward"}
+"""What is averaged, and its key in records."""
 
 Values = NDArray[np.float64]
 
@@ -167,7 +170,7 @@ Records = Sequence[Mapping[str, Any]]
 def summaries(records: Records) -> list[dict[str, Any]]:
     """Return the statistics of all answers, each data set and each category (None: all).
 
-    Accuracy and reward have NAME_ci beside them: (low, high). pass@k, and cons@k where answers
+    METRICS have NAME_ci beside them: (low, high). pass@k, and cons@k where answers
     were read in each data set, are for k = 2, 4, … and n, the most answers that a prompt has. They
     are of the prompts that have k; left_out@k, where there are any, counts the others.
 
@@ -181,7 +184,7 @@ def summaries(records: Records) -> list[dict[str, Any]]:
 
 
 def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return how accuracy, and a reward that is not accuracy, of two evaluations of the same
+    """Return how METRICS, of rewards one that is not accuracy, of two evaluations of the same
     prompts differ in each slice of `summaries`: second − first, and a p-value (`paired`).
 
     Prompts are paired as in `by_prompt`. Raises: ValueError for other prompts.
@@ -202,9 +205,9 @@ def comparison(first: Records, second: Records, *, seed: int = 0) -> list[dict[s
     in_pairs = ([r for key in ours for r in found[key]] for found in (ours, theirs))
     for (place, a), (_, b) in zip(*map(_slices, in_pairs), strict=True):
         plain = all(record["reward"] == record.get("correct") for record in (*a, *b))
-        judged = all("correct" in record for record in (*a, *b))
-        for name in ["accuracy"] * judged + ["reward"] * (not plain):
-            key = "correct" if name == "accuracy" else name
+        for name, key in METRICS.items():
+            if (plain and name == "reward") or any(key not in record for record in (*a, *b)):
+                continue
             means = [mean_by_prompt([r[key] for r in part], _groups(part)) for part in (a, b)]
             (difference, half), p_value = paired(*means, seed=seed)
             rows.append(
@@ -253,7 +256,7 @@ def _summary(records: Records, sizes: Sequence[int]) -> dict[str, Any]:
     counts = Counter(groups)
     read = {record["data"] for record in records if record.get("extracted_answer") is not None}
     found: dict[str, Any] = {"num_prompts": len(counts)}
-    for name, key in ("accuracy", "correct"), ("reward", "reward"):
+    for name, key in METRICS.items():
         values = [record[key] for record in records if key in record]
         if len(values) < len(records):
             continue

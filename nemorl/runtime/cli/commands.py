@@ -77,6 +77,7 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any]) -> None:
     Console().print(table)
     temperature = config.generation.temperature
     sampling = f"temperature {temperature:g}, {config.n} per prompt" if temperature else "greedy"
+    sampling = sampling if config.choices is None else "the likeliest choice"
     title = f"{config.model.path} on {', '.join(map(str, sources_of(config.data.validation)))}"
     lines = result["summaries"]
     once = [{name: v for name, v in line.items() if "@" not in name} for line in lines]

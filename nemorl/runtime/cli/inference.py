@@ -6,24 +6,27 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from string import ascii_uppercase
 from typing import Any, TypeVar
 
 from nemorl.checks import require, short, warn
 from nemorl.data.datasets import load_rows, parts_of, to_prompts, warn_of_strings
-from nemorl.data.rows import Row
+from nemorl.data.rows import Row, for_rows, origin_of
 from nemorl.data.sources import known_set, set_names, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.hub import load_tokenizer, max_positions, model_folder
 from nemorl.models.source import ModelSource
+from nemorl.rollout.calls import blocking
 from nemorl.rollout.collect import Rollouts, collect, join
 from nemorl.rollout.config import RolloutConfig
-from nemorl.rollout.conversation import Failure, Prompts
+from nemorl.rollout.conversation import Failure, Prompts, messages_of, text_of
 from nemorl.rollout.environment import check_rows
-from nemorl.rollout.environments import Environment, check_limits, make_environment
+from nemorl.rollout.environments import check_limits, make_environment
 from nemorl.rollout.environments.tools import require_tools
-from nemorl.rollout.evaluation import summaries
+from nemorl.rollout.evaluation import METRICS, summaries
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.cli.api import from_keywords, pop_reward
@@ -72,9 +75,8 @@ def evaluate(
     reward = pop_reward(overrides, reward_fn)
     rewarded = reward is not None or "reward" in overrides or environment_factory is not None
     known = [known_set(each) is not None for each in sources_of(dataset)]
-    config = _config(
-        EvalConfig, "eval", model, trust_code, overrides, rewarded=rewarded, known=known
-    )
+    asked: dict[str, Any] = {"rewarded": rewarded, "scored": "choices" in overrides}
+    config = _config(EvalConfig, "eval", model, trust_code, overrides, known=known, **asked)
     return evaluate_config(config, dataset, reward, environment_factory)
 
 
@@ -82,7 +84,10 @@ def evaluate_config(
     config: EvalConfig, dataset: Rows = None, reward: Reward | None = None, environment: Any = None
 ) -> dict[str, Any]:
     """Return the result of `evaluate`."""
-    sets = _sets(config, dataset, reward, environment or config.rollout.environment)
+    led_by = environment or config.rollout.environment
+    alone, must = reward is None and led_by is None, "must be given without reward and environment"
+    require(config.choices is None or alone, "choices", must, config.choices, "remove one of them")
+    sets = _sets(config, dataset, reward, led_by)
     rows = [row for part in sets for row in part.rows]
     sampling = replace(config.generation.sampling_params(), n=config.n)
     answers, failed, metrics = list[dict[str, Any]](), list[str](), dict[str, float]()
@@ -93,6 +98,10 @@ def evaluate_config(
         for part in sets:
             mine = numbered.take(range(begin, begin + len(part.rows)))
             begin += len(part.rows)
+            if config.choices is not None:
+                for some in _with_progress(mine, max(3, at_a_time)):
+                    answers += _chosen(generator, some, part, config.choices_template)
+                continue
             found = [
                 collect(generator, part.environment, some, sampling, seed=config.seed)
                 for some in _with_progress(mine, max(3, at_a_time))
@@ -114,7 +123,7 @@ def evaluate_config(
     }
     lines = summaries(answers)
     return {
-        **{k: lines[0][k] for k in ("reward", "accuracy", "truncated_fraction") if k in lines[0]},
+        **{k: lines[0][k] for k in (*METRICS, "truncated_fraction") if k in lines[0]},
         **components,
         "metrics": metrics,
         "response_length": fmean(answer["num_tokens"] for answer in answers),
@@ -137,7 +146,8 @@ def _warn_of_cuts(answers: Sequence[Mapping[str, Any]], limit: int) -> None:
 class _Set:
     name: str
     rows: Sequence[Row]
-    environment: Environment
+    environment: Any
+    """None: choices are scored."""
     category: str | None
 
 
@@ -147,17 +157,21 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
     rows, sets = read_rows(config.data, "validation", dataset) or [], list[_Set]()
     for number, (part, name) in enumerate(zip(sources_of(source), set_names(source), strict=True)):
         mine = [row for row in rows if row.source == number][: config.max_rows]
-        judge = reward_for(config.reward, part) if reward is None else reward
-        environment = make_environment(
-            judge,
-            config.reward_weights,
-            config.reward_kwargs,
-            environment=led_by,
-            chosen=reward is not None or config.reward != EvalConfig.reward,
-            workers=workers_of(config.rollout),
-        )
-        check_limits(environment, config.rollout)
-        check_rows(environment, mine)
+        environment = None
+        if config.choices is not None:
+            for_rows(mine, partial(_choices_of, config.choices_template))
+        else:
+            judge = reward_for(config.reward, part) if reward is None else reward
+            environment = make_environment(
+                judge,
+                config.reward_weights,
+                config.reward_kwargs,
+                environment=led_by,
+                chosen=reward is not None or config.reward != EvalConfig.reward,
+                workers=workers_of(config.rollout),
+            )
+            check_limits(environment, config.rollout)
+            check_rows(environment, mine)
         known = known_set(part)
         category = config.by or (known.category if known is not None else None)
         sets.append(_Set(name, mine, environment, category))
@@ -199,6 +213,71 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
                 "finish_reason": completion.finish_reason,
                 **({"cut_by": conversation.cut_by} if conversation.cut_by else {}),
                 **({} if len(conversation.turns) == 1 else {"turns": said(conversation)}),
+            }
+        )
+    return records
+
+
+def _choices_of(template: str, row: Mapping[str, Any]) -> tuple[list[str], list[str], int]:
+    """Return a row's choices, the same in their template, and the index of the right one."""
+    parts = parts_of(template, "choices")
+    (column,) = (name for _, name in parts if name)
+    choices, answer = row.get(column), row.get("answer")
+    texts = list(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else []
+    fits = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)
+    must, remedy = "must be a list of at least two texts", "name another column by choices"
+    require(fits, f"the column {column}", must, choices, remedy)
+    right = answer if isinstance(answer, int) and not isinstance(answer, bool) else -1
+    if isinstance(answer, str):
+        letter = ascii_uppercase.find(answer) if len(answer) == 1 else -1
+        right = texts.index(answer) if answer in texts else letter
+        right = int(answer) if right < 0 and answer.isdecimal() else right
+    must, remedy = "must be one of the choices, its index from 0, or its letter", "name its column"
+    require(0 <= right < len(texts), "answer (data.answer_column)", must, answer, remedy)
+    framed = ["".join(part + (text if name else "") for part, name in parts) for text in texts]
+    return texts, framed, right
+
+
+def _chosen(
+    generator: GenerationBackend, prompts: Prompts, part: _Set, template: str
+) -> list[dict[str, Any]]:
+    """Return a record for each prompt: the choice that is likeliest to follow it, by the sum of its
+    tokens' log-probabilities, and by that sum per byte. A choice's tokens are those of its text
+    alone, as of a response.
+    """
+    every = [_choices_of(template, row) for row in prompts.rows]
+    encoded = [prompts.tokenizer(texts, add_special_tokens=False) for _, texts, _ in every]
+    tokens = [each["input_ids"] for each in encoded]
+    sequences = [
+        [*prompt, *ids]
+        for prompt, choices in zip(prompts.token_ids, tokens, strict=True)
+        for ids in choices
+    ]
+    for row, group, ids in zip(prompts.rows, prompts.groups, tokens, strict=True):
+        name = f"{origin_of(row, group)}: choices"
+        require(all(ids), name, "must have a token each", ids, "leave out the empty one")
+    scores = iter(blocking(generator.score(sequences)).token_logprobs)
+    records = []
+    for i, (row, (texts, _, right)) in enumerate(zip(prompts.rows, every, strict=True)):
+        begin = len(prompts.token_ids[i])
+        logprobs = [float(next(scores)[begin:].sum(dtype=float)) for _ in texts]
+        by_byte = [value / len(text.encode()) for value, text in zip(logprobs, texts, strict=True)]
+        best = logprobs.index(max(logprobs))
+        category = None if part.category is None else row.get(part.category)
+        records.append(
+            {
+                "data": part.name,
+                "group": int(prompts.groups[i]),
+                **({} if category is None else {"category": str(category)}),
+                "prompt": text_of(messages_of(row)),
+                "response": texts[best],
+                "answer": texts[right],
+                "reward": float(best == right),
+                "correct": best == right,
+                "correct_norm": by_byte.index(max(by_byte)) == right,
+                "choices": texts,
+                "logprobs": logprobs,
+                "num_tokens": len(tokens[i][best]),
             }
         )
     return records
@@ -306,11 +385,14 @@ def _config(
     trust_code: bool,
     overrides: Mapping[str, Any],
     *,
-    rewarded: bool = False,
     known: Collection[bool] = (False,),
+    rewarded: bool = False,
+    scored: bool = False,
 ) -> Answers:
     trust = Trust(runs="all" if trust_code else "given")
-    of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded, known=all(known))
+    of_run = settings_of_run(
+        cls, str(model), trust, rewarded=rewarded, scored=scored, known=all(known)
+    )
     tree = layer(cls, {}, nested(of_run))
     config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)
     require_secrets(config)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from nemorl.checks import all_but, at_least, refuse_unused, require, valid_seed
+from nemorl.data.datasets import parts_of
 from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -40,6 +41,12 @@ OF_RUN = (
 
 OF_SET = {*OF_RUN[:3], "reward", "reward_weights", "reward_kwargs"}
 """Those of them that a known data set has itself."""
+SAMPLED = (
+    *("n", "reward", "reward_weights", "reward_kwargs", "rollout."),
+    *("generation.temperature", "generation.top_", "generation.min_p", "generation.max_new_tokens"),
+    *("generation.stop_", "generation.ignore_eos"),
+)
+"""How settings begin that `eval` has no use for where it scores choices."""
 PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 
 
@@ -93,11 +100,18 @@ class AnswerConfig:
 
 
 def settings_of_run(
-    cls: type, model: str, trust: Trust, *, rewarded: bool, known: bool = False
+    cls: type,
+    model: str,
+    trust: Trust,
+    *,
+    rewarded: bool,
+    scored: bool,
+    known: bool = False,
 ) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
 
-    rewarded, known: another reward, or known data sets, take the place of the run's.
+    rewarded, scored, known: another reward, choices, or known data sets, take the place of the
+    run's.
     """
     directory = RunDirectory(Path(model))
     if not (model and directory.config.exists() and directory.holds_results()):
@@ -106,6 +120,8 @@ def settings_of_run(
     usual, skipped = values(cls, {}), {*OF_SET} if known else set[str]()
     if rewarded:
         skipped |= {key for key in OF_RUN if key.startswith(("reward", "rollout."))}
+    if scored:
+        skipped |= {key for key in OF_RUN if key.startswith(SAMPLED)}
     found = {
         key: value
         for key, value in values(cls, config).items()
@@ -166,6 +182,10 @@ class EvalConfig(RewardConfig, AnswerConfig):
     output: str | None = None
     """Write every answer to this .jsonl file."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    choices: str | None = None
+    """Column with a list of texts, of which data.answer_column has the right one or its index: the
+    model chooses the likeliest, without sampling. " {COLUMN}" puts a space before each.
+    """
     max_rows: int | None = None
     """Number of rows of each data set that are answered, from the top. Default: all."""
     by: str | None = None
@@ -180,6 +200,20 @@ class EvalConfig(RewardConfig, AnswerConfig):
         super().__post_init__()
         at_least(1, max_rows=self.max_rows)
         valid_seed(seed=self.seed)
+        if self.choices is not None:
+            names = [name for _, name in parts_of(self.choices_template, "choices") if name]
+            must, remedy = "must name one column", 'write it as COLUMN or " {COLUMN}"'
+            require(len(names) == 1, "choices", must, self.choices, remedy)
+            usual, must = values(type(self), {}), "is not used with choices, which are scored"
+            for key, value in values(type(self), to_dict(self)).items():
+                fits = not key.startswith(SAMPLED) or value == usual[key]
+                require(fits, key, must, value, "remove one of them")
+
+    @property
+    def choices_template(self) -> str:
+        """The column of choices as {COLUMN}, in its text."""
+        given = self.choices or ""
+        return given if "{" in given else f"{{{given}}}"
 
 
 @dataclass(frozen=True, kw_only=True)

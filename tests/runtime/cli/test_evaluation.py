@@ -20,6 +20,7 @@ from nemorl.rollout.evaluation import (
 from nemorl.runtime.cli.main import main, parse
 from nemorl.runtime.store.directory import read_lines
 from tests.data.known_samples import hub
+from tests.rollout.backends import reference_logprobs
 from tests.runtime.runs import addition_rows, grpo_config, rows_file, saved_model
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -105,6 +106,67 @@ def test_means_are_by_prompt_where_a_conversation_failed(model: str):
     found = nemorl.evaluate(model, rows, reward, n=4, temperature=1.0, device="cpu")
     assert len(found["answers"]) == 6
     assert found["accuracy"] == found["reward"] == found["summaries"][0]["accuracy"] == 0.5
+
+
+RIGHT = {"text": "113", "index": 2, "text of an index": "2", "letter": "C"}
+"""Ways to say that of CHOICES the last one is right."""
+CHOICES = ["3", "12", "113"]
+
+
+def test_the_likeliest_choice_is_the_answer(tmp_path: Path, capsys):
+    net = tiny_model(scale=2.0)
+    model = str(saved_model(tmp_path / "model", scale=2.0))
+    rows = [
+        {"question": f"{n}+{n}=", "endings": CHOICES, "label": right, "kind": kind}
+        for n, (kind, right) in enumerate(RIGHT.items(), start=3)
+    ]
+    data = rows_file(tmp_path / "choices.jsonl", rows)
+    columns = ["--data.prompt-column", "question", "--data.answer-column", "label", "--by", "kind"]
+    command = ["eval", "--model", model, "--validation", data, "--choices", "={endings}", *columns]
+    answers = [str(tmp_path / f"{n}.jsonl") for n in range(2)]
+    for output in answers:
+        assert main([*command, "--device", "cpu", "--output", output]) == 0
+    assert "the likeliest choice" in capsys.readouterr().out
+    found, tokenizer = read_lines(Path(answers[0])), tiny_tokenizer()
+    for row, record in zip(rows, found, strict=True):
+        prompt = tokenizer(row["question"])["input_ids"]
+        expected = []
+        for text in CHOICES:
+            ids = tuple(tokenizer(f"={text}", add_special_tokens=False)["input_ids"])
+            expected.append(float(reference_logprobs(net, prompt, ids, 1.0).sum()))
+        assert record["logprobs"] == pytest.approx(expected, abs=1e-4)
+        by_byte = [value / len(text) for value, text in zip(expected, CHOICES, strict=True)]
+        best, best_norm = (values.index(max(values)) for values in (expected, by_byte))
+        assert record["response"] == CHOICES[best] and record["answer"] == "113"
+        assert [record["correct"], record["correct_norm"]] == [best == 2, best_norm == 2]
+    assert any(record["correct"] != record["correct_norm"] for record in found)
+    line = summaries(found)[0]
+    assert line["accuracy_norm"] == sum(each["correct_norm"] for each in found) / 4
+    assert main(["compare", *answers, "--json"]) == 0
+    compared = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {each["metric"] for each in compared} == {"accuracy", "accuracy_norm"}
+
+
+@pytest.mark.parametrize(
+    ("row", "others", "message"),
+    [
+        ({"choices": ["2"]}, {}, "row 1: the column choices must be a list of at least two texts"),
+        ({"choices": "23"}, {}, "must be a list of at least two texts, but it is '23'"),
+        ({"choices": ["", "2"]}, {}, "must be a list of at least two texts"),
+        ({"answer": 3}, {}, "must be one of the choices, its index from 0, or its letter, but it"),
+        ({"answer": "D"}, {}, "but it is 'D': name its column"),
+        ({"answer": None}, {}, "row 1: answer .data.answer_column. must be one of the choices"),
+        ({}, {"choices": "{prompt} {choices}"}, "choices must name one column"),
+        ({}, {"reward": "contains_answer"}, "reward is not used with choices"),
+        ({}, {"reward": lambda response: 1.0}, "choices must be given without reward"),
+        ({}, {"temperature": 0.5}, "generation.temperature is not used with choices"),
+    ],
+)
+def test_choices_that_cannot_be_scored_are_refused(row, others, message, tmp_path: Path):
+    """Before the model, which is not there, is loaded."""
+    rows = [{"prompt": "1+1=", "choices": CHOICES, "answer": "3", **row}]
+    with pytest.raises(ValueError, match=message):
+        nemorl.evaluate(str(tmp_path), rows, **{"choices": "choices", **others})
 
 
 @pytest.mark.slow

@@ -338,5 +338,6 @@ def test_what_cannot_be_scored_is_refused(make, token_ids, top_k, message):
     backend = make()
     assert len(score(backend, [[2] * 256]).token_logprobs[0]) == 256
     assert score(backend, []).token_logprobs == ()
+    assert score(backend, [[2]], top_k=42).top_ids[0].shape == (1, 42)
     with pytest.raises(ValueError, match=message):
         score(backend, token_ids, top_k=top_k)

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, collate
-from nemorl.data.example import Example
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.models.hub import max_positions
 from nemorl.rollout.calls import forget_error
@@ -242,11 +241,11 @@ class Scheduler:
 
 
 def unmasked(token_ids: Sequence[Sequence[int]], kind: LogprobKind) -> TokenBatch:
-    """Return sequences as a batch, all tokens of which get log-probabilities, and none a loss."""
-    masks = [(len(ids) * [False], len(ids) * [True]) for ids in token_ids]
+    """Return sequences as a batch: each token gets a log-probability, and none a loss."""
+    masks = {"loss_mask": False, "response_mask": True}
     examples = [
-        Example(input_ids=ids, loss_mask=none, response_mask=every)
-        for ids, (none, every) in zip(token_ids, masks, strict=True)
+        {"input_ids": ids, **{name: [value] * len(ids) for name, value in masks.items()}}
+        for ids in token_ids
     ]
     return collate(examples, logprob_kind=kind)
 
@@ -343,22 +342,22 @@ class ScheduledBackend(ABC):
         if not len(token_ids):
             return Scores(token_logprobs=(), policy_version=self.policy_version)
         batch = unmasked(token_ids, kind or LogprobKind())
-        found, version = await self._scheduler.between_steps(
-            lambda: (self._scored(batch, top_k), self.policy_version)
-        )
-        logprobs, *top = found
-        require_finite(bool(logprobs.isfinite().all()))
-        parts = {"token_logprobs": logprobs.float()}
-        if top_k:
-            ids, top_logprobs = top
-            top_logprobs[:, 0] = -math.inf
-            parts |= {"top_ids": ids.int(), "top_logprobs": top_logprobs.float()}
-        lengths = list(map(len, token_ids))
-        rows: dict[str, Any] = {
-            name: tuple(row[:n] for row, n in zip(values.numpy(), lengths, strict=True))
-            for name, values in parts.items()
-        }
-        return Scores(**rows, policy_version=version)
+
+        def compute() -> tuple[Sequence[Tensor], int | None]:
+            logprobs, *top = self._scored(batch, top_k)
+            if top:
+                top = [top[0].int(), top[1].float()]
+                top[1][:, 0] = -math.inf
+            return (logprobs.float(), *top), self.policy_version
+
+        found, version = await self._scheduler.between_steps(compute)
+        require_finite(bool(found[0].isfinite().all()))
+        rows: list[Any] = [
+            tuple(row[: len(ids)] for row, ids in zip(values.numpy(), token_ids, strict=True))
+            for values in found
+        ]
+        names = ("token_logprobs", "top_ids", "top_logprobs")
+        return Scores(**dict(zip(names, rows, strict=False)), policy_version=version)
 
     def wake(self) -> None:
         self._scheduler.asleep = False

@@ -17,7 +17,6 @@ from nemorl.checks import warn
 from nemorl.data.batch import TokenBatch, to_device
 from nemorl.data.packing import merge, split, split_microbatches
 from nemorl.losses.logprobs import flat_linear_logprobs
-from nemorl.losses.types import same_segment
 from nemorl.models.adapters import has_adapters
 from nemorl.models.capabilities import Proof, known
 from nemorl.models.causal_lm import (
@@ -171,7 +170,7 @@ def scored(model: Any, batch: TokenBatch, top_k: int, *, precision: str) -> Sequ
             hidden = decoder_of(model)(
                 input_ids=part.input_ids, position_ids=part.position_ids, use_cache=False
             )[0]
-            predicted = same_segment(part.segment_ids)
+            predicted = part.position_ids > 0
             found = flat_linear_logprobs(
                 logits.scaled(hidden[:, :-1][predicted[:, 1:]]),
                 head,

@@ -85,17 +85,6 @@ def test_scores_are_the_models_logprobs(make, of):
         assert [own.dtype, top_ids.dtype] == [torch.float32, torch.int32]
 
 
-def test_scores_are_of_the_newest_weights(make):
-    model, other = tiny_model(scale=3.0), tiny_model(seed=1, scale=3.0)
-    backend, sequences = make(model), random_prompts(2)
-    expected = score(make(other), sequences).token_logprobs
-    update(backend, [(n, p.detach().clone()) for n, p in other.named_parameters()], version=7)
-    found = score(backend, sequences)
-    assert found.policy_version == 7
-    for ours, theirs in zip(found.token_logprobs, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=logprob_bound(1.0))
-
-
 def test_a_seeded_request_does_not_depend_on_the_batch(make):
     """Alone, among others, in a batch that is too small for all, and in another order: the same
     tokens.
@@ -242,7 +231,11 @@ def test_new_weights_change_the_answers_and_the_version(make):
     after = backend.generate(prompts, params)
     expected = make(other).generate(prompts, params)
     assert {c.policy_version for c in before} == {0}
-    assert {c.policy_version for c in after} == {7}
+    scores = score(backend, prompts)
+    assert {c.policy_version for c in after} == {7} == {scores.policy_version}
+    expected_scores = score(make(other), prompts).token_logprobs
+    for ours, theirs in zip(scores.token_logprobs, expected_scores, strict=True):
+        assert ours == pytest.approx(theirs, abs=logprob_bound(1.0))
     assert tokens(after) == tokens(expected) != tokens(before)
 
 

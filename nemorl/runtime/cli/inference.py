@@ -100,7 +100,7 @@ def evaluate_config(
             begin += len(part.rows)
             if config.choices is not None:
                 for some in _with_progress(mine, max(3, at_a_time)):
-                    answers += _chosen(generator, some, part, config.choices_template)
+                    answers += _chosen(generator, some, part, config.choices)
                 continue
             found = [
                 collect(generator, part.environment, some, sampling, seed=config.seed)
@@ -159,7 +159,7 @@ def _sets(config: EvalConfig, dataset: Rows, reward: Reward | None, led_by: Any)
         mine = [row for row in rows if row.source == number][: config.max_rows]
         environment = None
         if config.choices is not None:
-            for_rows(mine, partial(_choices_of, config.choices_template))
+            for_rows(mine, partial(_choices_of, config.choices))
         else:
             judge = reward_for(config.reward, part) if reward is None else reward
             environment = make_environment(
@@ -220,8 +220,10 @@ def _records(rollouts: Rollouts, part: _Set) -> list[dict[str, Any]]:
 
 def _choices_of(template: str, row: Mapping[str, Any]) -> tuple[list[str], list[str], int]:
     """Return a row's choices, the same in their template, and the index of the right one."""
-    parts = parts_of(template, "choices")
-    (column,) = (name for _, name in parts if name)
+    parts = parts_of(template if "{" in template else f"{{{template}}}", "choices")
+    column, *more = [name for _, name in parts if name]
+    remedy = 'write it as COLUMN or " {COLUMN}"'
+    require(not more, "choices", "must name one column", template, remedy)
     choices, answer = row.get(column), row.get("answer")
     texts = list(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else []
     fits = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)

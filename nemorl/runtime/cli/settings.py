@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from nemorl.checks import all_but, at_least, refuse_unused, require, valid_seed
-from nemorl.data.datasets import parts_of
 from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -201,19 +200,10 @@ class EvalConfig(RewardConfig, AnswerConfig):
         at_least(1, max_rows=self.max_rows)
         valid_seed(seed=self.seed)
         if self.choices is not None:
-            names = [name for _, name in parts_of(self.choices_template, "choices") if name]
-            must, remedy = "must name one column", 'write it as COLUMN or " {COLUMN}"'
-            require(len(names) == 1, "choices", must, self.choices, remedy)
             usual, must = values(type(self), {}), "is not used with choices, which are scored"
             for key, value in values(type(self), to_dict(self)).items():
                 fits = not key.startswith(SAMPLED) or value == usual[key]
                 require(fits, key, must, value, "remove one of them")
-
-    @property
-    def choices_template(self) -> str:
-        """The column of choices as {COLUMN}, in its text."""
-        given = self.choices or ""
-        return given if "{" in given else f"{{{given}}}"
 
 
 @dataclass(frozen=True, kw_only=True)

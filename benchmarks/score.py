@@ -69,4 +69,6 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    command(main, Options, num_sequences=2, length=16, hidden=128, vocabulary=512, top_k=4, rounds=1)
+    command(
+        main, Options, num_sequences=2, length=16, hidden=128, vocabulary=512, top_k=4, rounds=1
+    )

@@ -181,8 +181,6 @@ class Scheduler:
         answer: Future[T] = Future()
 
         def call() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
             try:
                 with self.lock:
                     self.check()
@@ -192,11 +190,8 @@ class Scheduler:
                 if not isinstance(error, Exception):  # an interrupt is this thread's
                     raise
 
-        try:
-            await _where_steps_compute(call)
-            return answer.result()
-        finally:
-            answer.cancel()
+        await _where_steps_compute(call)
+        return answer.result()
 
     async def _take_turns(self, awaited: list[_Awaited]) -> None:
         """Do steps, and pass on all results of a step at once: they are judged together."""

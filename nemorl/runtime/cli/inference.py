@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from nemorl.checks import require, short, warn
 from nemorl.data.datasets import load_rows, parts_of, to_prompts, warn_of_strings
-from nemorl.data.rows import Row, for_rows, origin_of
+from nemorl.data.rows import Row, for_rows
 from nemorl.data.sources import known_set, set_names, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.hub import load_tokenizer, max_positions, model_folder
@@ -225,17 +225,15 @@ def _choices_of(template: str, row: Mapping[str, Any]) -> tuple[list[str], list[
     remedy = 'write it as COLUMN or " {COLUMN}"'
     require(not more, "choices", "must name one column", template, remedy)
     choices, answer = row.get(column), row.get("answer")
-    texts = list(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else []
+    texts = choices if isinstance(choices, list) else []
     fits = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)
     must, remedy = "must be a list of at least two texts", "name another column by choices"
     require(fits, f"the column {column}", must, choices, remedy)
-    right = answer if isinstance(answer, int) and not isinstance(answer, bool) else -1
-    if isinstance(answer, str):
-        letter = ascii_uppercase.find(answer) if len(answer) == 1 else -1
-        right = texts.index(answer) if answer in texts else letter
-        right = int(answer) if right < 0 and answer.isdecimal() else right
+    ways = [*map(str, range(len(texts))), *ascii_uppercase[: len(texts)]]
+    ways = texts + ways if isinstance(answer, str) else ways
     must, remedy = "must be one of the choices, its index from 0, or its letter", "name its column"
-    require(0 <= right < len(texts), "answer (data.answer_column)", must, answer, remedy)
+    require(str(answer) in ways, "answer (data.answer_column)", must, answer, remedy)
+    right = ways.index(str(answer)) % len(texts)
     framed = ["".join(part + (text if name else "") for part, name in parts) for text in texts]
     return texts, framed, right
 
@@ -255,9 +253,6 @@ def _chosen(
         for prompt, choices in zip(prompts.token_ids, tokens, strict=True)
         for ids in choices
     ]
-    for row, group, ids in zip(prompts.rows, prompts.groups, tokens, strict=True):
-        name = f"{origin_of(row, group)}: choices"
-        require(all(ids), name, "must have a token each", ids, "leave out the empty one")
     scores = iter(blocking(generator.score(sequences)).token_logprobs)
     records = []
     for i, (row, (texts, _, right)) in enumerate(zip(prompts.rows, every, strict=True)):

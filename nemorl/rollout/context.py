@@ -52,14 +52,14 @@ class Asked:
     messages: list[Message]
     """The messages, answers among them as they were sampled."""
     tools: Tools
-    after: "Answered | None"
+    after: "Spoken | None"
     """The answer that the prompt goes on with, to the token."""
     text: str | None = None
     """The messages as rendered, once that is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
+class Spoken:
     """An answer, and all that it continues."""
 
     asked: Asked
@@ -78,11 +78,11 @@ class Answered:
 class Context:
     """Renders messages to token ids, and keeps what was sampled.
 
-    A prompt goes on with the tokens of the answer whose messages, with itself and under the same
-    tools, are the longest beginning of the prompt's, whatever was asked in between: of equal
-    answers that whose dict is passed, else the latest. Where the chat template renders them
-    otherwise than then, but for white space around what was sampled, it goes on with the last
-    answer before for which it does not; without one it is the template's own rendering.
+    A prompt goes on with the tokens of the answer that ends the longest beginning of its messages
+    under the same tools, whatever was asked in between; of equal answers with those whose dict is
+    passed, else of the latest. Where the chat template renders that otherwise than then, but for
+    white space around what was sampled, an answer that was gone on with takes its place, and
+    without one the template's own rendering, which begins another segment.
     """
 
     tokenizer: Any
@@ -95,7 +95,7 @@ class Context:
     tools: Tools = ()
     _places: dict[tuple[int, str], int] = field(default_factory=dict)
     """A tree: the place of messages that end with one, from that of those before it."""
-    _answers: dict[int, list[Answered]] = field(default_factory=dict)
+    _answers: dict[int, list[Spoken]] = field(default_factory=dict)
     """By the place of the messages with the answer, and by that of the answer alone."""
 
     def prompt_of(
@@ -145,7 +145,7 @@ class Context:
         key = place, json.dumps(part, sort_keys=True, default=repr)
         return self._places.setdefault(key, len(self._places) + 1)
 
-    def _answer(self, place: int, message: Message) -> Answered:
+    def _answer(self, place: int, message: Message) -> Spoken:
         answers = self._answers[place]
         return next((each for each in answers if each.message is message), answers[-1])
 
@@ -189,7 +189,7 @@ class Context:
         if stop := first_stop(stop_strings, said):
             message = {**message, "stop_string": stop}
         tokens = (*prompt, *completion.token_ids)
-        answer = Answered(
+        answer = Spoken(
             asked=asked, message=message, sampled=sampled, tokens=tokens, said=said, end=end
         )
         for before in (asked.place, -1):

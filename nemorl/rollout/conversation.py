@@ -157,13 +157,13 @@ Episode = Callable[[Mapping[str, Any], Policy], Awaitable[Outcome]]
 
 @dataclass
 class Segment:
-    """Turns of a conversation each of which goes on with all tokens of the one before."""
+    """Turns of a conversation, each with all tokens of the one before."""
 
     numbers: list[int]
     """Of the turns, from 1."""
     turns: list[Turn]
     shared: list[Turn]
-    """Those that the first one goes on with, each turn of an earlier segment."""
+    """Of earlier segments, that the first one goes on with."""
 
     @property
     def tokens(self) -> list[int]:
@@ -202,7 +202,7 @@ def segments_of(turns: Sequence[Turn]) -> list[Segment]:
 
 @dataclass
 class _Node:
-    """A place in a tree of tokens, which branches where two turns differ."""
+    """A place in a tree of tokens, where a turn ends or two differ."""
 
     tokens: tuple[int, ...]
     """Of a turn that has come by."""

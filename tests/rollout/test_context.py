@@ -155,6 +155,7 @@ class Tree(RuleBasedStateMachine):
             asked = {"role": "user", "content": question} if question else ASKED
             log, plain = [*log, asked], [*plain, asked]
         log = deepcopy(log) if copied else log
+        self.context.prompt_of(log, usable)  # one that is not answered changes nothing
         made = self.tokenizer.tokens
         tokens, asked = self.context.prompt_of(log, usable)
         made, rendered = self.tokenizer.tokens - made, self.rendered(plain, usable)
@@ -197,7 +198,7 @@ class Tree(RuleBasedStateMachine):
     def teardown(self):
         turns = [each.turn for each in self.said]
         rows, numbers = examples_of(turns), turns_of(turns)
-        assert self.tokenizer.renderings <= 5 * len(turns)
+        assert self.tokenizer.renderings <= 9 * len(turns)
         trained = dict[int, list[int]]()
         for row in rows:
             own, numbers = numbers[: row.num_tokens], numbers[row.num_tokens :]
@@ -337,17 +338,6 @@ def test_a_conversation_goes_on_with_its_own_tokens_after_another(tokenizers):
     assert message == equal and first != second
     for passed, ids in ((message, first), (equal, second), ({**message}, second)):
         assert context.prompt_of([ASKED, passed, AGAIN])[0][: len(ids)] == ids
-
-
-def test_a_prompt_that_was_not_answered_changes_nothing(tokenizers):
-    """As where it was too long, and the episode goes on with a shorter message."""
-    context, tokens, asked = begun(tokenizers["qwen2_5"])
-    answer = said(tokenizers["qwen2_5"], "2", ended=True)
-    log = [ASKED, context.add(tokens, asked, answer)]
-    context.prompt_of([*log, {"role": "user", "content": "x" * 100}])
-    after, _ = context.prompt_of([*log, AGAIN])
-    kept = (*tokens, *answer.token_ids)
-    assert after[: len(kept)] == kept
 
 
 def test_calls_stay_as_they_were_written_where_earlier_messages_are_dropped(tokenizers):

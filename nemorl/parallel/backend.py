@@ -274,8 +274,8 @@ class SmallBackend(InTurns):
 
     Counts optimizer steps, also in checkpoints, if the backend has no `step`; wraps
     log-probabilities in `Logprobs` of the batch's `logprob_kind`, metrics of `forward_backward` in
-    `Output`. A method that the backend lacks
-    is an AttributeError.
+    `Output`. Without `weights` those of its `model` are taken. Another method that it lacks is an
+    AttributeError.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -283,6 +283,8 @@ class SmallBackend(InTurns):
 
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner")
+        if name == "weights" and not has_own(inner, name, FullTrainingBackend):
+            return self._weights
         if name in vars(FullTrainingBackend) and not has_own(inner, name, FullTrainingBackend):
             raise AttributeError(f"the training backend {type(inner).__name__} has no {name}()")
         if name == "get_reference_logprobs":
@@ -323,6 +325,9 @@ class SmallBackend(InTurns):
     def _output(self, method: Callable[..., Any], *args: Any, **options: Any) -> Output:
         found = self._hold(method, *args, **options)
         return found if isinstance(found, Output) else Output(found)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, each.detach()) for name, each in self.inner.model.named_parameters())
 
     def _hold(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with self.turn:

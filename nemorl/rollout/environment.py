@@ -55,11 +55,13 @@ REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 class EnvironmentReturn:
     """One entry per conversation."""
 
-    observations: list[dict[str, str]]
-    """The message that follows, unless the conversation is over."""
-    metadata: list[Metadata | None]
+    observations: Sequence[Mapping[str, str] | None] | None
+    """The message that follows, unless the conversation is over. This and the next two may be
+    empty, or None, where all are over.
+    """
+    metadata: Sequence[Metadata | None] | None
     """Returned to the environment with the next step."""
-    next_stop_strings: list[tuple[str, ...] | None]
+    next_stop_strings: Sequence[Sequence[str] | None] | None
     """Additional stop strings of the next response."""
     rewards: Sequence[float] | Tensor
     terminateds: Sequence[bool] | Tensor
@@ -357,14 +359,14 @@ def check_rows(environment: Any, rows: Sequence[Metadata]) -> Any:
     return rows
 
 
-def check_counts(result: Any, count: int, name: str, *more: str) -> None:
-    """Raise ValueError unless there is one of everything, and of the fields `more`, per
+def check_counts(result: Any, count: int, name: str, **more: Any) -> None:
+    """Raise ValueError unless there is one of everything, and of the lists `more`, per
     conversation.
     """
     # NeMo RL's own have no components and failures.
     optional = [each for each in ("answers", "failures") if getattr(result, each, None)]
-    names = ("rewards", "terminateds", *more, *optional)
-    lists = {each: getattr(result, each) for each in names} | getattr(result, "components", {})
+    lists = {each: getattr(result, each) for each in ("rewards", "terminateds", *optional)}
+    lists |= {**more, **getattr(result, "components", {})}
     for field_name, values in lists.items():
         _require_count(values, count, f"environment {name!r}", field_name)
 

@@ -21,6 +21,8 @@ from nemorl.rollout.environment import (
 
 LIMITS = ("max_turns", "discount")
 """Settings of `rollout` that some environments do not read."""
+GOES_ON = ("observations", "metadata", "next_stop_strings")
+"""What an `EnvironmentReturn` may leave empty, or None, where all conversations are over."""
 
 
 @runtime_checkable
@@ -141,9 +143,12 @@ def judged(
     try:
         with exit_is_error(f"environment {name!r}"):
             result = environment.step([log for log, _ in asked], [row for _, row in asked])
-        used = ("observations", "metadata", "next_stop_strings")
-        check_counts(result, len(asked), name, *used)
-        return _of_each(result, len(asked))
+        check_counts(result, size := len(asked), name)
+        parts = {each: getattr(result, each) for each in GOES_ON}
+        if all(listed(result.terminateds)):
+            parts = {key: values or [None] * size for key, values in parts.items()}
+        check_counts(result, size, name, **parts)
+        return _of_each(result, parts, size)
     except (Exception, asyncio.CancelledError) as caught:  # which its own event loop may raise
         ended = RuntimeError(f"environment {name!r} raised {caught!r}")
         error = caught if isinstance(caught, Exception) else ended
@@ -156,16 +161,18 @@ def judged(
         return [error if fail else next(found) for fail in fails]
 
 
-def _of_each(result: Any, size: int) -> list[Judgment | Exception]:
+def _of_each(result: Any, parts: Mapping[str, Any], size: int) -> list[Judgment | Exception]:
+    observations, metadata, stops = (parts[each] for each in GOES_ON)
+    ends = [*map(bool, listed(result.terminateds))]
     failures = getattr(result, "failures", None) or [None] * size
     components = getattr(result, "components", {})  # NeMo RL's own have none
     components = {key: listed(values) for key, values in components.items()}
     fields = zip(
         listed(result.rewards),
-        map(bool, listed(result.terminateds)),
-        map(_observation, result.observations),
-        result.metadata,
-        [stop or () for stop in result.next_stop_strings],
+        ends,
+        map(_observation, observations, ends),
+        metadata,
+        [stop or () for stop in stops],
         result.answers or [None] * size,
         [{key: values[i] for key, values in components.items()} for i in range(size)],
         strict=True,
@@ -174,6 +181,9 @@ def _of_each(result: Any, size: int) -> list[Judgment | Exception]:
     return [each if error is None else error for each, error in zip(found, failures, strict=True)]
 
 
-def _observation(message: Message) -> Message:
+def _observation(message: Message | None, over: bool) -> Message:
     """NeMo RL's role is "environment"."""
+    fits, remedy = "must be a message where a conversation goes on", "return one, or terminate it"
+    require(over or bool(message), "an environment's observation", fits, message, remedy)
+    message = message or {}
     return message if message.get("role") in ROLES else {**message, "role": "user"}

@@ -6,6 +6,7 @@ import inspect
 import pickle
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -17,7 +18,8 @@ from nemorl.parallel.tokens import once
 from nemorl.rollout.collect import turn_numbers
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Failure, Outcome, Prompts, Turn, examples_of, segments_of
-from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
+from nemorl.rollout.episodes import judged
 from nemorl.rollout.generation import Completion, checked_requests
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
@@ -402,3 +404,22 @@ def test_turns_are_in_the_order_in_which_they_were_asked_for(generator):
     (found,) = talks(backend, both, PROMPTS.take([0]), replace(SAMPLING, n=1))
     assert [turn.prompt for turn in found.turns] == [(3,), (4,)]
     assert stops == {(4,): ("</a>",), (3,): ()} and [*stops] == [(4,), (3,)]
+
+
+@pytest.mark.parametrize("nothing", [[], None])
+@pytest.mark.parametrize("part", ["observations", "metadata", "next_stop_strings"])
+def test_what_follows_may_be_left_out_where_all_is_over(part, nothing):
+    log, said = [{"role": "user", "content": "?"}], [{"role": "user", "content": "go on"}] * 2
+
+    def found(ends, **parts):
+        usual = {"observations": said, "metadata": [{}, {}], "next_stop_strings": [None] * 2}
+        result = EnvironmentReturn(**{**usual, **parts}, rewards=[1.0, 0.5], terminateds=ends)
+        methods = dict.fromkeys(("step", "global_post_process_and_metrics"), lambda *_: result)
+        return judged(SimpleNamespace(**methods), [(log, {})] * 2)
+
+    assert [each.reward for each in found([True, True], **{part: nothing})] == [1.0, 0.5]
+    with pytest.raises(ValueError, match=f"return .*{part}"):
+        raise found([True, False], **{part: nothing})[0]
+    assert found([True, False], observations=[None, said[0]])[1].observation == said[0]
+    with pytest.raises(ValueError, match="observation must be a message where a conversation goes"):
+        raise found([True, False], observations=[said[0], None])[0]

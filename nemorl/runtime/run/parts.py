@@ -144,7 +144,6 @@ class Backends:
         needs = {
             "offload": ("trainer.offload_during_generation", offloads),
             "get_reference_logprobs": ("the reference model", keep),
-            "weights": ("generation", self.generates),
             "wait_for_checkpoint": ("run.async_save", config.run.async_save),
         }
         require_methods(config, needs)

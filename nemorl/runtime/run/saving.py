@@ -311,8 +311,8 @@ def loop_callbacks(
     config, directory, quiet = launch.config, launch.directory, launch.quiet
     launch.log.total_steps = total_steps
     models = {name: getattr(each, "model", None) for name, each in backends.items()}
-    if not has_method(config, "weights"):
-        models = {}
+    if not has_method(config, "weights"):  # those of a Hugging Face model are its parameters
+        models = {key: each for key, each in models.items() if hasattr(each, "save_pretrained")}
     exported = {name: model for name, model in models.items() if model is not None}
     logged = LoggedRun(
         directory=directory,
